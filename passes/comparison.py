@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
-from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, size, up_to_different
@@ -150,7 +150,7 @@ class Comparison:
                 yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
 
     def _in_pieces(self) -> bool:
-        return any(isinstance(weight, RaisedWeight) for weight in self.experts)
+        return any(isinstance(weight, UpcastWeight) for weight in self.experts)
 
     def _forced(
         self, name: str, routing: ForcedRouting, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
-from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import is_large, is_of_one_number, is_out_of_memory, raises_in_pieces, whole_bytes
+from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 
 def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool = False) -> nn.Module | None:
@@ -22,7 +22,7 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool =
     Args:
         block: to copy.
         analysis_bytes: memory that the analysis may hold. Of a block whose copy would take a good part of it, large weights
-            are not copied but raised where they are used (`RaisedWeight`).
+            are not copied but upcast where they are used (`UpcastWeight`).
         as_it_is: keep parameters and buffers of one value.
     """
     try:
@@ -41,14 +41,14 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
             value = parameter.detach()
             in_parts = in_pieces and is_large(value)
             memo[id(parameter)] = nn.Parameter(
-                RaisedWeight(_unlike_in_place(value, generator), limit)
+                UpcastWeight(_unlike_in_place(value, generator), limit)
                 if in_parts
                 else _unlike(value.to(torch.float64, copy=True), generator)
             )
     for child in block.modules():
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _unlike(value.detach().to(_raised(value.dtype), copy=True), generator)
+                memo[id(value)] = _unlike(value.detach().to(_upcast(value.dtype), copy=True), generator)
     return deepcopied(block, memo)
 
 
@@ -71,5 +71,5 @@ def _unlike_in_place(value: torch.Tensor, generator: torch.Generator | None) -> 
     return numbers.as_strided(value.shape, (*strides, 1))
 
 
-def _raised(dtype: torch.dtype) -> torch.dtype:
+def _upcast(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.raised_weight import stored
+from hexa_fx.isolation.upcast_weight import stored
 
 
 @dataclass

@@ -16,8 +16,8 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.listed_stack import ListedStack
-from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
+from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class CapturedBlock:
 
     @functools.cached_property
     def whole_bytes(self) -> int | None:
-        """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
+        """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be upcast in pieces."""
         return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -98,14 +98,14 @@ class CapturedBlock:
     def in_float64(self, value: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in float64, for reading."""
         if self.whole_bytes is not None and is_large(value):
-            return RaisedWeight(value, self.whole_bytes)
+            return UpcastWeight(value, self.whole_bytes)
         return value.double()
 
     def stack_in_float64(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Tensors of one shape in float64, (E, ...), for reading."""
         alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
         if self.whole_bytes is not None and is_large(values[0]) and alike:
-            return RaisedWeight(ListedStack(tuple(values)), self.whole_bytes)
+            return UpcastWeight(ListedStack(tuple(values)), self.whole_bytes)
         return torch.stack([self.in_float64(value.detach()) for value in values])
 
     def tensor_of(self, name: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
-from hexa_fx.isolation.precision import GROUPED, grouped_mm, raised
+from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 
@@ -167,8 +167,8 @@ class Replay:
                 values[argument] = frozen.clone() if written else frozen
             return values[argument]
 
-        args = raised(torch.fx.map_arg(node.args, load))
-        kwargs = raised(torch.fx.map_arg(node.kwargs, load))
+        args = upcast(torch.fx.map_arg(node.args, load))
+        kwargs = upcast(torch.fx.map_arg(node.kwargs, load))
         if node.op == "call_method":
             name = "double" if node.target in _CAST_METHODS else str(node.target)
             return getattr(args[0], name)(*args[1:], **kwargs)
@@ -181,11 +181,11 @@ class Replay:
         """A recorded value, floating point as float64."""
         return pytree.tree_map_only(
             torch.Tensor,
-            lambda t: self._raised(t) if t.is_floating_point() else t,
+            lambda t: self._upcast(t) if t.is_floating_point() else t,
             record_of(node).value,
         )
 
-    def _raised(self, value: torch.Tensor) -> torch.Tensor:
+    def _upcast(self, value: torch.Tensor) -> torch.Tensor:
         """Weights as `CapturedBlock.in_float64`, and what was computed as a copy."""
         limit = self._captured.whole_bytes
         is_weight = limit is not None and (8 * value.numel() > limit or memory_of(value) in self._parameters)

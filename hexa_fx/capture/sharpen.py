@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
 from hexa_fx.isolation.outcome import largest
-from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
@@ -33,7 +33,7 @@ def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
 def sharpened(
     nodes: Iterable[torch.fx.Node],
     execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
-    raised: Callable[[torch.fx.Node], Any],
+    upcast: Callable[[torch.fx.Node], Any],
 ) -> dict[torch.fx.Node, Any]:
     """Every computed value, recomputed in float64 from the parameters and inputs.
 
@@ -42,7 +42,7 @@ def sharpened(
     Args:
         nodes: of the recorded graph, in order.
         execute: one node's call in float64 on the values so far.
-        raised: its recorded value in float64.
+        upcast: its recorded value in float64.
     """
     values: dict[torch.fx.Node, Any] = {}
     found: dict[torch.fx.Node, Any] = {}
@@ -50,7 +50,7 @@ def sharpened(
         for node in nodes:
             if not node.op.startswith("call"):
                 continue
-            recorded, values[node] = raised(node), execute(node, values)
+            recorded, values[node] = upcast(node), execute(node, values)
             if not _alike(values[node], recorded):
                 values[node] = pytree.tree_map_only(torch.Tensor, _copied, recorded)
             found[node] = pytree.tree_map_only(torch.Tensor, _copied, values[node])  # before later writes
@@ -58,8 +58,8 @@ def sharpened(
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
-    """A copy; a raised weight is only read, and as large as the block."""
-    return value if isinstance(value, RaisedWeight) else value.clone()
+    """A copy; an upcast weight is only read, and as large as the block."""
+    return value if isinstance(value, UpcastWeight) else value.clone()
 
 
 def _alike(value: Any, recorded: Any) -> bool:
@@ -74,7 +74,7 @@ def _is_near(value: Any, recorded: Any) -> bool:
         return type(value) is type(recorded)  # an object of the user's; its tensors are compared where they are read
     if value.shape != recorded.shape or value.dtype != recorded.dtype:
         return False
-    if isinstance(value, RaisedWeight) and isinstance(recorded, RaisedWeight):
+    if isinstance(value, UpcastWeight) and isinstance(recorded, UpcastWeight):
         return value.lies_with(recorded)
     if not value.is_floating_point():
         return torch.equal(value, recorded)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hexa_fx.cuda.choosing import Card, card_of, collection, on_forget
+from hexa_fx.cuda.choosing import Card, card_of, collection, described_card, on_forget
 from hexa_fx.cuda.fallback import falls_back_for_good, generic, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
@@ -42,7 +42,7 @@ def float32_math(dtype: torch.dtype) -> str:
     return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
 
 
-def described(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
+def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
     """Everything that a call's launches depend on except addresses, and its tensors with their addresses."""
     kind: list[Any] = []
     tensors, addresses, low = [], [], 0
@@ -102,8 +102,7 @@ def falls_back(name: str) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
-            found = collection()
-            if found is not None and found.card is not None:
+            if described_card() is not None:
                 return function(*args)
             if falls_back_for_good(name):
                 return generic(name)(*args)
@@ -131,7 +130,7 @@ def _run(name: Any, function: Callable[..., Any], args: Sequence[Any], given: Gi
         given: a product and the tile to take for it. No product is the first.
     """
     device, found, fixed = args[0].device, collection(), is_fixed()
-    kind, tensors, addresses = described(args)
+    kind, tensors, addresses = kind_of(args)
     where = device.index if found is None or found.card is None else found.card
     key = (name, given, where, fixed, float32_math(args[0].dtype), *kind)
     plan = _plans.get(key)

@@ -132,7 +132,7 @@ def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
         _collection.reset(token)
 
 
-def described() -> Card | None:
+def described_card() -> Card | None:
     """The card that was given to `collect` in this thread, if any. Operands then hold no data."""
     found = collection()
     return None if found is None else found.card
@@ -140,5 +140,4 @@ def described() -> Card | None:
 
 def card_of(device: int) -> Card:
     """The card that kernels for operands on `device` are chosen for."""
-    found = collection()
-    return device_card(device) if found is None or found.card is None else found.card
+    return described_card() or device_card(device)

@@ -32,7 +32,7 @@ def record_fallback(name: str, error: KernelError) -> None:
     fallbacks[name] = reason
 
 
-def falls_back() -> bool:
+def some_fall_back_for_good() -> bool:
     """Whether some operator runs torch's implementation for good, because its kernels cannot be built."""
     return bool(_permanent)
 

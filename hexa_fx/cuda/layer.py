@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hexa_fx.cuda.calls import chosen, described, float32_math, on_device, planned
+from hexa_fx.cuda.calls import chosen, float32_math, kind_of, on_device, planned
 from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
-from hexa_fx.cuda.fallback import falls_back
+from hexa_fx.cuda.fallback import some_fall_back_for_good
 from hexa_fx.cuda.kernel import NotBuilt
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
@@ -102,10 +102,10 @@ def _is_small(slots: Tensor, w1: Tensor) -> bool:
 
 
 def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
-    if not _is_small(slots, w1) or falls_back() or collection() is not None:
+    if not _is_small(slots, w1) or some_fall_back_for_good() or collection() is not None:
         return general(*args)
     try:
-        kind, tensors, addresses = described(flat)
+        kind, tensors, addresses = kind_of(flat)
     except RuntimeError:  # a tensor without strides
         return general(*args)
     devices = tuple([t.device for t in tensors])

@@ -18,7 +18,7 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_T
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.choosing import cached_choice, described
+from hexa_fx.cuda.choosing import cached_choice, described_card
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
@@ -78,7 +78,7 @@ def ids_are_checked() -> bool:
 def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
     if isinstance(top_k_index, Operand):
         raise CannotPlan("ids are checked in every call")
-    if described() is not None or not top_k_index.numel() or torch.cuda.is_current_stream_capturing():
+    if described_card() is not None or not top_k_index.numel() or torch.cuda.is_current_stream_capturing():
         return
     low, high = (int(v) for v in torch.aminmax(top_k_index))
     if low < 0 or high > num_experts:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hexa_fx import ops  # defines the operators
-from hexa_fx.isolation import raised_weight
+from hexa_fx.isolation import upcast_weight
 from hexa_fx.isolation.lazy_gradient import LazyGradient, run
 from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, sketch, sketch_of_dense
-from hexa_fx.isolation.raised_weight import LEAST_BYTES, RaisedWeight
+from hexa_fx.isolation.upcast_weight import LEAST_BYTES, UpcastWeight
 from hexa_fx.ops.dispatch_mode import DispatchMode
 
 _ATEN = torch.ops.aten
@@ -23,8 +23,8 @@ _ATEN = torch.ops.aten
 
 @torch.no_grad()
 def compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """What of a gradient is compared: of a raised weight's its products with random directions, of others all."""
-    if not isinstance(parameter, RaisedWeight):
+    """What of a gradient is compared: of an upcast weight's its products with random directions, of others all."""
+    if not isinstance(parameter, UpcastWeight):
         return gradient.filled() if isinstance(gradient, LazyGradient) else gradient
     if gradient is None:
         return None
@@ -37,19 +37,19 @@ def compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def lazy_gradients(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """The mode under which to differentiate by ``leaves``; no mode if no raised weight is among them."""
-    raised = [leaf for leaf in leaves if isinstance(leaf, RaisedWeight)]
-    return LazyGradients(raised) if raised else nullcontext()
+    """The mode under which to differentiate by ``leaves``; no mode if no upcast weight is among them."""
+    upcast = [leaf for leaf in leaves if isinstance(leaf, UpcastWeight)]
+    return LazyGradients(upcast) if upcast else nullcontext()
 
 
 class LazyGradients(DispatchMode):
-    """A mode for backward: large products of few rows, and zeros of a raised weight's shape, become `LazyGradient`s.
+    """A mode for backward: large products of few rows, and zeros of an upcast weight's shape, become `LazyGradient`s.
 
     Args:
-        weights: the raised weights, whose limit on copies counts for gradients too.
+        weights: the upcast weights, whose limit on copies counts for gradients too.
     """
 
-    def __init__(self, weights: Sequence[RaisedWeight]) -> None:
+    def __init__(self, weights: Sequence[UpcastWeight]) -> None:
         super().__init__()
         self._limit = weights[0].limit
         self._shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 2}
@@ -62,14 +62,14 @@ class LazyGradients(DispatchMode):
         given = {type(leaf) for leaf in _tensors((*args, *kwargs.values()))}
         if LazyGradient in given:
             return run(func, args, kwargs)
-        if RaisedWeight in given:
-            with nullcontext() if raised_weight.is_product(func) else self:  # a product's result is small
-                return raised_weight.run(func, args, kwargs)
+        if UpcastWeight in given:
+            with nullcontext() if upcast_weight.is_product(func) else self:  # a product's result is small
+                return upcast_weight.run(func, args, kwargs)
         made = _MAKERS.get(func)
         return func(*args, **kwargs) if made is None else made(self, func, args, kwargs)
 
     def is_large(self, shape: Sequence[int]) -> bool:
-        """Whether a float64 tensor of this shape must not be filled, or is the gradient of a raised weight."""
+        """Whether a float64 tensor of this shape must not be filled, or is the gradient of an upcast weight."""
         return tuple(shape) in self._shapes or 8 * math.prod(shape) > max(self._limit, LEAST_BYTES)
 
     def gradient(self, shape: Sequence[int], terms: list[Term], device: torch.device) -> LazyGradient:

@@ -19,7 +19,7 @@ from hexa_fx.isolation.outer_products import (
     filled,
     reshaped,
 )
-from hexa_fx.isolation.raised_weight import written
+from hexa_fx.isolation.upcast_weight import written
 
 _ATEN = torch.ops.aten
 

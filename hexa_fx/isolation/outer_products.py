@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hexa_fx.isolation.raised_weight import TooLarge
+from hexa_fx.isolation.upcast_weight import TooLarge
 
 _DIRECTIONS = 4
 

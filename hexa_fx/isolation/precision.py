@@ -31,7 +31,7 @@ class InFloat64(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, given = getattr(func, "__name__", ""), (args, kwargs or {})
-        args, kwargs = raised(given[0]), raised(given[1])
+        args, kwargs = upcast(given[0]), upcast(given[1])
         if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
             cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
             named = (value for value in (*given[0], *given[1].values()) if isinstance(value, torch.dtype))
@@ -49,15 +49,15 @@ def _is_default_dtype(result: Any, given: Any) -> bool:
     return not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(given))
 
 
-def raised(value: Any) -> Any:
+def upcast(value: Any) -> Any:
     """The arguments of a call, with lower floating dtypes replaced by float64."""
     kind = type(value)
     if kind is torch.dtype:
         return torch.float64 if value in _LOWER else value
     if isinstance(value, dict) and value:  # torch.fx has a class of its own
-        return {key: raised(item) for key, item in value.items()}
+        return {key: upcast(item) for key, item in value.items()}
     if kind in (tuple, list) and any(type(item) in _RAISED for item in value):
-        return kind([raised(item) for item in value])
+        return kind([upcast(item) for item in value])
     return value
 
 

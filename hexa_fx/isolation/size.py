@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hexa_fx.isolation.raised_weight import LEAST_BYTES
+from hexa_fx.isolation.upcast_weight import LEAST_BYTES
 
 FEW_TOKENS = 32
 """Tokens that such a block is tried on at a time: what its code keeps for them may be as large as its weights."""
@@ -30,7 +30,7 @@ def whole_bytes(analysis_bytes: int) -> int:
 
 
 def raises_in_pieces(block: nn.Module, analysis_bytes: int) -> bool:
-    """Whether the block's large weights are raised to float64 piece by piece, where they are used."""
+    """Whether the block's large weights are upcast to float64 piece by piece, where they are used."""
     return float64_bytes(block) > whole_bytes(analysis_bytes)
 
 

@@ -219,7 +219,7 @@ def test_collecting_leaves_nothing_behind():
     from hexa_fx.cuda import fallback as cuda_fallback
 
     kernels_of(case(), 90)
-    assert cuda_choosing.described() is None
+    assert cuda_choosing.described_card() is None
     assert not cuda_fallback.fallbacks
 
 

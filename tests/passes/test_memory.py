@@ -15,7 +15,7 @@ import hexa_fx
 from hexa_fx import passes
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation import gradient_mode, raised_weight, size
+from hexa_fx.isolation import gradient_mode, size, upcast_weight
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.verify import VerificationResult, verify
 from tests.live_memory import LiveMemory
@@ -107,7 +107,7 @@ def bounded(
     bound: int = BOUND,
 ) -> BlockAnalysis:
     """The analysis of a block that counts as large."""
-    for module in (raised_weight, size, gradient_mode):
+    for module in (upcast_weight, size, gradient_mode):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
     return analyse(Observation("block", block, inputs or (x,), {}), hexa_fx.HexaConfig(analysis_bytes=bound))
@@ -200,17 +200,17 @@ def test_a_large_block_that_does_the_same_in_both_modes_is_compared_once(
 
 
 class Reads:
-    """How often every element of a block's weights is raised to float64."""
+    """How often every element of a block's weights is upcast to float64."""
 
     def __init__(self, block: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read, self.all = 0, sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
-        raise_piece = raised_weight.raised_piece
+        raise_piece = upcast_weight.upcast_piece
 
         def counted(piece: torch.Tensor) -> torch.Tensor:
             self.read += piece.numel()
             return raise_piece(piece)
 
-        monkeypatch.setattr(raised_weight, "raised_piece", counted)
+        monkeypatch.setattr(upcast_weight, "upcast_piece", counted)
 
     @property
     def times(self) -> float:

@@ -1,6 +1,6 @@
 """The float64 form of one piece of a weight at a time, on a CPU always in the same memory.
 
-Thousands of pieces are raised while a block is analysed, each for one product. Memory that is taken and freed for each would be
+Thousands of pieces are upcast while a block is analysed, each for one product. Memory that is taken and freed for each would be
 zeroed by the kernel every time, and small tensors that outlive a piece would settle in what it leaves, so that the process grows.
 """
 
@@ -17,7 +17,7 @@ _kept: ContextVar[list[torch.Tensor] | None] = ContextVar("pieces", default=None
 
 @contextmanager
 def piece_memory_kept() -> Iterator[None]:
-    """A context in which `raised_piece` keeps its memory, as much as the largest piece takes."""
+    """A context in which `upcast_piece` keeps its memory, as much as the largest piece takes."""
     token = _kept.set([])
     try:
         yield
@@ -25,7 +25,7 @@ def piece_memory_kept() -> Iterator[None]:
         _kept.reset(token)
 
 
-def raised_piece(piece: torch.Tensor) -> torch.Tensor:
+def upcast_piece(piece: torch.Tensor) -> torch.Tensor:
     """A float64 tensor (rows, columns) of the same values, laid out as ``piece`` is. It holds until the next one is made."""
     kept = _kept.get()
     if kept is None or piece.device.type != "cpu" or piece.dtype == torch.float64:
@@ -34,5 +34,5 @@ def raised_piece(piece: torch.Tensor) -> torch.Tensor:
         kept[:] = [torch.empty(piece.numel(), dtype=torch.float64)]
     memory = kept[0][: piece.numel()]
     by_columns = piece.stride(0) < piece.stride(1)
-    raised = memory.view(piece.shape[::-1]).t() if by_columns else memory.view(piece.shape)
-    return raised.copy_(piece)
+    upcast = memory.view(piece.shape[::-1]).t() if by_columns else memory.view(piece.shape)
+    return upcast.copy_(piece)

@@ -1,4 +1,4 @@
-"""Weights that count as float64 and are stored as they are: a product raises the matrices that it multiplies, piece by piece.
+"""Weights that count as float64 and are stored as they are: a product upcasts the matrices that it multiplies, piece by piece.
 
 A float64 copy of a large block takes four times its memory. Everything that reads expert weights, in users' code and in our
 operators, ends in few operations of torch: views, which are taken of the stored weight, and products of two matrices. Only
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.listed_stack import ListedStack
-from hexa_fx.isolation.raised_pieces import raised_piece
+from hexa_fx.isolation.upcast_pieces import upcast_piece
 
 _ATEN = torch.ops.aten
 
@@ -55,14 +55,14 @@ _GATHERS = frozenset({_ATEN.index.Tensor, _ATEN.index_select.default, _ATEN.clon
 
 
 LEAST_BYTES = 1 << 18
-"""Float64 bytes from which on a weight of a large block is raised in pieces, and a gradient kept as products."""
+"""Float64 bytes from which on a weight of a large block is upcast in pieces, and a gradient kept as products."""
 
 
 class TooLarge(MemoryError):
     """An operation needs more of a weight in float64 than the analysis may hold."""
 
 
-class RaisedWeight(torch.Tensor):
+class UpcastWeight(torch.Tensor):
     """A float64 tensor over stored ones, which keep their own dtype. It is only read.
 
     Args:
@@ -75,9 +75,9 @@ class RaisedWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, stored: Tensor | ListedStack, limit: int) -> RaisedWeight:
+    def __new__(cls, stored: Tensor | ListedStack, limit: int) -> UpcastWeight:
         like = stored.empty() if isinstance(stored, ListedStack) else stored
-        made: RaisedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: UpcastWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
             strides=like.stride(),
@@ -89,7 +89,7 @@ class RaisedWeight(torch.Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"RaisedWeight({tuple(self.shape)} over {self.stored.dtype})"
+        return f"UpcastWeight({tuple(self.shape)} over {self.stored.dtype})"
 
     @property
     def source(self) -> Tensor:
@@ -113,7 +113,7 @@ class RaisedWeight(torch.Tensor):
             )
         return self.source.double()
 
-    def lies_with(self, other: RaisedWeight) -> bool:
+    def lies_with(self, other: UpcastWeight) -> bool:
         """Whether both are the same part of the same memory, or equal where one of them is a copy."""
         one, two = self.source, other.source
         if one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride():
@@ -136,33 +136,33 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 def stored(tensor: Tensor) -> Tensor:
     """The memory that a weight is read from, for who changes it for a while; any other tensor itself."""
-    return tensor.source if isinstance(tensor, RaisedWeight) else tensor
+    return tensor.source if isinstance(tensor, UpcastWeight) else tensor
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, an operation below autograd that is given a `RaisedWeight`."""
+    """``func(*args, **kwargs)``, an operation below autograd that is given a `UpcastWeight`."""
     if func in _PRODUCTS:
         return _PRODUCTS[func](*args, **kwargs)
     first = args[0]
-    if isinstance(first, RaisedWeight) and (func in _VIEWS or func in _GATHERS):
+    if isinstance(first, UpcastWeight) and (func in _VIEWS or func in _GATHERS):
         taken = first.stored.seen_through(func, *args[1:], **kwargs) if isinstance(first.stored, ListedStack) else None
         if taken is None:
             taken = func(first.source, *args[1:], **kwargs)
         if isinstance(taken, Tensor | ListedStack):
-            return RaisedWeight(taken, first.limit)
-        return [RaisedWeight(part, first.limit) for part in taken]
-    if isinstance(first, RaisedWeight) and _keeps_dtype(func, args, kwargs):
-        return RaisedWeight(first.stored, first.limit)
-    if func in _JOINS and _all_raised(args[0]):
+            return UpcastWeight(taken, first.limit)
+        return [UpcastWeight(part, first.limit) for part in taken]
+    if isinstance(first, UpcastWeight) and _keeps_dtype(func, args, kwargs):
+        return UpcastWeight(first.stored, first.limit)
+    if func in _JOINS and _all_upcast(args[0]):
         return _joined(func, args, kwargs)
     if func.namespace == "hexa" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
         # its plain torch version, which comes back here for its products
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     if func._can_decompose():
         return func.decompose(*args, **kwargs)
-    if any(isinstance(value, RaisedWeight) for value in written(func, args, kwargs)):
+    if any(isinstance(value, UpcastWeight) for value in written(func, args, kwargs)):
         raise TypeError(f"{func} writes to a weight, which is only read while a block is analysed")
-    args, kwargs = pytree.tree_map_only(RaisedWeight, RaisedWeight.whole, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(UpcastWeight, UpcastWeight.whole, (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -187,19 +187,19 @@ def _keeps_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 _FORMAT = frozenset({"memory_format", "non_blocking", "layout", "pin_memory"})
 
 
-def _all_raised(values: Any) -> bool:
-    return all(isinstance(value, RaisedWeight) for value in values)
+def _all_upcast(values: Any) -> bool:
+    return all(isinstance(value, UpcastWeight) for value in values)
 
 
-def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaisedWeight:
+def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UpcastWeight:
     """Weights one after the other: a view where they lie so already, as packed ones do."""
-    parts: list[RaisedWeight] = list(args[0])
+    parts: list[UpcastWeight] = list(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     sources = [part.source.unsqueeze(0) if func is _ATEN.stack.default else part.source for part in parts]
     joined = _adjacent(sources) if dim == 0 else None
     if joined is None:
         joined = func([part.source for part in parts], dim)
-    return RaisedWeight(joined, parts[0].limit)
+    return UpcastWeight(joined, parts[0].limit)
 
 
 def _adjacent(parts: list[Tensor]) -> Tensor | None:
@@ -217,32 +217,32 @@ def _adjacent(parts: list[Tensor]) -> Tensor | None:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if isinstance(a, RaisedWeight) and isinstance(b, RaisedWeight):
+    if isinstance(a, UpcastWeight) and isinstance(b, UpcastWeight):
         return _mm(a.whole(), b) if a.numel() < b.numel() else _mm(a, b.whole())
-    if isinstance(a, RaisedWeight):
+    if isinstance(a, UpcastWeight):
         return _mm(b.t(), a.t()).t()
-    assert isinstance(b, RaisedWeight)
+    assert isinstance(b, UpcastWeight)
     return _rows_times(a, b.source)
 
 
 def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
-    """(n, K) times (K, N) in its own dtype, raised by columns."""
+    """(n, K) times (K, N) in its own dtype, upcast by columns."""
     result = rows.new_empty(rows.shape[0], matrix.shape[1])
     if not result.numel():
         return result
     step = max(1, PIECE_BYTES * (_WIDER if matrix.is_cuda else 1) // (8 * max(1, matrix.shape[0])))
     for start in range(0, matrix.shape[1], step):
-        piece = raised_piece(matrix[:, start : start + step])
+        piece = upcast_piece(matrix[:, start : start + step])
         torch.mm(rows, piece, out=result[:, start : start + step])
     return result
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    if isinstance(a, RaisedWeight) and isinstance(b, RaisedWeight):
+    if isinstance(a, UpcastWeight) and isinstance(b, UpcastWeight):
         return _bmm(a.whole(), b) if a.numel() < b.numel() else _bmm(a, b.whole())
-    if isinstance(a, RaisedWeight):
+    if isinstance(a, UpcastWeight):
         return _bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-    assert isinstance(b, RaisedWeight)
+    assert isinstance(b, UpcastWeight)
     result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     for number, (rows, matrix) in enumerate(zip(a, b.rows())):
         result[number] = _rows_times(rows, matrix)
@@ -258,7 +258,7 @@ def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: floa
 
 
 def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
-    return _mm(_whole(vector)[None], matrix.t())[0] if isinstance(matrix, RaisedWeight) else matrix @ _whole(vector)
+    return _mm(_whole(vector)[None], matrix.t())[0] if isinstance(matrix, UpcastWeight) else matrix @ _whole(vector)
 
 
 def _into(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -269,7 +269,7 @@ def _into(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.whole() if isinstance(tensor, RaisedWeight) else tensor
+    return tensor.whole() if isinstance(tensor, UpcastWeight) else tensor
 
 
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {

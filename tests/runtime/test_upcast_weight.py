@@ -1,4 +1,4 @@
-"""Weights raised where they are used, and gradients kept as products, give the numbers of a float64 copy."""
+"""Weights upcast where they are used, and gradients kept as products, give the numbers of a float64 copy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.isolation import gradient_mode, raised_weight, size
+from hexa_fx.isolation import gradient_mode, size, upcast_weight
 from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
 from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
 from hexa_fx.isolation.precision import InFloat64
-from hexa_fx.isolation.raised_pieces import piece_memory_kept, raised_piece
-from hexa_fx.isolation.raised_weight import RaisedWeight, TooLarge
+from hexa_fx.isolation.upcast_pieces import piece_memory_kept, upcast_piece
+from hexa_fx.isolation.upcast_weight import TooLarge, UpcastWeight
 from hexa_fx.ops.moe_ffn import moe_ffn
 
 E, N, K, T = 4, 24, 40, 3
@@ -130,35 +130,35 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("use", IN_PIECES, ids=lambda use: use.__name__)
 def test_no_whole_weight_or_gradient_is_made(use: Use):
-    raised, copied = nn.Parameter(RaisedWeight(stored(), limit=8 * N * K - 1)), nn.Parameter(stored().double())
+    upcast, copied = nn.Parameter(UpcastWeight(stored(), limit=8 * N * K - 1)), nn.Parameter(stored().double())
     x = tokens()
-    expected, found = use(copied, x), use(raised, x)
+    expected, found = use(copied, x), use(upcast, x)
     torch.testing.assert_close(found, expected)
     dw, dx = torch.autograd.grad(expected, [copied, x], torch.ones_like(expected))
-    with LazyGradients([raised]):
-        lazy, same = torch.autograd.grad(found, [raised, x], torch.ones_like(found))
+    with LazyGradients([upcast]):
+        lazy, same = torch.autograd.grad(found, [upcast, x], torch.ones_like(found))
     assert isinstance(lazy, LazyGradient)
     torch.testing.assert_close(same, dx)
-    torch.testing.assert_close(compared(lazy, raised), sketch_of_dense(dw))
+    torch.testing.assert_close(compared(lazy, upcast), sketch_of_dense(dw))
     torch.testing.assert_close(filled(lazy.terms, lazy.shape, lazy.device, 1 << 20), dw)
 
 
 @pytest.mark.parametrize("use", [lambda w, x: F.linear(x, (w * 2)[1]), lambda w, x: F.linear(x, w.sum(0)).cos()])
 def test_other_operations_get_a_copy_if_it_is_small_enough(use: Use):
     copied, x = nn.Parameter(stored().double()), tokens()
-    raised = nn.Parameter(RaisedWeight(stored(), limit=1 << 20))
-    expected, found = use(copied, x), use(raised, x)
+    upcast = nn.Parameter(UpcastWeight(stored(), limit=1 << 20))
+    expected, found = use(copied, x), use(upcast, x)
     torch.testing.assert_close(found, expected)
     (dw,) = torch.autograd.grad(expected, [copied], torch.ones_like(expected))
-    with LazyGradients([raised]):
-        (lazy,) = torch.autograd.grad(found, [raised], torch.ones_like(found))
-    torch.testing.assert_close(compared(lazy, raised), sketch_of_dense(dw))
+    with LazyGradients([upcast]):
+        (lazy,) = torch.autograd.grad(found, [upcast], torch.ones_like(found))
+    torch.testing.assert_close(compared(lazy, upcast), sketch_of_dense(dw))
     with pytest.raises(TooLarge, match="as a whole"):
-        use(nn.Parameter(RaisedWeight(stored(), limit=1000)), x)
+        use(nn.Parameter(UpcastWeight(stored(), limit=1000)), x)
 
 
 def test_a_wrong_gradient_of_one_element_shows():
-    weight = RaisedWeight(stored(), limit=1)
+    weight = UpcastWeight(stored(), limit=1)
     gradient = torch.randn(E, N, K, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     other = gradient.clone()
     other[2, 5, 7] += 1e-6
@@ -168,8 +168,8 @@ def test_a_wrong_gradient_of_one_element_shows():
 
 
 def test_products_with_weights_are_raised_by_columns(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(raised_weight, "PIECE_BYTES", 8 * K * 5)
-    weight, x = RaisedWeight(stored(), limit=1), tokens().detach()
+    monkeypatch.setattr(upcast_weight, "PIECE_BYTES", 8 * K * 5)
+    weight, x = UpcastWeight(stored(), limit=1), tokens().detach()
     torch.testing.assert_close(x @ weight[1].T, x @ stored()[1].double().T)
     torch.testing.assert_close(weight[1] @ x.T, stored()[1].double() @ x.T)
     torch.testing.assert_close(torch.bmm(weight, x.T.expand(E, K, T)), stored().double() @ x.T)
@@ -177,7 +177,7 @@ def test_products_with_weights_are_raised_by_columns(monkeypatch: pytest.MonkeyP
 
 def test_weights_side_by_side_are_joined_without_a_copy():
     whole = stored()
-    parts = [RaisedWeight(part, limit=1) for part in whole]
+    parts = [UpcastWeight(part, limit=1) for part in whole]
     joined = torch.stack(parts)
     assert joined.source.data_ptr() == whole.data_ptr()
     assert joined.shape == whole.shape
@@ -193,12 +193,12 @@ def test_weights_that_lie_apart_are_read_as_a_stack(use: Use, monkeypatch: pytes
     parts = tuple(part.clone() for part in stored())
     expected = use(stored().double(), tokens().detach())
     monkeypatch.setattr(torch, "stack", None)  # no copy of them all
-    torch.testing.assert_close(use(RaisedWeight(ListedStack(parts), limit=1), tokens().detach()), expected)
+    torch.testing.assert_close(use(UpcastWeight(ListedStack(parts), limit=1), tokens().detach()), expected)
 
 
 def test_weights_that_lie_apart_are_read_where_they_lie_now():
     parts = tuple(nn.Parameter(part.clone()) for part in stored())
-    weight = RaisedWeight(ListedStack(parts), limit=1)
+    weight = UpcastWeight(ListedStack(parts), limit=1)
     turned, half = weight.transpose(1, 2), weight[1:, : N // 2]
     for part in parts:
         part.data = part.data + 1
@@ -210,14 +210,14 @@ def test_weights_that_lie_apart_are_read_where_they_lie_now():
 
 
 def test_conversions_to_what_it_counts_as_are_free():
-    weight = RaisedWeight(stored(), limit=1)
+    weight = UpcastWeight(stored(), limit=1)
     for converted in (weight.double(), weight.to(torch.float64), weight.to(tokens()), weight.contiguous()):
         assert converted.source.data_ptr() == weight.source.data_ptr()
 
 
 def test_it_is_only_read():
     with pytest.raises(TypeError, match="only read"):
-        RaisedWeight(stored(), limit=1 << 20).mul_(2)
+        UpcastWeight(stored(), limit=1 << 20).mul_(2)
 
 
 def test_a_product_is_cut_where_a_new_shape_ends_its_rows():
@@ -234,7 +234,7 @@ def test_a_product_is_cut_where_a_new_shape_ends_its_rows():
 
 def test_rows_that_are_as_many_as_a_weight_has_stay_rows():
     x = tokens().detach()
-    with LazyGradients([RaisedWeight(stored()[0], limit=1 << 20)]):
+    with LazyGradients([UpcastWeight(stored()[0], limit=1 << 20)]):
         rows = x.new_zeros(N, K)
         torch.mm(torch.ones(N, T, dtype=torch.float64), x, out=rows)
     torch.testing.assert_close(rows, x.sum(0).expand(N, K))
@@ -242,7 +242,7 @@ def test_rows_that_are_as_many_as_a_weight_has_stay_rows():
 
 def test_nothing_writes_to_a_gradient_that_is_kept_as_products():
     x = tokens().detach()
-    with LazyGradients([RaisedWeight(stored(), limit=1 << 20)]):
+    with LazyGradients([UpcastWeight(stored(), limit=1 << 20)]):
         gradient = x.new_zeros(E, N, K)
         assert isinstance(gradient, LazyGradient)
         with pytest.raises(NotImplementedError, match="kept as products"):
@@ -255,10 +255,10 @@ def test_pieces_take_one_memory_in_turn(turned: bool) -> None:
     pieces = [part.t() if turned else part for part in (stored[:, :8], stored[:, 8:], stored[:3, 2:9])]
     with piece_memory_kept():
         for piece in pieces:
-            raised = raised_piece(piece)
-            torch.testing.assert_close(raised, piece.double(), rtol=0, atol=0)
-            assert raised.data_ptr() == raised_piece(pieces[0]).data_ptr()
-            assert (raised.stride(0) > raised.stride(1)) == (piece.stride(0) > piece.stride(1))
+            upcast = upcast_piece(piece)
+            torch.testing.assert_close(upcast, piece.double(), rtol=0, atol=0)
+            assert upcast.data_ptr() == upcast_piece(pieces[0]).data_ptr()
+            assert (upcast.stride(0) > upcast.stride(1)) == (piece.stride(0) > piece.stride(1))
 
 
 def test_parts_of_a_gradient_are_found_without_looking_at_all_products():
