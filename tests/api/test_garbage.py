@@ -44,8 +44,8 @@ from hexa_fx.isolation.device_asserts import RaisesOnHost
 from benchmarks.real_blocks import ListMixture
 from hexa_fx.capture.observe import Observation
 from hexa_fx.passes import analyse
-from hexa_fx.isolation import gradient_mode, raised_weight, size
-for module in (raised_weight, size, gradient_mode):
+from hexa_fx.isolation import gradient_mode, upcast_weight, size
+for module in (upcast_weight, size, gradient_mode):
     module.LEAST_BYTES = 1
 block = ListMixture(16, 8, 4, 2)
 config = hexa_fx.HexaConfig(analysis_bytes=1 << 15)
