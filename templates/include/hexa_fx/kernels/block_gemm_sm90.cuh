@@ -46,8 +46,8 @@ CUTE_DEVICE void block_gemm(const TmaDescriptor* maps, const BlockParams& p) {
   const int group = __shfl_sync(~0u, int(threadIdx.x) >> 7, 0);  // warp-uniform for the compiler
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::Stages; ++i) {
-      // copier; and those who copied scales, or the relay for them
-      Barrier::init(&sm.full[i], C::WeightOp ? 1 : C::GatherRows ? 2 : 1 + kScaleThreads);
+      // copier, threads that bring scales, and the relay for gathered rows
+      Barrier::init(&sm.full[i], C::WeightOp ? 1 : 1 + kScaleThreads + C::GatherRows);
       Barrier::init(&sm.empty[i], 32 * kConsumerWarps * C::Cluster);  // see BlockLoop::release_scales
       Barrier::init(&sm.landed[i], kScaleThreads);
     }

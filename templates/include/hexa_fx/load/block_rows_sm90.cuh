@@ -5,10 +5,44 @@
 
 namespace hexa::sm90 {
 
+// Scales of a row, of steps that follow one another. `Ahead` are read at a time, for rows lie apart, and each read of one takes as long.
+template <int Ahead>
+struct RowScales {
+  const float* at;
+  float next[Ahead];
+
+  // together: how many one instruction may read, 1, 2 or 4; left: steps to come.
+  CUTE_DEVICE void read(int together, int left) {
+    if (Ahead == 4 && together == 4 && left >= 4) {
+      const float4 x = __ldg(reinterpret_cast<const float4*>(at));
+      next[0] = x.x, next[1] = x.y, next[Ahead - 2] = x.z, next[Ahead - 1] = x.w;
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < Ahead; i += 2) {
+        if (together >= 2 && left >= i + 2) {
+          const float2 x = __ldg(reinterpret_cast<const float2*>(at + i));
+          next[i] = x.x, next[i + 1] = x.y;
+        } else {
+          if (left > i) next[i] = __ldg(at + i);
+          if (left > i + 1) next[i + 1] = __ldg(at + i + 1);
+        }
+      }
+    }
+    at += Ahead;
+  }
+  CUTE_DEVICE float take() {
+    const float first = next[0];
+    CUTE_UNROLL
+    for (int i = 0; i + 1 < Ahead; ++i) next[i] = next[i + 1];
+    return first;
+  }
+};
+
 template <class C>
 struct BlockLoader {
   static constexpr int kPiece = E4m3::kPiece, kBlockBytes = 8 * kLineBytes;
   static constexpr int kRows = C::BM / 8, kScales = C::BM / kScaleThreads;
+  static constexpr int kAhead = C::GatherRows ? 2 : 4;  // gathering threads keep addresses in their registers
   BlockSmem<C>& sm;
   const BlockParams& p;
   Pipe pipe;
@@ -30,16 +64,25 @@ struct BlockLoader {
       for (int i = 0; i < kRows; ++i)
         row[i] = static_cast<const char*>(p.a) + size_t(source(t, r + 8 * i)) * uint32_t(p.a_ld) + c * kPiece;
     }
-    const float* scale[kScales];
+    RowScales<kAhead> scale[kScales], of_columns;
     CUTE_UNROLL
-    for (int i = 0; i < kScales; ++i) scale[i] = p.a_scale + size_t(source(t, thread() + kScaleThreads * i)) * uint32_t(blocks);
-    // Threads 0 and 1 also copy the scale of one part's columns each. A part past the last column has any.
+    for (int i = 0; i < kScales; ++i) scale[i].at = p.a_scale + size_t(source(t, thread() + kScaleThreads * i)) * uint32_t(blocks);
+    // Threads 0 and 1 also have the scale of one part's columns each. A part past the last column has any.
     const int columns = C::PairedWeight ? 2 * p.N / kScaleBlock : ceil_div(p.N, kScaleBlock);
     const int part = t.n0 / kScaleBlock + (thread() & 1) * (C::PairedWeight ? p.N / kScaleBlock : 1);
-    const float* of_columns = p.w_scale + (size_t(t.expert) * uint32_t(columns) + min(part, columns - 1)) * uint32_t(blocks);
+    of_columns.at = p.w_scale + (size_t(t.expert) * uint32_t(columns) + min(part, columns - 1)) * uint32_t(blocks);
+    const auto address = [](const float* x) { return uint32_t(reinterpret_cast<uint64_t>(x)) / uint32_t(sizeof(float)); };
+    const uint32_t low = address(p.a_scale) | address(p.w_scale) | blocks;
+    const int together = low % 4 == 0 ? 4 : low % 2 == 0 ? 2 : 1;
     const uint32_t offset = swizzled(r, c);
     const int halves = t.rows > 64 ? kRows / 8 : 1;
+#pragma unroll 1
     for (int k = 0; k < t.k_tiles; ++k) {
+      if (k % kAhead == 0) {
+        CUTE_UNROLL
+        for (int i = 0; i < kScales; ++i) scale[i].read(together, t.k_tiles - k);
+        if (thread() < kParts) of_columns.read(together, t.k_tiles - k);
+      }
       Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
       if constexpr (C::GatherRows) {
         const uint32_t dst = opaque(cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes + offset);
@@ -51,12 +94,11 @@ struct BlockLoader {
           }
         }
       }
-      const uint32_t to = cast_smem_ptr_to_uint(&sm.row_scale[pipe.index][thread()]);
       CUTE_UNROLL
-      for (int i = 0; i < kScales; ++i) cp_async_4(to + i * (kScaleThreads * 4), scale[i] + k);
-      if (thread() < kParts) cp_async_4(cast_smem_ptr_to_uint(&sm.column_scale[pipe.index][thread()]), of_columns + k);
+      for (int i = 0; i < kScales; ++i) sm.row_scale[pipe.index][thread() + kScaleThreads * i] = scale[i].take();
+      if (thread() < kParts) sm.column_scale[pipe.index][thread()] = of_columns.take();
+      Barrier::arrive(&sm.full[pipe.index]);
       if constexpr (C::GatherRows) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
-      else cutlass::arch::cpasync_barrier_arrive_noinc(&sm.full[pipe.index]);
       pipe.template next<C::Stages>();
       if constexpr (C::GatherRows) {
         CUTE_UNROLL
