@@ -263,6 +263,19 @@ def fp8_layers(folder: Path) -> str:
     return table(head, lines)
 
 
+def fp8_products(folder: Path) -> str:
+    """Single products in FP8 beside DeepGEMM's of operands of the same sizes."""
+    rows = json.loads((folder / "fp8_products_h200.json").read_text())["rows"]
+    ms = {(row["shape"], row["kernel"]): row["ms"] for row in rows}
+    head = ["shape", "product", "ours (ms)", "DeepGEMM's (ms)", "times as fast"]
+    lines = []
+    for shape, kernel in ms:
+        ours, peer = ms[shape, kernel], ms.get((shape, f"deepgemm {kernel}"))
+        if peer is not None:
+            lines.append([shape, kernel, f"{ours:.3f}", f"{peer:.3f}", f"{peer / ours:.2f}"])
+    return table(head, lines)
+
+
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
     ROOT / "docs" / "how_fast.md": {
@@ -274,7 +287,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "packed": packed,
     },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
-    ROOT / "docs" / "fp8.md": {"layers": fp8_layers},
+    ROOT / "docs" / "fp8.md": {"layers": fp8_layers, "products": fp8_products},
     ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps},
 }
 
