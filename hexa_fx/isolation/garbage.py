@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
 
 
@@ -16,6 +18,9 @@ def collections_are_cheap() -> Iterator[None]:
 
     Analysis makes so many objects that full collections come several times in a row, each through everything that torch and the
     model hold: a sixth of its time for a list of 256 experts. Where something is frozen already it stays so, and nothing else is.
+
+    A full one follows where a device is in use. It takes a third of a second in a process with transformers, and would come in one
+    of the next calls of the model, which take milliseconds.
     """
     before, freezes = gc.get_threshold(), not gc.get_freeze_count()
     gc.set_threshold(*before[:2], 10 * before[2])
@@ -29,6 +34,8 @@ def collections_are_cheap() -> Iterator[None]:
         if freezes:
             gc.unfreeze()
         gc.set_threshold(*before)
+        if gc.isenabled() and torch.cuda.is_initialized():
+            gc.collect()
 
 
 def collect(everything: bool = False) -> None:

@@ -87,3 +87,16 @@ def test_collections_pass_over_what_was_there_before() -> None:
         gc.unfreeze()
         if frozen:
             gc.freeze()
+
+
+@pytest.mark.parametrize(("on_a_device", "enabled", "full"), [(True, True, 1), (False, True, 0), (True, False, 0)])
+def test_a_full_collection_is_made_before_the_model_runs_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, on_a_device: bool, enabled: bool, full: int
+) -> None:
+    generations: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_a_device)
+    monkeypatch.setattr(gc, "isenabled", lambda: enabled)
+    monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation) or 0)
+    with collections_are_cheap():
+        pass
+    assert generations == [2] * full
