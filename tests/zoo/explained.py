@@ -1,0 +1,119 @@
+"""What `hexa-fx explain TYPE` gives for every type of the installed `transformers` that has experts, each in a process of its own.
+
+`python -m tests.zoo.explained` prints the page, `--write docs/model_types.md` puts it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import pathlib
+import resource
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+import transformers
+
+from hexa_fx.errors import InputError
+from tests.integrations.test_tiny_models import types_with_experts
+
+MOST = 2**30
+"""Bytes that a process may take for a type, Python's and torch's included."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One type: blocks found and rewritten, why the others were not, why no model was built, and the most memory, in bytes."""
+
+    model_type: str
+    found: int = 0
+    rewritten: int = 0
+    reasons: tuple[str, ...] = ()
+    not_built: str = ""
+    peak: int = 0
+
+
+def explained(model_type: str) -> Explained:
+    """Of one type, as the command does it."""
+    from hexa_fx.cli.common import optimized
+
+    try:
+        report = optimized(model_type).report
+    except InputError as error:
+        return Explained(model_type, not_built=str(error))
+    return Explained(
+        model_type, len(report.blocks), len(report.rewritten), tuple(sorted({b.reason for b in report.refused}))
+    )
+
+
+def apart(model_type: str) -> Explained:
+    """The same in a process of its own, with the most memory that it took; what this one holds counts in it."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, model_type))
+    process.start()
+    theirs.close()
+    found: Explained = ours.recv()
+    process.join()
+    return found
+
+
+def _send(pipe: Connection, model_type: str) -> None:
+    logging.disable(logging.WARNING)
+    found = explained(model_type)
+    pipe.send(replace(found, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+
+
+HEAD = """# Types of transformers
+
+What `hexa-fx explain TYPE` gives for the {count} model types of transformers {version} with experts, at tiny widths, made by
+`python -m tests.zoo.explained --write docs/model_types.md`, each within 1 GiB. Experts run as transformers runs them by default;
+what only reads as a loop is rewritten with `experts_implementation="eager"` (inkling2). Errors of whole models are in
+[families.md](families.md).
+
+"""
+
+
+def page(rows: list[Explained]) -> str:
+    """Markdown."""
+    whole = [row for row in rows if row.found and row.rewritten == row.found]
+    none = [row for row in rows if not row.found and not row.not_built]
+    lines = [f"**All blocks rewritten ({len(whole)}):** {_names(whole)}.", ""]
+    lines += [f"**No experts in the default configuration ({len(none)}):** {_names(none)}.", ""]
+    lines += ["| other types | what it says |", "|---|---|"]
+    said: dict[str, list[Explained]] = {}
+    for row in rows:
+        if row not in whole and row not in none:
+            said.setdefault(_sentence(row), []).append(row)
+    lines += [f"| {_names(alike)} | {sentence} |" for sentence, alike in said.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _names(rows: list[Explained]) -> str:
+    return ", ".join(row.model_type for row in rows)
+
+
+def _sentence(row: Explained) -> str:
+    if not row.not_built:
+        return f"{row.rewritten} of {row.found} rewritten; {'; '.join(row.reasons)}".replace("|", "\\|")
+    return row.not_built.removeprefix(f"{row.model_type!r} ").replace("|", "\\|")
+
+
+def main() -> None:
+    """Prints or writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=pathlib.Path)
+    options = parser.parse_args()
+    rows = [apart(name) for name in types_with_experts()]
+    if large := [f"{row.model_type} ({row.peak / 2**20:.0f} MiB)" for row in rows if row.peak > MOST]:
+        raise SystemExit(f"these took more than {MOST / 2**20:.0f} MiB: {', '.join(large)}")
+    text = HEAD.format(count=len(rows), version=transformers.__version__) + page(rows)
+    if options.write:
+        options.write.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
