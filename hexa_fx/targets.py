@@ -17,7 +17,7 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.integrations.published import PUBLISHED
-from hexa_fx.integrations.tiny_models import auto_class, built, default_config, tiny_config
+from hexa_fx.integrations.tiny_models import LARGEST_WHOLE, auto_class, built, default_config, tiny_config
 
 EXPECTED = (
     "expected MODULE:FACTORY or FILE.py:FACTORY (a function that returns a model and example inputs), the model type of a "
@@ -38,7 +38,7 @@ def load(target: str) -> tuple[nn.Module, Any]:
     if ":" in target:
         return _from_factory(target)
     if _is_folder(target):
-        return built(tiny_config(_config(target), whole=True), target)
+        return built(tiny_config(_config(target), whole=True), target, largest=LARGEST_WHOLE)
     return built(tiny_config(_default_config(target)), target)
 
 
@@ -46,7 +46,7 @@ def load_whole(target: str) -> tuple[nn.Module, Any]:
     """As `load`, but a model type keeps all layers and experts of its default configuration too."""
     if ":" in target or _is_folder(target):
         return load(target)
-    return built(tiny_config(_default_config(target), whole=True), target)
+    return built(tiny_config(_default_config(target), whole=True), target, largest=LARGEST_WHOLE)
 
 
 def full_size(target: str) -> nn.Module | None:

@@ -6,7 +6,8 @@ of the global batch, P elements of a layer's matrices, s bytes an element:
 in the partition    as `hexa_fx.passes.cost_model`, for T r / N tokens on r devices
 between replicas    2 (1 - r / N) s P / r, an all-reduce of a device's share, which hides behind the layer's backward
 
-A collective runs at the speed inside a host if all its devices are in one, else at the speed between hosts.
+A collective runs at the speed inside a host if all its devices are in one, else at the speed between hosts. What hides behind the
+same products on the same link takes turns.
 """
 
 from __future__ import annotations
@@ -112,24 +113,33 @@ def _reach(r: int, shapes: Mapping[str, ExpertShape], tokens: int, cluster: Clus
         forward = 2 * tokens / cluster.devices * shape.top_k * shape.weight_numel / shape.num_experts / cluster.flops
         experts += 3 * forward
         state += shape.weight_numel / r * cluster.state_bytes
+        mode, exposed, summed = _communication(shape, tokens // replicas, r, cluster, forward)
         if r > 1:
-            mode, seconds = _exchange(shape, tokens // replicas, r, cluster, forward)
             modes[mode] = modes.get(mode, 0) + 1
-            exchange += seconds
-        link = cluster.inside if cluster.hosts == 1 else cluster.between
-        sent = 2 * (replicas - 1) / replicas * _ELEMENT * shape.weight_numel / r / link
-        gradients += max(0.0, sent - 2 * forward)
+        exchange += exposed
+        gradients += summed
     return Reach(r, replicas, modes, experts, exchange, gradients, state, state <= cluster.memory)
 
 
-def _exchange(shape: ExpertShape, tokens: int, world: int, cluster: Cluster, forward: float) -> tuple[Mode, float]:
-    """The better mode of a layer, and the seconds of its collectives that nothing hides."""
-    link = cluster.inside if world <= cluster.gpus else cluster.between
+def _communication(
+    shape: ExpertShape, tokens: int, r: int, cluster: Cluster, forward: float
+) -> tuple[Mode, float, float]:
+    """The better mode of a layer over r devices; seconds of its exchange and of the replicas' sums that nothing hides."""
+    link = cluster.inside if r <= cluster.gpus else cluster.between
+    outer = cluster.inside if cluster.hosts == 1 else cluster.between
     products = 3 * forward
     measured = Measured(link, 0.0, 0.0, forward, products, products)
-    mode, cost = layer_cost(
-        shape, tokens, world, dtype_bytes=_ELEMENT, reduce_bytes=_ELEMENT, slots=2, measured=measured
-    )
-    seconds = cost.seconds_model_centric if mode == "model_centric" else cost.seconds_data_centric
-    assert seconds is not None
-    return mode, seconds - products
+    _, cost = layer_cost(shape, tokens, r, dtype_bytes=_ELEMENT, reduce_bytes=_ELEMENT, slots=2, measured=measured)
+    assert cost.seconds_model_centric is not None
+    assert cost.seconds_data_centric is not None
+    sent = 2 * (1 - r / cluster.devices) * _ELEMENT * shape.weight_numel / r / outer
+    shared = r > cluster.gpus or cluster.hosts == 1
+    busy = (
+        cost.bytes_data_centric * 2 / 3 / link if shared else 0.0
+    )  # with a gather and a sum, beside the same backward
+    by_mode: dict[Mode, tuple[float, float]] = {
+        "model_centric": (cost.seconds_model_centric - products, max(0.0, sent - 2 * forward)),
+        "data_centric": (cost.seconds_data_centric - products, max(0.0, sent - max(0.0, 2 * forward - busy))),
+    }
+    mode = min(by_mode, key=lambda mode: sum(by_mode[mode]))
+    return mode, *by_mode[mode]

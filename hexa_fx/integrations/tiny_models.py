@@ -17,6 +17,9 @@ from hexa_fx.example_tokens import example_tokens, nested
 LARGEST = 50_000_000
 """Parameters. A model that stays larger is refused: a field that sizes it has a name that is not known here."""
 
+LARGEST_WHOLE = 4 * LARGEST
+"""The same with all layers and experts: DeepSeek-V3's are 139 million."""
+
 _WIDTHS = {
     **dict.fromkeys("hidden_size d_model n_embd embedding_size hidden_dim dim".split(), 64),
     **dict.fromkeys("intermediate_size ffn_dim d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split(), 96),
@@ -115,19 +118,19 @@ def tiny_config(config: Any, whole: bool = False) -> Any:
     return config
 
 
-def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def built(config: Any, name: str, seed: int = 0, largest: int = LARGEST) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A model of the configuration in eval mode, and a batch of token ids for it.
 
     Raises:
-        InputError: transformers has no language model for it, it does not build, or has more than `LARGEST` parameters; ``name``
-            says of what.
+        InputError: transformers has no language model for it, it does not build, or has more than ``largest`` parameters;
+            ``name`` says of what.
     """
     auto = auto_class(config, name)
     _check_counts(config, name)
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
-        if size > LARGEST:
+        if size > largest:
             raise InputError(
                 f"{name!r} keeps {size / 1e6:.0f} million parameters with tiny widths; write a factory for it"
             )

@@ -39,6 +39,21 @@ def test_the_arithmetic_of_one_layer() -> None:
     assert four.exchange == pytest.approx((3 / 4) * 64 * (4 * 64 * 2 + routing) / 10.0)
 
 
+def test_sums_of_replicas_wait_for_gathers_on_the_same_link() -> None:
+    """Over 2 of 4 devices: within one host both travel on its link, on hosts of two devices each has its own."""
+    tokens, numel = 4096, 3 * 8 * 64 * 32
+    gather = (1 / 2) * 2 * numel / 100.0
+    sent = 2 * (1 / 2) * 2 * (numel / 2) / 100.0
+    forward = gather + sent / 4  # backward has room for half of the sums
+    flops = 2 * (tokens / 4) * 2 * 3 * 64 * 32 / forward
+    one = Cluster(hosts=1, gpus=4, inside=100.0, between=100.0, flops=flops)
+    alone = reaches(ONE, tokens, one)[1]
+    assert (alone.devices, alone.modes) == (2, {"data_centric": 1})
+    assert (alone.exchange, alone.gradients) == pytest.approx((0.0, sent / 2))
+    apart = reaches(ONE, tokens, replace(one, hosts=2, gpus=2))[1]
+    assert (apart.devices, apart.gradients) == (2, 0.0)
+
+
 def test_slow_links_keep_experts_in_a_host_and_fast_ones_let_them_go() -> None:
     tight = replace(CLUSTER, memory=8 * 2**30)  # state of 4 layers is 36 GiB
     assert best(reaches(QWEN, 2**20, tight)).devices == 8

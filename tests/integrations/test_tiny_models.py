@@ -84,6 +84,12 @@ def test_a_whole_model_keeps_its_layers_and_experts() -> None:
     assert (model.config.num_hidden_layers, model.config.num_experts, model.config.hidden_size) == (24, 128, 64)
 
 
+@pytest.mark.slow
+def test_a_whole_model_may_be_as_large_as_deepseek_v3() -> None:
+    model, _ = load_whole("deepseek_v3")
+    assert (model.config.num_hidden_layers, model.config.n_routed_experts) == (61, 256)
+
+
 def test_a_type_that_nobody_knows() -> None:
     with pytest.raises(InputError, match="nonesuch"):
         tiny_model("nonesuch")
