@@ -51,7 +51,7 @@ from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
-from hexa_fx.passes.unreadable import why_unreadable
+from hexa_fx.passes.unreadable import why_not_finite, why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify_settings import settings_of
 
@@ -154,13 +154,17 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     for told_apart in (all_differ, lambda example: not mostly_alike(example)):
         for example, analysis in recorded:
             if told_apart(example):
-                return analysis
+                return _with_hint(analysis, why_not_finite(example.module))
     example, last = refused[-1]
-    if not mostly_alike(example):
-        return last
-    return replace(
-        last, refusals={mode: replace(r, reason=f"{r.reason}; {_ALIKE}") for mode, r in last.refusals.items()}
-    )
+    return _with_hint(last, _ALIKE) if mostly_alike(example) else last
+
+
+def _with_hint(analysis: BlockAnalysis, hint: str) -> BlockAnalysis:
+    """The analysis with a hint behind each of its refusals, if there is one."""
+    if not hint:
+        return analysis
+    refusals = {mode: replace(r, reason=f"{r.reason}; {hint}") for mode, r in analysis.refusals.items()}
+    return replace(analysis, refusals=refusals)
 
 
 def _was_recorded(analysis: BlockAnalysis) -> bool:

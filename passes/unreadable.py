@@ -26,6 +26,8 @@ SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
     "one as it is written (functions that torch.jit.script compiled are no hindrance)"
 )
+NOT_FINITE = "{} holds NaN or infinity, which may be what hides it: give it numbers before the block is analysed"
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
 _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
@@ -43,6 +45,15 @@ def why_unreadable(block: nn.Module) -> str:
     if quantised:
         return QUANTISED.format(quantised)
     return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
+
+
+def why_not_finite(block: nn.Module) -> str:
+    """A sentence on the first parameter that holds NaN or infinity, where what a block computes hardly shows; else empty."""
+    for name, parameter in block.named_parameters():
+        plain = type(parameter) is nn.Parameter and parameter.dtype in _NUMBERS and parameter.numel() > 0
+        if plain and not all(bool(end.isfinite()) for end in parameter.detach().aminmax()):
+            return NOT_FINITE.format(name)
+    return ""
 
 
 def why_hidden(block: nn.Module) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.integrations.tiny_models import tiny_model
-from hexa_fx.passes.unreadable import why_unreadable
+from hexa_fx.passes.unreadable import why_not_finite, why_unreadable
 from tests.runtime.handmade import D, ListMoE
 
 hooks = pytest.importorskip("accelerate.hooks")
@@ -177,3 +177,13 @@ def test_quantised_by_torch():
         except (RuntimeError, AttributeError) as error:
             pytest.skip(f"no quantisation here: {error}")
     assert "quantised weights" in why_unreadable(found)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_router_without_numbers_is_named(number: float) -> None:
+    block = ListMoE()
+    router = next(name for name, p in block.named_parameters() if "experts" not in name and p.dim() == 2)
+    block.get_parameter(router).data.fill_(number)
+    (found,) = hexa_fx.explain(block, torch.randn(12, D)).refused
+    assert f"{router} holds NaN or infinity" in found.reason
+    assert why_not_finite(ListMoE()) == ""
