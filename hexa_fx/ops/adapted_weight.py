@@ -55,7 +55,7 @@ class AdaptedWeight:
         return func(*map(_formed, args), **{name: _formed(value) for name, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in type(self).__dataclass_fields__:  # of one that is being made
             raise AttributeError(name)
         return getattr(self.dense(), name)
 

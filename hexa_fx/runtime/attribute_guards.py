@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.read_values import movable
+from hexa_fx.isolation.read_values import IsA, Names, movable
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
 from hexa_fx.runtime.resolution import Resolution, submodule
@@ -36,7 +36,8 @@ _OF_ALL = (
 class AttributeGuards:
     """What a rewritten forward relies on, checked at every call in a few microseconds.
 
-    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler only dtypes are checked.
+    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler dtypes and what a
+    module itself holds (numbers, texts, submodules) are checked.
 
     Args:
         block: the module as it was recorded; referenced weakly.
@@ -59,6 +60,8 @@ class AttributeGuards:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
         self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
+        seen_in_trace = (read for read in self.reads if _is_plain(read) and str(read) not in called)
+        self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
         owners = {path.rpartition(".")[0] for path in packed}
         self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
@@ -97,7 +100,7 @@ class AttributeGuards:
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed."""
         if is_compiling():
-            self._check_dtypes_in_trace()
+            self._check_in_trace()
             return
         block = self._block()
         if self._is_same is None and self._found is not None:
@@ -107,16 +110,17 @@ class AttributeGuards:
         if self._are_hooked():
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
-    def _check_dtypes_in_trace(self) -> None:
-        """By plain attribute access all the way, which tracers can follow."""
+    def _check_in_trace(self) -> None:
+        """Dtypes and plain settings, by plain attribute access all the way: a tracer follows it, and looks again in every call."""
+        modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
-            *modules, name = path.split(".")
-            owner: Any = self._block()
-            for key in modules:
-                owner = getattr(owner, key, None)
-            now = None if owner is None else owner._parameters.get(name)
+            owner, _, name = path.rpartition(".")
+            now = getattr(_walked(modules, owner), "_parameters", {}).get(name)
             if now is not None and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
+        for path, name, noted in self.plain:
+            if not _is_still(getattr(_walked(modules, path), name, None), noted):
+                raise GuardMiss(f"{name!r} of {path or 'the block'!r} is not what it was when the block was rewritten")
 
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
@@ -129,7 +133,7 @@ class AttributeGuards:
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
         kept = {"packed": self.packed, "inner": self.inner, "own_forward": self.own_forward, "dtypes": self.dtypes}
-        return {"reads": reads, **kept}
+        return {"reads": reads, "plain": self.plain, **kept}
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:
@@ -151,6 +155,32 @@ def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
 def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     """Paths of the submodules that the graphs call."""
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def _walked(modules: dict[str, Any], path: str) -> Any:
+    """The module at a path, None if there is none; ``modules``: those that are known."""
+    if path not in modules:
+        above, _, key = path.rpartition(".")
+        modules[path] = getattr(_walked(modules, above), key, None)
+    return modules[path]
+
+
+def _is_plain(read: PythonRead) -> bool:
+    """Whether it is a module's setting (a number, a text or a list of these), its submodule, or how many of them there are."""
+    if read.is_global or len(read.steps) > 1 or read.steps[0].startswith("__"):
+        return False
+    if isinstance(read.value, (IsA, Names)):
+        return read.steps[0] == "_modules" or (isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module))
+    values = read.value if type(read.value) is list else [read.value]
+    return all(type(value) in (bool, int, float, str, NoneType) for value in values)
+
+
+def _is_still(value: Any, noted: Any) -> bool:
+    if isinstance(noted, IsA):
+        return isinstance(value, noted.kind)  # FSDP2 and parametrizations make other classes of a module's
+    if isinstance(noted, Names):
+        return len(value) == len(noted.names)
+    return type(value) is type(noted) and bool(value == noted)
 
 
 def _is_forward(read: PythonRead) -> bool:

@@ -151,8 +151,7 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
-        if not is_compiling():
-            self.follow_adapters(module)
+        adapted = self.follow_adapters(module)  # once: a compiler may trace parts of a call only
         self.attributes[training].check()
         if reason := reason_for_own_code(module, self.weights[training]):
             raise GuardMiss(reason)
@@ -161,7 +160,10 @@ class HexaForward:
         results.check(module, self.stored[training])
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        result = program.function(self._with_adapters(module), *inputs)
+        if adapted:
+            self.lora.refresh()
+        adapters = self.lora if adapted else self.adapters
+        result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:
@@ -170,22 +172,20 @@ class HexaForward:
         results.leave(module, self.stored[training], kept)
         return output
 
-    def follow_adapters(self, module: nn.Module) -> None:
-        """Sees through modules of PEFT around linear layers, and takes what is active on those of experts.
+    def follow_adapters(self, module: nn.Module) -> bool:
+        """Sees through modules of PEFT around linear layers. Returns whether something is active on those of experts.
 
         Raises:
-            GuardMiss: it is no low-rank addition.
+            GuardMiss: it is no low-rank addition, or a compiler traces the call.
         """
+        if is_compiling():
+            if self.lora.is_over(module):
+                raise GuardMiss("a compiler goes through adapters' own code")
+            return False
         if self.lora.changed(module):
             for each in (*self.attributes.values(), *(getattr(module, name) for name in self.lora.weights)):
                 each.see_through(self.lora.bases)
-
-    def _with_adapters(self, module: nn.Module) -> Any:
-        """The module as a program reads it."""
-        if is_compiling() or not self.lora:
-            return self.adapters.seen_from(module) if self.adapters else module
-        self.lora.refresh()
-        return self.lora.seen_from(module)
+        return bool(self.lora)
 
     def _inputs_of(self, program: Program, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The inputs of the program, checked."""

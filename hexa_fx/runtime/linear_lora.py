@@ -75,6 +75,7 @@ class LinearLora:
     ) -> None:
         self.weights, self.multiplied, self.called = dict(weights), multiplied, called
         self.bases: dict[int, nn.Module] = {}
+        self._under: list[str] = []
         self._same: Callable[[], bool] | None = None
         self._wrappers: list[nn.Module] = []
         self._additions: dict[str, list[Addition]] = {}
@@ -116,7 +117,7 @@ class LinearLora:
         """
         if self._same is not None and self._same():
             return False
-        self._same, self._additions = None, {}
+        self._same, self._additions, self._under = None, {}, []
         noted, bases, wrappers = _Noted(), dict[int, nn.Module](), list[nn.Module]()
         found: dict[str, list[Addition]] = {}
         for path in self.called:
@@ -135,9 +136,20 @@ class LinearLora:
                 if name not in self.multiplied:
                     raise GuardMiss("the block does more with weights under adapters than multiply by them")
                 found[name] = list(additions(block, [[layer.low for layer in part] for part in parts], rows))
+            self._under += [layer.path for layer in under]
         changed, self.bases, self._wrappers = bases != self.bases, bases, wrappers
         self._same, self._additions = noted.still_the_same(), found
         return changed
+
+    def is_over(self, block: nn.Module) -> bool:
+        """Whether a layer that was under PEFT's modules at the last look still is; by plain access, which a tracer follows."""
+        for path in self._under:
+            layer: Any = block
+            for key in path.split("."):
+                layer = getattr(layer, key, None)
+            if hasattr(layer, "base_layer"):
+                return True
+        return False
 
     def refresh(self) -> None:
         """Checks the factors; see `PackedExperts.refresh`."""
@@ -185,6 +197,7 @@ def taken_off(block: nn.Module) -> Iterator[frozenset[str]]:
 class _Layer(NamedTuple):
     """What lies in the place of a linear layer: the layer, or PEFT's module around ``base`` with adapters that are active."""
 
+    path: str
     module: nn.Module
     base: nn.Module | None = None
     low: Sequence[Low] = ()
@@ -219,10 +232,10 @@ def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:
     if module is None:
         raise GuardMiss(f"there is no longer a submodule {owner!r}; {AGAIN}")
     if not _is_lora(module):
-        return _Layer(module)
+        return _Layer(owner, module)
     base = noted.see(module._modules, "base_layer")
     noted.hooks += [getattr(module, hooks) for hooks in HOOKS]
-    return _Layer(module, base, _active(module, owner, noted))
+    return _Layer(owner, module, base, _active(module, owner, noted))
 
 
 def _active(wrapper: Any, path: str, noted: _Noted) -> list[Low]:

@@ -121,6 +121,17 @@ def test_an_edit_is_noticed(pair, caplog, edit, used):
     assert "runs its original forward" in record.getMessage()
 
 
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+def test_a_compiler_looks_again(pair, edit):
+    model, rewritten = pair
+    x = torch.randn(30, D)
+    compiled = torch.compile(rewritten, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    for candidate in pair:
+        edit(candidate[0])
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_run_rewritten_and_notice_edits(pair, caplog, made):
     model, rewritten = pair
