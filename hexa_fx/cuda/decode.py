@@ -258,6 +258,6 @@ def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Ten
     width, weights, (tokens, top_k) = y.shape[1], contiguous(top_k_weights), slots.ids.shape
     parts = ceil_div(width, 8 * COMBINE_THREADS)
     out = y.new_empty((tokens, width))
-    spec = rows_spec(COMBINE, "combine", y, weights).with_options(id=ID_TYPES[slots.ids.dtype], dependent=True)
+    spec = rows_spec(COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
     launch(y, spec, (tokens * parts, 1, 1), (y, weights, slots.ids, out), width, top_k, slots.experts, parts)
     return out

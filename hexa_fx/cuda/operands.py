@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -73,6 +74,7 @@ class Added(NamedTuple):
         return self.u.shape[1]
 
 
+@cache
 def numbers_of(args: Struct) -> Struct:
     """The numbers behind the pointers that an argument struct begins with."""
     return Struct(re.sub(r"^(\d*P)+", "", args.format))

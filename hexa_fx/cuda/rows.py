@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_TOP_K
-from hexa_fx.codegen.spec import Glu, KernelSpec
+from hexa_fx.codegen.spec import Glu, KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import cached_choice, described_card
@@ -105,16 +105,22 @@ def combine_spec(family: str, out: Tensor, weights: Tensor | None, top_k: int, c
     unrolled = top_k if top_k in UNROLLED_TOP_K and out.dtype != torch.float64 else 0
     # The block that wastes the fewest threads, and the largest of equals.
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
-    return rows_spec(family, "combine", out, weights, fit).with_options(top_k=unrolled, threads=threads)
+    return rows_spec(family, "combine", out, weights, fit, top_k=unrolled, threads=threads)
 
 
 def rows_spec(
-    family: str, op: str, x: Tensor, weights: Tensor | None = None, fit: bool = True, **fields: Any
+    family: str,
+    op: str,
+    x: Tensor,
+    weights: Tensor | None = None,
+    fit: bool = True,
+    fields: Any = (),
+    **options: Option,
 ) -> KernelSpec:
     """A kernel for rows like x, with routing weights or without. ``fit``: all rows begin at multiples of 16 bytes."""
-    static = {"dtype": DTYPES[x.dtype], "scale": weights is not None, "aligned": fit, **fields}
-    name = "f32" if weights is None else DTYPES[weights.dtype].name
-    return KernelSpec(family, op, planning_of(x).card.arch, **static).with_options(weights=name)
+    static = {"dtype": DTYPES[x.dtype], "scale": weights is not None, "aligned": fit, **dict(fields)}
+    options["weights"] = "f32" if weights is None else DTYPES[weights.dtype].name
+    return KernelSpec(family, op, planning_of(x).card.arch, **static, options=tuple(sorted(options.items())))
 
 
 @cuda_kernel("ess")
@@ -161,8 +167,9 @@ def _sum_rows(
     partial = g.new_empty((segments, width), dtype=accumulate_dtype(g.dtype))
     arguments = ((g, v, offs, scale, partial, out), g.stride()[0], experts, width, top_k, 0)
     columns = ceil_div(width, 256)
-    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), bm=SEGMENT_ROWS, gather=v is not None)
-    last = rows_spec("ess", "ess_finish", g, bm=SEGMENT_ROWS)
+    fields = {"bm": SEGMENT_ROWS, "gather": v is not None}
+    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), fields)
+    last = rows_spec("ess", "ess_finish", g, fields={"bm": SEGMENT_ROWS})
     launch(g, first, (columns, segments, 1), *arguments)
     launch(g, last.adding() if accumulate else last, (columns, experts, 1), *arguments)
 
@@ -198,8 +205,9 @@ def _launch_activation(op: str, pointers: Any, activation: str, glu: Glu, params
     # As many warps as leave the fewest lanes idle, and the most of equals.
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
     glu = "concat" if glu == "split" else glu  # h is laid out alike
-    spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), activation=activation, glu=glu)
-    spec, strides = spec.with_options(warps_per_row=warps), (h.stride()[0], 0 if da is None else da.stride()[0])
+    static = {"activation": activation, "glu": glu}
+    spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), static, warps_per_row=warps)
+    strides = (h.stride()[0], 0 if da is None else da.stride()[0])
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
     launch(h, spec, (blocks, 1, 1), pointers, *strides, n, width, *constants_of(activation, params))
 
