@@ -12,15 +12,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from trl import GRPOConfig, GRPOTrainer
 
 import hexa_fx
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install trl datasets") from None
 
 WORDS = [str(number) for number in range(62)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -43,6 +44,15 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["trl", "datasets"])
+def test_what_has_to_be_installed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+    vars(sys.modules["datasets"])["Dataset"] = None
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=f"{missing}.*: pip install trl datasets"):
+        runpy.run_path(str(FOLDER / "grpo_trl.py"))
 
 
 @pytest.mark.parametrize("name", OF_SEVERAL)
