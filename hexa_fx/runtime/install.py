@@ -134,7 +134,8 @@ class HexaForward:
         try:
             return self.rewritten(*args, **kwargs)
         except GuardMiss as miss:
-            reason, of_sizes = str(miss), isinstance(miss, SizeMiss)
+            # torch 2.11's tracer cannot make a text of an exception
+            reason, of_sizes = ("", False) if is_compiling() else (str(miss), isinstance(miss, SizeMiss))
         if not is_compiling():
             self._log(reason)
             self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
