@@ -41,8 +41,8 @@ class HexaConfig:
         overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of the wrong type, ``probe_tokens`` is less than 1, ``compute`` is unknown, or
-            ``batch_invariant``, FP8 and ablations are combined.
+        InputError: a field has a value of the wrong type, ``probe_tokens`` or ``analysis_bytes`` is less than 1, ``compute`` is
+            unknown, or ``batch_invariant``, FP8 and ablations are combined.
     """
 
     verify: bool = True
@@ -64,8 +64,9 @@ class HexaConfig:
             value = getattr(self, field.name)
             if type(value) is not type(field.default):
                 raise InputError(f"HexaConfig({field.name}={value!r}): expected {type(field.default).__name__}")
-        if self.probe_tokens < 1:
-            raise InputError(f"HexaConfig(probe_tokens={self.probe_tokens}): expected at least 1")
+        for name in ("probe_tokens", "analysis_bytes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"HexaConfig({name}={getattr(self, name)}): expected at least 1")
         if self.batch_invariant and not (self.expert_operators and self.fused_kernel):
             raise InputError(
                 "HexaConfig(batch_invariant=True) needs expert_operators and fused_kernel, which are switched off"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from hexa_fx.errors import named
+from hexa_fx.errors import InputError, named
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
@@ -158,8 +158,10 @@ class BlockReport:
         Needs no GPU. Empty for experts of an unusual form, which do not run as `hexa::moe_ffn`.
 
         Raises:
-            KernelError: there are no kernels for ``arch``.
+            KernelError: there are no kernels for ``arch``. InputError: ``tokens`` is less than 1.
         """
+        if tokens is not None and tokens < 1:
+            raise InputError(f"tokens={tokens}: expected at least 1")
         return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()
 
     def as_dict(self) -> dict[str, Any]:

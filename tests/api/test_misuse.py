@@ -59,7 +59,9 @@ def test_configurations_that_are_none(model, call):
     assert "expected a hexa_fx.HexaConfig" in sentence(lambda: call(model, INPUT, {"verify": False}))
 
 
-@pytest.mark.parametrize("given", [{"verify": "no"}, {"strict": 1}, {"probe_tokens": 8.0}, {"probe_tokens": 0}])
+@pytest.mark.parametrize(
+    "given", [{"verify": "no"}, {"strict": 1}, {"probe_tokens": 8.0}, {"probe_tokens": 0}, {"analysis_bytes": -5}]
+)
 def test_configurations_with_values_that_mean_nothing(given):
     (name,) = given
     assert f"HexaConfig({name}=" in sentence(lambda: hexa_fx.HexaConfig(**given))

@@ -12,6 +12,7 @@ from torch import nn
 
 import hexa_fx
 import hexa_fx.errors
+from hexa_fx.errors import InputError
 from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import FfnSpec
@@ -245,3 +246,8 @@ def test_cached_follows_the_cache(monkeypatch, tmp_path):
         (workspace / "kernel.cubin").write_bytes(b"cubin")
         cache.publish(key, workspace, {})
     assert kernel.cached is True
+
+
+def test_kernels_are_those_of_some_tokens(optimized) -> None:
+    with pytest.raises(InputError, match="tokens=-3: expected at least 1"):
+        optimized.report.blocks[0].kernels_on(90, tokens=-3)
