@@ -209,33 +209,6 @@ class Listed(nn.Module):
         return out
 
 
-def test_lora_on_a_list_of_experts(caplog: pytest.LogCaptureFixture) -> None:
-    """Added after `optimize` the block runs its original code and says why; added before, or merged, it is rewritten."""
-    peft = pytest.importorskip("peft")
-
-    def with_lora(model: nn.Module) -> nn.Module:
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
-        return peft.get_peft_model(model, config)
-
-    torch.manual_seed(0)
-    plain, x = nn.Sequential(Listed()).double(), torch.randn(9, 8, dtype=torch.float64)
-    optimized = hexa_fx.optimize_(copy.deepcopy(plain), x)
-    reference, after = with_lora(plain), with_lora(optimized)
-    torch.testing.assert_close(after(x), reference(x))
-    after(x)
-    said = [r.message for r in caplog.records if "exchanged" in r.message]
-    assert len(said) == 1
-    assert "runs its original forward" in said[0]
-    assert operators_run(after, (x,)) == 0
-    before = hexa_fx.optimize(reference, x)
-    assert operators_run(before, (x,)) > 0
-    torch.testing.assert_close(before(x), reference(x), rtol=1e-9, atol=1e-10)
-    merged = after.merge_and_unload()
-    assert operators_run(merged, (x,)) > 0
-    torch.testing.assert_close(merged(x), reference(x), rtol=1e-9, atol=1e-10)
-
-
 # -- accelerate --------------------------------------------------------------------------------------------------------
 
 
