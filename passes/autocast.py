@@ -64,7 +64,8 @@ def _autocast_dtypes(
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
     before = ModuleSnapshot(block)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    tried = [(dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype)]
+    # a block in 16 bits has its own dtype and the autocast dtype in one
+    tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))
     for dtype, mixture in tried:
         given = pytree.tree_unflatten([_cast(leaf, to) for leaf, to in zip(leaves, mixture)], structure)
         device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")

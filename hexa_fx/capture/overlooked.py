@@ -115,13 +115,14 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     integers = packed_experts(module)
     if integers:
         return block, INTEGERS.format(integers)
+    # before the parameters are walked: every expert without tokens is such a list, of its projections
+    if is_list and "expert" not in path.rpartition(".")[2].lower() and not runs.of_same_tokens(members):
+        return None
     count = len(members) if is_list else _stacked(module)
     if not has_router(model.get_submodule(block), module, count):
         return None
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
-    if "expert" not in path.rpartition(".")[2].lower() and not runs.of_same_tokens(members):
-        return None
     given = [runs.rows[member] for member in members if member in runs.rows]
     if not given:
         return block, NOT_REACHED

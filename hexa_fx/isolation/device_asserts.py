@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 def no_device_asserts(module: nn.Module) -> AbstractContextManager[Any]:
     """The mode for a trial run of a module that is on a GPU; no mode for others."""
-    tensors = (*module.parameters(), *module.buffers())
+    tensors = chain(module.parameters(), module.buffers())
     return RaisesOnHost() if any(t.is_cuda for t in tensors) else nullcontext()
 
 

@@ -56,7 +56,7 @@ def upcast(value: Any) -> Any:
         return torch.float64 if value in _LOWER else value
     if isinstance(value, dict) and value:  # torch.fx has a class of its own
         return {key: upcast(item) for key, item in value.items()}
-    if kind in (tuple, list) and any(type(item) in _RAISED for item in value):
+    if kind in (tuple, list) and not _RAISED.isdisjoint(map(type, value)):
         return kind([upcast(item) for item in value])
     return value
 
