@@ -33,7 +33,7 @@ def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     assert gc.get_threshold() == before
 
 
-def test_dynamo_is_imported_neither_with_the_package_nor_by_an_analysis() -> None:
+def test_dynamo_is_imported_neither_with_the_package_nor_by_optimize() -> None:
     """It takes a second, of every process."""
     assert subprocess.run([sys.executable, "-c", _IMPORTS], check=False).returncode == 0
 
@@ -42,15 +42,11 @@ _IMPORTS = """
 import sys, torch, hexa_fx
 from hexa_fx.isolation.device_asserts import RaisesOnHost
 from benchmarks.real_blocks import ListMixture
-from hexa_fx.capture.observe import Observation
-from hexa_fx.passes import analyse
 from hexa_fx.isolation import gradient_mode, upcast_weight, size
 for module in (upcast_weight, size, gradient_mode):
     module.LEAST_BYTES = 1
-block = ListMixture(16, 8, 4, 2)
-config = hexa_fx.HexaConfig(analysis_bytes=1 << 15)
-found = analyse(Observation("", block, (torch.randn(1, 8, 16),), {}), config)
-assert found.checks["eval"].ok
+config = hexa_fx.HexaConfig(strict=True, analysis_bytes=1 << 15)
+hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16), config)
 with RaisesOnHost():
     torch.ones(2) + 1
 sys.exit("torch._dynamo" in sys.modules)

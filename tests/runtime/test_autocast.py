@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from hexa_fx.passes import autocast
 from tests.zoo.compare import operators_run
 
 D, E, K = 8, 4, 2
@@ -259,3 +260,16 @@ def test_weights_in_the_other_16_bits():
         found.append([y, *(p.grad for p in one.parameters())])
     for one, two in zip(*found):
         torch.testing.assert_close(two, one, rtol=0.1, atol=0.1)
+
+
+def test_a_block_in_16_bits_runs_once_for_each_pair_of_dtypes(monkeypatch):
+    """Its own dtype may be the autocast dtype."""
+    runs, original = [], autocast.dtypes_of
+
+    def counted(result):
+        runs.append(result)
+        return original(result)
+
+    monkeypatch.setattr(autocast, "dtypes_of", counted)
+    assert hexa_fx.optimize(Block().bfloat16(), x().bfloat16()).report.blocks[0].status == "rewritten"
+    assert len(runs) == 3
