@@ -175,6 +175,8 @@ class FreshInputs:
     def _looks_like_ids(self, leaf: torch.Tensor) -> bool:
         if self.num_experts is None or leaf.min() < 0:
             return False
+        if leaf.dim() > 1 and self._sizes.one_each(leaf) and (leaf.max() <= 1 or leaf.min() == leaf.max()):
+            return False  # a mask of batch and sequence
         return self._experts_a_token(leaf, "ids") <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
     def _make(
