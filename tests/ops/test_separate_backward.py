@@ -8,7 +8,7 @@ import torch
 from hexa_fx.ir import FfnSpec
 from hexa_fx.observers import listening
 from hexa_fx.ops import program
-from hexa_fx.ops.moe_ffn import _static_of
+from hexa_fx.ops.moe_ffn import static_of
 from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
 from tests.ops.reference import NAMES, Layer, layer
 
@@ -17,7 +17,7 @@ SPECS = (FfnSpec("silu", "concat"), FfnSpec("silu", "split", "kn", "kn"), FfnSpe
 
 def separate(one: Layer) -> torch.Tensor:
     x, *weights = one.operands
-    return moe_ffn_without_esfk(x, one.index, *weights, *_static_of(one.spec))
+    return moe_ffn_without_esfk(x, one.index, *weights, *static_of(one.spec))
 
 
 def gradients(one: Layer, y: torch.Tensor) -> list[torch.Tensor]:

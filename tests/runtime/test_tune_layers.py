@@ -74,7 +74,7 @@ def test_a_shared_table_is_taken_over_by_the_same_kind_of_card_only(tmp_path: Pa
     ("given", "sentence"),
     [
         (["nothing"], "sizes of 'nothing' are not known"),
-        (["--tokens", "4,x"], "expected positive numbers"),
+        (["--tokens", "4,x"], "expected numbers from 1 to"),
         (["--dtype", "f32"], "expected one of bf16, f16"),
         (["--add", "missing.json"], "give a file that `hexa-fx tune --out` wrote"),
         (["--add", __file__], "no table of tiles"),
