@@ -121,6 +121,15 @@ def test_an_edit_is_noticed(pair, caplog, edit, used):
     assert "runs its original forward" in record.getMessage()
 
 
+@pytest.fixture
+def compiler():
+    """Compiled code of its own: torch compiles code that models share a few times only, in a whole process."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_a_compiler_looks_again(pair, edit):
     model, rewritten = pair
