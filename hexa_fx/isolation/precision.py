@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-_RAISED = frozenset({torch.dtype, tuple, list, dict})
+_UPCAST = frozenset({torch.dtype, tuple, list, dict})
 GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 
 
@@ -56,7 +56,7 @@ def upcast(value: Any) -> Any:
         return torch.float64 if value in _LOWER else value
     if isinstance(value, dict) and value:  # torch.fx has a class of its own
         return {key: upcast(item) for key, item in value.items()}
-    if kind in (tuple, list) and not _RAISED.isdisjoint(map(type, value)):
+    if kind in (tuple, list) and not _UPCAST.isdisjoint(map(type, value)):
         return kind([upcast(item) for item in value])
     return value
 
