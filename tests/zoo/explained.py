@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import multiprocessing
-import pathlib
 import resource
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -17,6 +15,7 @@ import transformers
 
 from hexa_fx.errors import InputError
 from tests.integrations.test_tiny_models import types_with_experts
+from tests.zoo.pages import print_or_write
 
 MOST = 2**30
 """Bytes that a process may take for a type, Python's and torch's included."""
@@ -100,20 +99,13 @@ def _sentence(row: Explained) -> str:
     return row.not_built.removeprefix(f"{row.model_type!r} ").replace("|", "\\|")
 
 
-def main() -> None:
-    """Prints or writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=pathlib.Path)
-    options = parser.parse_args()
+def whole_page() -> str:
+    """Of all types. Ends the process if one took too much memory."""
     rows = [apart(name) for name in types_with_experts()]
     if large := [f"{row.model_type} ({row.peak / 2**20:.0f} MiB)" for row in rows if row.peak > MOST]:
         raise SystemExit(f"these took more than {MOST / 2**20:.0f} MiB: {', '.join(large)}")
-    text = HEAD.format(count=len(rows), version=transformers.__version__) + page(rows)
-    if options.write:
-        options.write.write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    return HEAD.format(count=len(rows), version=transformers.__version__) + page(rows)
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, whole_page)

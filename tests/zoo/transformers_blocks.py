@@ -7,7 +7,6 @@ Whole models of some families are in `tests.zoo.families`. `python -m tests.zoo.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import logging
@@ -24,6 +23,7 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo.compare import relative_error
+from tests.zoo.pages import print_or_write
 
 WIDTH = 24
 SMALL = {
@@ -198,19 +198,12 @@ run on hidden states alone; the remark is its own error. Whole models are in [fa
 """
 
 
-def main() -> None:
-    """Prints or writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=pathlib.Path)
-    options = parser.parse_args()
+def page() -> str:
+    """With all blocks."""
     logging.getLogger("hexa_fx").setLevel(logging.ERROR)
     os.environ["HEXA_FX_OWN_CODE_WHEN_SMALL"] = "0"  # they would be compared with themselves
-    text = HEAD.format(version=transformers.__version__) + table() + "\n"
-    if options.write:
-        options.write.write_text(text, encoding="utf-8")
-    else:
-        print(text)
+    return HEAD.format(version=transformers.__version__) + table() + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, page)
