@@ -115,11 +115,11 @@ class AttributeGuards:
         modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")
-            now = getattr(_walked(modules, owner), "_parameters", {}).get(name)
+            now = getattr(walked(modules, owner), "_parameters", {}).get(name)
             if now is not None and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
         for path, name, noted in self.plain:
-            if not _is_still(getattr(_walked(modules, path), name, None), noted):
+            if not _is_still(getattr(walked(modules, path), name, None), noted):
                 raise GuardMiss(f"{name!r} of {path or 'the block'!r} is not what it was when the block was rewritten")
 
     def _resolve(self) -> None:
@@ -157,11 +157,11 @@ def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
-def _walked(modules: dict[str, Any], path: str) -> Any:
+def walked(modules: dict[str, Any], path: str) -> Any:
     """The module at a path, None if there is none; ``modules``: those that are known."""
     if path not in modules:
         above, _, key = path.rpartition(".")
-        modules[path] = getattr(_walked(modules, above), key, None)
+        modules[path] = getattr(walked(modules, above), key, None)
     return modules[path]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import nn
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import IsA
-from hexa_fx.runtime.attribute_guards import is_within
+from hexa_fx.runtime.attribute_guards import is_within, walked
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
@@ -77,7 +77,7 @@ class LinearLora:
         self.bases: dict[int, nn.Module] = {}
         self._under: list[str] = []
         self._same: Callable[[], bool] | None = None
-        self._wrappers: list[nn.Module] = []
+        self._wrappers: list[nn.Module] = []  # alive as long as `bases` goes by their ids
         self._additions: dict[str, list[Addition]] = {}
 
     @classmethod
@@ -143,23 +143,15 @@ class LinearLora:
 
     def is_over(self, block: nn.Module) -> bool:
         """Whether a layer that was under PEFT's modules at the last look still is; by plain access, which a tracer follows."""
-        for path in self._under:
-            layer: Any = block
-            for key in path.split("."):
-                layer = getattr(layer, key, None)
-            if hasattr(layer, "base_layer"):
-                return True
-        return False
+        modules: dict[str, Any] = {"": block}
+        return any(hasattr(walked(modules, path), "base_layer") for path in self._under)
 
     def refresh(self) -> None:
         """Checks the factors; see `PackedExperts.refresh`."""
-        for addition in self._every():
+        for addition in chain.from_iterable(self._additions.values()):
             for factor in (addition.a, addition.b):
                 if isinstance(factor, PackedExperts):
                     factor.refresh()
-
-    def _every(self) -> Iterator[Addition]:
-        return (addition for additions in self._additions.values() for addition in additions)
 
     def seen_from(self, module: Any) -> Any:
         """``module`` as a rewritten graph reads it: its stacked weights with what is active on them."""
