@@ -101,9 +101,10 @@ def cases(shape: MoeShape) -> Iterator[Case]:
 def with_peers(case: Case) -> dict[str, Callable[[], object]]:
     """The kernel, and each peer that can do the same; a line says why one cannot."""
     found = {case.name: case.run}
-    for peer, make in PEERS.items() if case.operands is not None else ():
+    if case.operands is None:
+        return found
+    for peer, make in PEERS.items():
         try:
-            assert case.operands is not None
             found[f"{peer} {case.name}"] = make(case.operands)
         except Exception as error:  # a peer that is not there, or that cannot do this shape
             print(f"   {peer} {case.name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)

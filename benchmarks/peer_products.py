@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from hexa_fx.formats.fp8_scaling import BLOCK
 
 
 class Product(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.peer_products import BLOCK, Product, deepgemm
-from hexa_fx.formats.fp8_scaling import ELEMENT
+from benchmarks.peer_products import Product, deepgemm
+from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
 
 EXPERTS, ROWS = 2, 2 * BLOCK
 
