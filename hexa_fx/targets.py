@@ -141,11 +141,10 @@ def _module(name: str, target: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(
-                f"{error.name}."
-            ):  # the module is there, and imports another
-                raise
-            raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
+            # else the module is there, and imports another
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
+            raise
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     if spec is None or spec.loader is None or not Path(name).is_file():
         raise InputError(f"{target!r}: there is no file {name}; {EXPECTED}")

@@ -134,9 +134,8 @@ def _communication(
     assert cost.seconds_data_centric is not None
     sent = 2 * (1 - r / cluster.devices) * _ELEMENT * shape.weight_numel / r / outer
     shared = r > cluster.gpus or cluster.hosts == 1
-    busy = (
-        cost.bytes_data_centric * 2 / 3 / link if shared else 0.0
-    )  # with a gather and a sum, beside the same backward
+    # with a gather and a sum, beside the same backward
+    busy = cost.bytes_data_centric * 2 / 3 / link if shared else 0.0
     by_mode: dict[Mode, tuple[float, float]] = {
         "model_centric": (cost.seconds_model_centric - products, max(0.0, sent - 2 * forward)),
         "data_centric": (cost.seconds_data_centric - products, max(0.0, sent - max(0.0, 2 * forward - busy))),

@@ -73,12 +73,8 @@ class Resolution:
         lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
         for entries in lists:
             entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
-        del (
-            self._modules,
-            self._holders,
-            self._seen,
-            self._bases,
-        )  # what stays keeps no module alive that is in no place itself
+        # what stays keeps no module alive that is in no place itself
+        del self._modules, self._holders, self._seen, self._bases
 
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
