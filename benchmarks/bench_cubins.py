@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.jit import Entry, KernelHandle, build
+from hexa_fx.jit import BuiltKernel, KernelHandle, build
 from hexa_fx.jit.driver import driver
 
 Case = tuple[str, str, Callable[[], object]]
@@ -113,7 +113,7 @@ def compare(run: Callable[[], object], old: Path) -> dict[str, float]:
         run()
     kernel = kernel_of(specs[0])
     own = kernel.handle
-    other = KernelHandle(render(kernel.spec), Entry("old", old.parent, old.read_bytes()), driver())
+    other = KernelHandle(render(kernel.spec), BuiltKernel("old", old.parent, old.read_bytes()), driver())
 
     def with_handle(handle: KernelHandle) -> None:
         if kernel.loaded is not handle:  # plans hold handles

@@ -19,7 +19,7 @@ import torch
 from common import LARGE, SHAPES, MoeShape, environment, medians, routing
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileSm90
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.cuda import calls
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -29,7 +29,7 @@ from hexa_fx.cuda.product import ProductKey
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 
-Product = Callable[[TileChoice], object]
+Product = Callable[[TileSm90], object]
 
 
 def products(shape: MoeShape) -> dict[str, tuple[Product, Callable[[], object]]]:
@@ -43,7 +43,7 @@ def products(shape: MoeShape) -> dict[str, tuple[Product, Callable[[], object]]]
     dy, wide = torch.randn(tokens, d, **bf16), torch.randn(n, d, **bf16)
     static = ("silu", "concat", ())
 
-    def esfk(tile: TileChoice) -> object:
+    def esfk(tile: TileSm90) -> object:
         return sm90.esfk(Esfk(x, h, w1, v, offs, k, "nk", False), tile)
 
     return {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from hexa_fx.graphs import Graphs
-from hexa_fx.plan import Session
+from hexa_fx.plan import AttachedPartition
 from hexa_fx.report import OptimizationReport, with_plan
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Name = Literal["report", "graphs", "partition"]
-_KINDS: dict[Name, type] = {"report": OptimizationReport, "graphs": Graphs, "partition": Session}
+_KINDS: dict[Name, type] = {"report": OptimizationReport, "graphs": Graphs, "partition": AttachedPartition}
 
 
 def attach(model: nn.Module, name: Name, value: Any) -> None:
@@ -35,7 +35,7 @@ def attached(model: nn.Module, name: Name) -> Any:
 
 def has_session(module: nn.Module) -> bool:
     """Whether it is spread over devices."""
-    return any(isinstance(vars(module).get(name), Session) for name in ("partition", "hexa_partition"))
+    return any(isinstance(vars(module).get(name), AttachedPartition) for name in ("partition", "hexa_partition"))
 
 
 def detach(module: nn.Module) -> None:

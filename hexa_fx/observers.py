@@ -49,7 +49,7 @@ def notify(name: str, when: Literal["before", "after"], graph: torch.fx.Graph, n
 
 
 @dataclass
-class Outcome:
+class PassOutcome:
     """What listeners are told after a pass: the graph that it leaves, and how it went."""
 
     graph: torch.fx.Graph
@@ -57,10 +57,10 @@ class Outcome:
 
 
 @contextmanager
-def announced(name: str, graph: torch.fx.Graph, note: object = "") -> Iterator[Outcome]:
+def announced(name: str, graph: torch.fx.Graph, note: object = "") -> Iterator[PassOutcome]:
     """A context around a pass over a graph, which tells listeners before and after. Not after an error."""
     notify(name, "before", graph, note)
-    outcome = Outcome(graph, note)
+    outcome = PassOutcome(graph, note)
     yield outcome
     notify(name, "after", outcome.graph, outcome.note)
 

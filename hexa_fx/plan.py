@@ -227,7 +227,7 @@ def _check_sizes(what: str, sizes: tuple[int, ...], world: int) -> None:
         raise PlanError(f"{what} has a negative size: {list(sizes)}")
 
 
-class Session:
+class AttachedPartition:
     """What a model that is spread over devices has as its attribute ``partition``, told without loading torch's DTensor: a
     `hexa_fx.distributed.session.PartitionSession`.
     """

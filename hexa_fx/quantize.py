@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FormatName = Literal["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"]
 
 
-class _Place(NamedTuple):
+class _OwnedParameter(NamedTuple):
     """A parameter, by the module that owns it, and whether it holds (K, N) matrices, which are packed transposed."""
 
     owner: nn.Module
@@ -53,7 +53,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
             "first (spread over devices, a model keeps dense weights)"
         )
     places = [place for path, forward in blocks.items() for place in _places_of(path, forward, format)]
-    by_weight: dict[int, list[_Place]] = {}
+    by_weight: dict[int, list[_OwnedParameter]] = {}
     for place in places:
         by_weight.setdefault(id(place.owner._parameters[place.name]), []).append(place)
     for alike in by_weight.values():
@@ -67,7 +67,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
     return model
 
 
-def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Place]:
+def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_OwnedParameter]:
     """The parameters that hold the block's expert weights.
 
     Raises:
@@ -94,7 +94,7 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Pla
     return [_place(path, forward.module, name, layout == "kn", format) for name, layout in layouts.items()]
 
 
-def _place(path: str, block: nn.Module, name: str, transposed: bool, format: FormatName) -> _Place:
+def _place(path: str, block: nn.Module, name: str, transposed: bool, format: FormatName) -> _OwnedParameter:
     *modules, last = name.split(".")
     owner = block.get_submodule(".".join(modules))
     weight = owner._parameters.get(last)
@@ -119,10 +119,10 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool, format: For
         raise InputError(
             f"{where} holds NaN, infinity or what float32 cannot hold in expert {broken}, which scales would spread or hide"
         )
-    return _Place(owner, last, transposed)
+    return _OwnedParameter(owner, last, transposed)
 
 
-def _pack(places: list[_Place], format: FormatName) -> None:
+def _pack(places: list[_OwnedParameter], format: FormatName) -> None:
     """Packs a weight, which several modules may share."""
     weight = places[0].owner._parameters[places[0].name]
     assert weight is not None

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Entry(Generic[T]):
+class Provider(Generic[T]):
     """One thing of an upper layer; calling the entry gives it."""
 
     _load: Callable[[], T]
@@ -26,8 +26,8 @@ class Entry(Generic[T]):
         return self._load()
 
 
-compiler: Entry[Callable[[Any, str], Any]] = Entry()
+compiler: Provider[Callable[[Any, str], Any]] = Provider()
 """Makes the `hexa_fx.ops.program.FfnPrograms` of an `FfnRequest` on a device type."""
 
-cuda_kernels: Entry[Callable[[], None]] = Entry()
+cuda_kernels: Provider[Callable[[], None]] = Provider()
 """Registers the CUDA kernels of the operators."""

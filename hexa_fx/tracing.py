@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
-from hexa_fx.inspection.recorded import Memory, Seen
+from hexa_fx.inspection.recorded import EventReader, Seen
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.report import OptimizationReport
 
@@ -33,7 +33,7 @@ class PassTrace:
         _set_level(environment)
         folder = environment.get("HEXA_FX_DUMP_DIR", "")
         self.dump = Dump(Path(folder).expanduser()) if folder else None
-        self._memory = Memory()
+        self._memory = EventReader()
         self._traced = _is_traced()
 
     @property

@@ -47,7 +47,7 @@ def with_states_alike(
         return tuple(reads)
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     device = leaves[0].device.type if leaves else "cpu"
-    states, alike, added = [autocast_state()], True, dict[_Place, PythonRead]()
+    states, alike, added = [autocast_state()], True, dict[_ReadPlace, PythonRead]()
     try:
         without = _run(captured, args, kwargs)
         known, asks_dtype = _by_place(without), True
@@ -67,10 +67,10 @@ def with_states_alike(
     return (*allowed, *added.values())
 
 
-_Place: TypeAlias = tuple[bool, str, tuple[Any, ...]]
+_ReadPlace: TypeAlias = tuple[bool, str, tuple[Any, ...]]
 
 
-def _by_place(captured: CapturedBlock) -> dict[_Place, PythonRead]:
+def _by_place(captured: CapturedBlock) -> dict[_ReadPlace, PythonRead]:
     """What a run read, without autocast's state."""
     reads = (read for read in captured.reads if not asks_autocast(read))
     return {(read.is_global, read.root, read.steps): read for read in reads}

@@ -34,7 +34,7 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import is_float, operation
-from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.weights import WeightEmitter
 
 Node = torch.fx.Node
@@ -57,7 +57,7 @@ class RowEmitter:
     body: FreeBody
     outside: Callable[[Node], Node]
     as_rows: Callable[[Node], Node]
-    factor: Callable[[Sequence[Source]], Node | None]
+    factor: Callable[[Sequence[RoutingSource]], Node | None]
     _new: dict[Node, Node] = field(default_factory=dict)
     _kept: dict[Node, Node] = field(default_factory=dict)
     _gathered: dict[tuple[str, tuple[int, ...]], Node] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class RowEmitter:
             self._is_routed[dims] = self._method("view", self._is_routed[1], -1, *[1] * (dims - 1))
         return self._call(torch.where, self._is_routed[dims], rows, 1.0)
 
-    def _row_factor(self, node: Node, sources: Sequence[Source]) -> Node:
+    def _row_factor(self, node: Node, sources: Sequence[RoutingSource]) -> Node:
         factor, value = self.factor(sources), record_of(node).value
         shape = (-1, *[1] * (value.dim() - 1))
         if factor is None:

@@ -21,7 +21,7 @@ from hexa_fx.isolation.lookup import lookup, own_names
 from hexa_fx.isolation.read_values import Names, Unreadable, is_unreadable, snapshot
 from hexa_fx.passes.detect.tags import expert_groups
 
-_Place: TypeAlias = tuple[str, tuple[Any, ...]]
+_ReadPath: TypeAlias = tuple[str, tuple[Any, ...]]
 """A path in an expert, with a point before it, and steps from there; no path for steps of the module that holds the experts."""
 
 
@@ -43,7 +43,7 @@ class _Siblings:
         name = read.root[len(above) :].partition(".")[0] if read.root.startswith(above) else ""
         return name if name in self.names else None
 
-    def relative(self, read: PythonRead, name: str) -> _Place:
+    def relative(self, read: PythonRead, name: str) -> _ReadPath:
         if read.root == self.owner:
             return "", read.steps[1:]
         return f".{read.root[len(self.path(name)) :]}", read.steps
@@ -63,7 +63,7 @@ def with_idle_experts(captured: CapturedBlock) -> CapturedBlock:
     reads = [read for read in captured.reads if not read.is_global]
     added: list[PythonRead] = []
     for siblings in _siblings(captured.block, modules):
-        by_place: dict[_Place, dict[str, PythonRead]] = defaultdict(dict)
+        by_place: dict[_ReadPath, dict[str, PythonRead]] = defaultdict(dict)
         for read in reads:
             name = siblings.holder(read)
             if name is not None:

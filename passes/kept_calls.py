@@ -25,7 +25,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptNodes:
     """What the rewritten graph keeps of the recorded one.
 
     Args:
@@ -49,7 +49,7 @@ class Reread:
     result: torch.fx.Node
 
 
-def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> Kept:
+def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> KeptNodes:
     """What is needed for ``roots``, the block's results and its effects, without looking behind the regions' ``outputs``.
 
     A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
@@ -78,11 +78,13 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
                 node: max(position[n] for n in nodes_in(by_result[reread.result].output)) + 0.5
                 for node, reread in rereads.items()
             }
-            return Kept(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
+            return KeptNodes(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
         wanted += unseen
 
 
-def refuse_late_conditions(conditions: Collection[torch.fx.Node], order: Sequence[torch.fx.Node], kept: Kept) -> None:
+def refuse_late_conditions(
+    conditions: Collection[torch.fx.Node], order: Sequence[torch.fx.Node], kept: KeptNodes
+) -> None:
     """Where a condition fails the original runs from its beginning, so nothing may have been written or drawn by then.
 
     Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers.

@@ -15,7 +15,7 @@ from hexa_fx.capture.calls import memory_of
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ViewOfParameter:
     """Where a view lies in a contiguous parameter that has memory of its own."""
 
     parameter: torch.Tensor
@@ -24,7 +24,7 @@ class _Place:
     offset: int
 
     @classmethod
-    def of(cls, view: torch.Tensor, parameter: torch.Tensor) -> _Place:
+    def of(cls, view: torch.Tensor, parameter: torch.Tensor) -> _ViewOfParameter:
         offset = int(view.storage_offset()) - int(parameter.storage_offset())
         return cls(parameter, tuple(view.size()), view.stride(), offset)
 
@@ -43,9 +43,9 @@ def following(graphs: Iterable[torch.fx.Graph], parameters: Iterable[torch.Tenso
     alone = (p for p in parameters if p.untyped_storage().nbytes() == p.numel() * p.element_size())
     homes = {memory_of(p): p for p in alone if p.is_contiguous()}
 
-    def place(value: torch.Tensor) -> torch.Tensor | _Place:
+    def place(value: torch.Tensor) -> torch.Tensor | _ViewOfParameter:
         parameter = homes.get(memory_of(value))
-        return value if parameter is None or value is parameter else _Place.of(value, parameter)
+        return value if parameter is None or value is parameter else _ViewOfParameter.of(value, parameter)
 
     moved = [node for graph in graphs for node in graph.nodes if _touches(record_of(node), homes)]
     for node in moved:
@@ -56,7 +56,7 @@ def following(graphs: Iterable[torch.fx.Graph], parameters: Iterable[torch.Tenso
     finally:
         for node in moved:
             record = record_of(node)
-            value = pytree.tree_map_only(_Place, _Place.view, record.value)
+            value = pytree.tree_map_only(_ViewOfParameter, _ViewOfParameter.view, record.value)
             memory = memory_of(homes[record.storage]) if record.storage in homes else record.storage
             node.meta["hexa"] = replace(record, value=value, storage=memory)
 

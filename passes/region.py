@@ -18,7 +18,7 @@ from hexa_fx.passes.detect.finite_checks import is_check
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.emit_rows import RowEmitter
@@ -236,7 +236,7 @@ class RegionEmitter:
         return self.graph.call_function(torch.where, (routed, rows, 0.0))
 
     def _product(
-        self, sources: Sequence[Source], index: torch.fx.Node, of_first: RowSteps | None = None
+        self, sources: Sequence[RoutingSource], index: torch.fx.Node, of_first: RowSteps | None = None
     ) -> torch.fx.Node | None:
         product: torch.fx.Node | None = None
         for source in sources:

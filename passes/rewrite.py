@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.fold_views import fold_rows, fold_views
-from hexa_fx.passes.kept_calls import Kept, keep, refuse_late_conditions
+from hexa_fx.passes.kept_calls import KeptNodes, keep, refuse_late_conditions
 from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
@@ -110,7 +110,7 @@ class _Rewriter:
         )
         return {n for found in first for n in found if n.op != "placeholder"}
 
-    def _overwritten(self, kept: Kept) -> set[torch.fx.Node]:
+    def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
         """What regions read, or keep for backward, of inputs and buffers that are written to before they end."""
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         outputs = {match.output for match in self.match.regions}
@@ -142,7 +142,7 @@ class _Rewriter:
         attributes = {item.place: item for item in listed if isinstance(item, StoredValue)}
         return [*(added[number] for number in sorted(added)), *attributes.values()]
 
-    def _removed(self, kept: Kept) -> list[torch.fx.Node]:
+    def _removed(self, kept: KeptNodes) -> list[torch.fx.Node]:
         """Recorded nodes that have no counterpart, not even inside a call that is kept."""
         order = [node for node in self.match.captured.graph.nodes if node.op != "output"]
         calls = [kept.calls[node] for node in kept.order if node in kept.calls]
@@ -184,7 +184,7 @@ class _Rewriter:
             return type(value)(map(self._built, value))
         return {key: self._built(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
+    def _copy(self, node: torch.fx.Node, kept: KeptNodes) -> None:
         if node in self.new:
             return
         if node.op == "get_attr" and node.target in self.match.captured.constants:
@@ -204,7 +204,7 @@ class _Rewriter:
             if branch.condition is node:
                 self.graph.call_function(guards.require, (branch.holds(copy), branch.as_recorded()))
 
-    def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
+    def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: KeptNodes) -> torch.fx.Node:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""
         after_call = node.target is functional.after and argument not in self.new
         return self.new[kept.stand_ins[argument] if after_call else argument]
@@ -214,7 +214,7 @@ class _Rewriter:
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self.graph.call_function(torch.tensor, (value.tolist(),), options)
 
-    def _operand(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
+    def _operand(self, node: torch.fx.Node, argument: torch.fx.Node, kept: KeptNodes) -> torch.fx.Node:
         """The new node for an argument, without its gradient where the code computes under ``no_grad``."""
         operand = self._input_of(node, argument, kept)
         if record_of(node).gradient or not is_float(argument) or (record_of(node).writes and argument is node.args[0]):
@@ -227,7 +227,7 @@ class _Rewriter:
             return result
         return self.graph.call_method("copy_", (self.new[written_from(node)], result))
 
-    def _call(self, node: torch.fx.Node, kept: Kept) -> None:
+    def _call(self, node: torch.fx.Node, kept: KeptNodes) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
         if node in self.new:

@@ -13,7 +13,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.routing_factors import RoutingSource
 
 _PARTS = frozenset(
     ("getitem", "select", "squeeze", "unbind", "split", "chunk", "reshape", "view", "flatten", "long", "t")
@@ -53,7 +53,7 @@ class RoutingEmitter:
         late = self.graph.call_function(operator.ge, (rank, limit))
         return self.graph.call_method("masked_fill", (kept, late, self.match.num_experts))
 
-    def quantity(self, source: Source, index: torch.fx.Node | None, as_marks: bool = False) -> torch.fx.Node:
+    def quantity(self, source: RoutingSource, index: torch.fx.Node | None, as_marks: bool = False) -> torch.fx.Node:
         """A routing quantity as (T, k); a factor as floating point, ``as_marks`` as it is."""
         k, call = self.match.routing.top_k, self.graph.call_method
         nodes = [self.outside[node] for node in source.nodes]
@@ -121,7 +121,7 @@ class RoutingEmitter:
         unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
         return call("masked_fill", (ids, unmarked, experts))
 
-    def _by_expert(self, node: torch.fx.Node, source: Source, value: torch.Tensor) -> torch.fx.Node:
+    def _by_expert(self, node: torch.fx.Node, source: RoutingSource, value: torch.Tensor) -> torch.fx.Node:
         """A routing quantity as (T, E)."""
         call, experts = self.graph.call_method, self.match.num_experts
         if source.reading == "token_expert":

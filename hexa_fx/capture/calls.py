@@ -62,7 +62,7 @@ SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_m
 _MEMORY = frozenset("untyped_storage storage storage_offset".split())
 
 
-class Unreadable(Exception):
+class UnreadableTensor(Exception):
     """A tensor whose values cannot be read as those of a dense one, or code that reads the memory behind one."""
 
 
@@ -70,12 +70,12 @@ def check_readable(tensor: torch.Tensor) -> None:
     """Checks that a tensor is dense and not hidden by torch.func.
 
     Raises:
-        Unreadable: the reason, as a sentence.
+        UnreadableTensor: the reason, as a sentence.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise Unreadable("its experts run inside torch.func (vmap or grad), which hides the numbers")
+        raise UnreadableTensor("its experts run inside torch.func (vmap or grad), which hides the numbers")
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise Unreadable(
+        raise UnreadableTensor(
             f"it computes with {'nested' if tensor.is_nested else 'sparse'} tensors; only dense ones are rewritten"
         )
 
@@ -105,10 +105,10 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call neither computes a tensor nor decides anything.
 
     Raises:
-        Unreadable: it is one of which a graph does not show what follows.
+        UnreadableTensor: it is one of which a graph does not show what follows.
     """
     if name in _MEMORY:
-        raise Unreadable(
+        raise UnreadableTensor(
             f"it asks for the memory behind tensors ({name}()), of which a graph says nothing; ask for sizes instead"
         )
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
@@ -172,7 +172,7 @@ _AS_A_KEY = (
 
 def why_not_recorded(error: Exception) -> str:
     """A sentence about an error that a block raises while it is recorded: of numbers that are symbolic then, what to do instead."""
-    if isinstance(error, Unreadable):
+    if isinstance(error, UnreadableTensor):
         return str(error)
     return _AS_A_KEY if "unhashable type: non-nested Sym" in str(error) else f"{type(error).__name__}: {error}"
 

@@ -170,7 +170,7 @@ def _same(one: Any, two: Any) -> bool:
 # -- stand-ins ---------------------------------------------------------------------------------------------------------
 
 
-class _StandIn:
+class _StandInContainer:
     """For a list, deque or dict; subclasses have the methods."""
 
     __slots__ = ("access", "collecting")
@@ -185,7 +185,7 @@ class _StandIn:
 
 def without_stand_in(value: Any) -> Any:
     """The list, deque or dict that a stand-in stands for; anything else as it is."""
-    return value.access.value if issubclass(type(value), _StandIn) else value
+    return value.access.value if issubclass(type(value), _StandInContainer) else value
 
 
 def _reading(container: Container) -> str:
@@ -196,7 +196,7 @@ def _noting(name: str) -> Callable[..., Any]:
     """The method of that name, noted as a reason for a refusal."""
     changes = name in _CHANGES
 
-    def method(self: _StandIn, *args: Any, **kwargs: Any) -> Any:
+    def method(self: _StandInContainer, *args: Any, **kwargs: Any) -> Any:
         container, act = self.access.container, getattr(self.access.value, name)
         problem = f"changes {container} in place by {name}" if changes else _reading(container)
         return self.collecting.note(self.access, lambda: act(*args, **kwargs), problem, changes)
@@ -204,21 +204,21 @@ def _noting(name: str) -> Callable[..., Any]:
     return method
 
 
-def _append(self: _StandIn, item: Any) -> None:
+def _append(self: _StandInContainer, item: Any) -> None:
     self.collecting.note(self.access, functools.partial(self.access.value.append, item), value=item)
 
 
-def _extend(self: _StandIn, items: Iterable[Any]) -> None:
+def _extend(self: _StandInContainer, items: Iterable[Any]) -> None:
     for item in list(items):
         _append(self, item)
 
 
-def _add_onto(self: _StandIn, items: Iterable[Any]) -> _StandIn:
+def _add_onto(self: _StandInContainer, items: Iterable[Any]) -> _StandInContainer:
     _extend(self, items)
     return self
 
 
-def _set(self: _StandIn, key: Any, value: Any) -> None:
+def _set(self: _StandInContainer, key: Any, value: Any) -> None:
     plain = type(key) in _PLAIN_KEYS
     problem = (
         "" if plain else f"puts a result into {self.access.container} by a key that is neither text nor a fixed number"
@@ -227,12 +227,12 @@ def _set(self: _StandIn, key: Any, value: Any) -> None:
     self.collecting.note(self.access, act, problem, key=key if plain else None, value=value)
 
 
-def _update(self: _StandIn, *args: Any, **kwargs: Any) -> None:
+def _update(self: _StandInContainer, *args: Any, **kwargs: Any) -> None:
     for key, value in dict(*args, **kwargs).items():
         _set(self, key, value)
 
 
-def _update_onto(self: _StandIn, other: Any) -> _StandIn:
+def _update_onto(self: _StandInContainer, other: Any) -> _StandInContainer:
     _update(self, other)
     return self
 
@@ -245,12 +245,12 @@ _OWN = frozenset(
 )
 
 
-def _stand_in_for(kind: type) -> type[_StandIn]:
+def _stand_in_for(kind: type) -> type[_StandInContainer]:
     members: dict[str, Any] = {
         name: _noting(name) for name in dir(kind) if name not in _OWN and callable(getattr(kind, name))
     }
     members |= _MAPPING if kind is dict else _SEQUENCE
-    return type("StandIn", (_StandIn,), {**members, "__slots__": (), "__class__": property(lambda self: kind)})
+    return type("StandIn", (_StandInContainer,), {**members, "__slots__": (), "__class__": property(lambda self: kind)})
 
 
 _STAND_INS = {kind: _stand_in_for(kind) for kind in KINDS}

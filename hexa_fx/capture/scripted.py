@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hexa_fx.capture.calls import Unreadable
+from hexa_fx.capture.calls import UnreadableTensor
 
 
 @contextmanager
 def scripts_as_python(all_of_them: bool) -> Iterator[None]:
     """A context in which compiled functions run in Python.
 
-    ``all_of_them``: to call one of which there is no Python code raises `Unreadable`; else it runs as it is.
+    ``all_of_them``: to call one of which there is no Python code raises `UnreadableTensor`; else it runs as it is.
     """
     compiled = torch.jit.ScriptFunction.__call__
 
@@ -24,7 +24,7 @@ def scripts_as_python(all_of_them: bool) -> Iterator[None]:
         if source is not None:
             return source(*args, **kwargs)
         if all_of_them:
-            raise Unreadable(
+            raise UnreadableTensor(
                 f"it calls {function.name}, which torch.jit compiled and of which there is no Python code; call a function that is "
                 "written in Python"
             )

@@ -9,7 +9,7 @@ import typer
 
 from hexa_fx.cli import reach
 from hexa_fx.cli.common import Json, Target, check_range, check_unused, echo_json, errors_shown
-from hexa_fx.cli.prediction import Machine, Memory, Predicted, memory_of, predict
+from hexa_fx.cli.prediction import Machine, Predicted, PredictedMemory, memory_of, predict
 from hexa_fx.errors import InputError, named
 from hexa_fx.passes.reach import Cluster
 from hexa_fx.plan import Plan
@@ -164,7 +164,7 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
         )
 
 
-def _print_memory(memory: Memory) -> None:
+def _print_memory(memory: PredictedMemory) -> None:
     typer.echo("\nmemory by device, half precision   " + "  ".join(f"{n:>8}" for n in range(len(memory.weights))))
     for name, values in memory.as_dict().items():
         typer.echo(f"  {name.replace('_', ' '):32} " + "  ".join(f"{value / 2**30:8.2f}" for value in values) + " GiB")

@@ -64,7 +64,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PredictedMemory:
     """Bytes on every device, in half precision, of what the experts keep there.
 
     Args:
@@ -82,12 +82,12 @@ class Memory:
         return {name: list(values) for name, values in asdict(self).items()}
 
 
-def memory_of(made: Plan, layers: Sequence[Predicted]) -> Memory:
+def memory_of(made: Plan, layers: Sequence[Predicted]) -> PredictedMemory:
     """What the experts of these layers keep on every device of the plan, activations and optimizer states aside."""
     own = tuple(sum(_weight_bytes(layer.shape, layer.shards[rank]) for layer in layers) for rank in range(made.world))
     gathered = [_weight_bytes(x.shape, x.shape.intermediate_size) for x in layers if x.mode == "data_centric"]
     cache = min(made.slots, len(gathered)) * max(gathered, default=0)
-    return Memory(own, own, (cache,) * made.world)
+    return PredictedMemory(own, own, (cache,) * made.world)
 
 
 def _weight_bytes(shape: ExpertShape, channels: int) -> int:

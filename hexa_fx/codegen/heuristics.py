@@ -1,6 +1,6 @@
 """Which tile a grouped product of the gemm_sm80 family takes: a function of shapes, of nothing read back.
 
-Tile M follows the rows an expert gets on average: a tile much taller than that multiplies padding.
+TileSm80 M follows the rows an expert gets on average: a tile much taller than that multiplies padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hexa_fx.codegen.family import shared_limit
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileSm80:
     """Tile, stages and warps of one kernel of gemm_sm80."""
 
     bm: int
@@ -28,7 +28,7 @@ def row_bucket(rows: int, experts: int) -> int:
     return ((rows - 1) // (experts or 1)).bit_length() if rows > 1 else 0
 
 
-def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> Tile:
+def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> TileSm80:
     """The tile of one product.
 
     Args:
@@ -40,40 +40,40 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
         columns: columns of the result.
     """
     if math == "simt":
-        return Tile(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)
+        return TileSm80(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)
     narrow = columns <= 64
     if dtype == DataType.f32:
-        tile = Tile(64, 64, 16, 4, 2, 2) if narrow or math == "fast_f32" else Tile(128, 128, 16, 4, 2, 2)
-        low = Tile(16, 64, 16, 4, 1, 4)
+        tile = TileSm80(64, 64, 16, 4, 2, 2) if narrow or math == "fast_f32" else TileSm80(128, 128, 16, 4, 2, 2)
+        low = TileSm80(16, 64, 16, 4, 1, 4)
     else:
-        tile = Tile(64, 64, 64, 3, 2, 2) if narrow else Tile(128, 128, 32, 4, 2, 2)
-        low = Tile(16, 64, 64, 4, 1, 4)
+        tile = TileSm80(64, 64, 64, 3, 2, 2) if narrow else TileSm80(128, 128, 32, 4, 2, 2)
+        low = TileSm80(16, 64, 64, 4, 1, 4)
     if op != "esmm" and not narrow and dtype != DataType.f32:
         roomy = op == "esfk" and shared_limit(arch) > 2 * 98 * 1024  # two blocks a multiprocessor
-        tile = Tile(128, 128, 64, 3, 2, 4) if roomy else Tile(128, 128, 32, 4, 2, 4)
+        tile = TileSm80(128, 128, 64, 3, 2, 4) if roomy else TileSm80(128, 128, 32, 4, 2, 4)
     if op == "esmm":
         tile = low if bucket <= 4 else _lower(tile) if bucket <= 6 else tile
     if op == "esfk" and bucket <= 6:
         tile = _lower(tile)
     if shared_limit(arch) < 163 * 1024 and tile.stages > 3:  # two blocks a multiprocessor with 100 KiB
-        tile = Tile(tile.bm, tile.bn, tile.bk, 3, tile.warps_m, tile.warps_n)
+        tile = TileSm80(tile.bm, tile.bn, tile.bk, 3, tile.warps_m, tile.warps_n)
     return tile
 
 
-def candidates(op: str, dtype: DataType, math: str, bucket: int) -> list[Tile]:
+def candidates(op: str, dtype: DataType, math: str, bucket: int) -> list[TileSm80]:
     """Tiles worth timing for a product; some may not fit a card."""
     if math == "simt":
-        return [Tile(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)]
+        return [TileSm80(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)]
     k = 16 if dtype == DataType.f32 else 32
-    square = [Tile(64, 64, k, 4, 2, 2), Tile(64, 128, k, 4, 2, 2), Tile(128, 64, k, 4, 2, 2)]
-    large = [Tile(128, 128, k, s, *warps) for s in (3, 4) for warps in ((2, 2), (2, 4))]
-    large += [Tile(128, 128, 2 * k, 3, 2, 4), Tile(128, 256, k, 3, 2, 4), Tile(256, 128, k, 3, 4, 2)]
-    low = [Tile(16, 64, 2 * k, 4, 1, 4), Tile(16, 128, 2 * k, 4, 1, 4), Tile(32, 128, k, 4, 1, 4)]
+    square = [TileSm80(64, 64, k, 4, 2, 2), TileSm80(64, 128, k, 4, 2, 2), TileSm80(128, 64, k, 4, 2, 2)]
+    large = [TileSm80(128, 128, k, s, *warps) for s in (3, 4) for warps in ((2, 2), (2, 4))]
+    large += [TileSm80(128, 128, 2 * k, 3, 2, 4), TileSm80(128, 256, k, 3, 2, 4), TileSm80(256, 128, k, 3, 4, 2)]
+    low = [TileSm80(16, 64, 2 * k, 4, 1, 4), TileSm80(16, 128, 2 * k, 4, 1, 4), TileSm80(32, 128, k, 4, 1, 4)]
     if op != "esmm":
         return square + large
     return low + square[:2] if bucket <= 4 else low[2:] + square if bucket <= 6 else square + large
 
 
-def _lower(tile: Tile) -> Tile:
+def _lower(tile: TileSm80) -> TileSm80:
     """Half the rows, for experts of 17 to 64 rows."""
-    return tile if tile.bm == 64 else Tile(tile.bm // 2, tile.bn, tile.bk, tile.stages, tile.warps_m, tile.warps_n)
+    return tile if tile.bm == 64 else TileSm80(tile.bm // 2, tile.bn, tile.bk, tile.stages, tile.warps_m, tile.warps_n)

@@ -9,7 +9,7 @@ from hexa_fx.codegen.cutlass import KernelScheduleType
 
 
 @dataclass(frozen=True)
-class TileChoice:
+class TileSm90:
     """Tile of one launch.
 
     Args:
@@ -52,9 +52,9 @@ class TileChoice:
         return KernelScheduleType.TmaWarpSpecializedCooperative
 
 
-COOPERATIVE = TileChoice()
-PINGPONG = TileChoice(bm=64, stages=3, pingpong=True)
-SWAPPED = TileChoice(bm=288, bn=128, swapped=True)
+COOPERATIVE = TileSm90()
+PINGPONG = TileSm90(bm=64, stages=3, pingpong=True)
+SWAPPED = TileSm90(bm=288, bn=128, swapped=True)
 
 
 MANY_EXPERTS = 256
@@ -115,7 +115,7 @@ def swaps(op: str, glu: str, layout: str) -> bool:
     return not any(why_not_swapped(op, glu, layout))
 
 
-def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = False) -> TileChoice:
+def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = False) -> TileSm90:
     """The tile for `op`.
 
     Args:

@@ -12,7 +12,7 @@ from functools import cache
 from math import log2
 from pathlib import Path
 
-Tile = Mapping[str, int | bool]
+TileFields = Mapping[str, int | bool]
 """A tile by the field names of its family's own tile class."""
 
 REACH = 1.5
@@ -56,17 +56,17 @@ class TunedTable:
         card: the card's name as its driver gives it, or a part of it that only such cards have.
     """
 
-    def __init__(self, card: str, entries: Mapping[Problem, tuple[Tile, float]] | None = None) -> None:
+    def __init__(self, card: str, entries: Mapping[Problem, tuple[TileFields, float]] | None = None) -> None:
         self.card, self.entries = card, dict(entries or {})
 
-    def find(self, problem: Problem, reach: float = REACH) -> Tile | None:
+    def find(self, problem: Problem, reach: float = REACH) -> TileFields | None:
         """The tile of `problem`, or of its nearest neighbour no further than `reach`."""
         nearest = min(self.entries, key=problem.distance, default=None)
         if nearest is None or problem.distance(nearest) > reach:
             return None
         return self.entries[nearest][0]
 
-    def with_entry(self, problem: Problem, tile: Tile, ms: float) -> TunedTable:
+    def with_entry(self, problem: Problem, tile: TileFields, ms: float) -> TunedTable:
         """A table that also has this entry."""
         return TunedTable(self.card, {**self.entries, problem: (dict(tile), ms)})
 
@@ -81,7 +81,7 @@ class TunedTable:
     @classmethod
     def from_json(cls, text: str) -> TunedTable:
         """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
-        found, entries = json.loads(text), dict[Problem, tuple[Tile, float]]()
+        found, entries = json.loads(text), dict[Problem, tuple[TileFields, float]]()
         for row in found["tiles"]:
             tile, ms = row.pop("tile"), row.pop("ms")
             entries[Problem(**row)] = (tile, ms)

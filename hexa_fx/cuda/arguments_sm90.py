@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, LINE_BYTES
 from hexa_fx.codegen.spec import Layout
-from hexa_fx.codegen.tiles_sm90 import TileChoice
+from hexa_fx.codegen.tiles_sm90 import TileSm90
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.operands import DTYPES, Added, ceil_div, numbers_of
 from hexa_fx.cuda.planning import Piece, TensorMap
@@ -84,16 +84,14 @@ def chunk_map(x: Tensor) -> TensorMap:
     return rows_map(x, 16)
 
 
-def result_map(x: Tensor, tile: TileChoice, halves: int = 1) -> TensorMap:
+def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
     """The boxes that a row product's results leave in. A swapped tile's warpgroup has half of its columns, which are gate and up in
     `halves`.
     """
     return rows_map(x, 32, tile.bn // 2 // halves) if tile.swapped else chunk_map(x)
 
 
-def added_maps(
-    added: Added | None, layout: Layout, tile: TileChoice, mixed: bool = False
-) -> dict[str, TensorMap | None]:
+def added_maps(added: Added | None, layout: Layout, tile: TileSm90, mixed: bool = False) -> dict[str, TensorMap | None]:
     """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns."""
     if added is None:
         return {}

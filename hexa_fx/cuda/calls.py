@@ -18,15 +18,15 @@ from hexa_fx.cuda.fallback import falls_back_for_good, generic, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import Operand, Planning
-from hexa_fx.cuda.product import GemmKey, ProductKey, Tile, built_tile, chosen_tile, fixed_tile
+from hexa_fx.cuda.product import AnyTile, GemmKey, ProductKey, built_tile, chosen_tile, fixed_tile
 from hexa_fx.cuda.tune import autotuning, tune
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.fixed_order import is_fixed
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-TileOf = Callable[[ProductKey], Tile]
-Given = tuple[ProductKey | None, Tile | None]
+TileOf = Callable[[ProductKey], AnyTile]
+Given = tuple[ProductKey | None, AnyTile | None]
 Kind = tuple[Any, ...]
 
 _MOST = 4096
@@ -168,7 +168,7 @@ def _first(name: Any, function: Callable[..., Any], args: Sequence[Any], given: 
     """
     device, keys, otherwise = args[0].device.index, list[ProductKey](), chosen()
 
-    def tile_of(key: ProductKey) -> Tile:
+    def tile_of(key: ProductKey) -> AnyTile:
         keys.append(key)
         product, tile = given
         return tile if tile is not None and key == (product or keys[0]) else otherwise(key)
@@ -204,7 +204,7 @@ def product(function: Callable[..., R]) -> Callable[..., R]:
     """
 
     @functools.wraps(function)
-    def run(o: Any, tile: Tile | None = None, into: Any = None) -> R:
+    def run(o: Any, tile: AnyTile | None = None, into: Any = None) -> R:
         def on(*leaves: Any) -> R:
             each = iter(leaves)
             record, target = _rebuilt(o, each), _rebuilt(into, each)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import LINE_BYTES, MAX_EXPERTS
-from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileChoice
+from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
     added_map,
@@ -226,16 +226,16 @@ def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
 
 
-def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[GemmKey, TileChoice]:
+def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[GemmKey, TileSm90]:
     """The key of a product and its tile. Sizes begin with rows, experts, inner and columns; see `GemmKey`."""
     planning = planning_of(x)
     key = GemmKey(HOPPER, op, planning.card, x.dtype, planning.math_of(x.dtype), *sizes, **static)
-    tile: TileChoice = planning.tile_of(key)
+    tile: TileSm90 = planning.tile_of(key)
     return key, tile
 
 
 def _launch(
-    key: GemmKey, tile: TileChoice, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
+    key: GemmKey, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
 ) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
     of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, "division": division(top_k)}

@@ -32,7 +32,7 @@ FIXED_BUCKET = 6
 _BUCKETS = 20
 """More than there are buckets of rows per expert with rules of their own."""
 
-Tile = Any
+AnyTile = Any
 """A family's tiles have a class of their own."""
 
 
@@ -87,11 +87,11 @@ class GemmKey(NamedTuple):
         name = name if self.family == HOPPER else f"{name} {self.math}"
         return Problem(self.family, self.op, name, gather, self.bucket, self.inner, self.columns)
 
-    def tile(self, fields: Any) -> Tile:
+    def tile(self, fields: Any) -> AnyTile:
         """The tile with these fields. Raises TypeError for those of another version."""
-        return tiles_sm90.TileChoice(**fields) if self.family == HOPPER else heuristics.Tile(**fields)
+        return tiles_sm90.TileSm90(**fields) if self.family == HOPPER else heuristics.TileSm80(**fields)
 
-    def rule(self) -> Tile:
+    def rule(self) -> AnyTile:
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
             swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
@@ -100,19 +100,19 @@ class GemmKey(NamedTuple):
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
 
-    def candidates(self) -> Sequence[Tile]:
+    def candidates(self) -> Sequence[AnyTile]:
         """Tiles worth measuring."""
         if self.family == HOPPER:
             narrow = self.op in tiles_sm90.NARROW_OPS and self.columns <= tiles_sm90.NARROW_COLUMNS
             return tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
         return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
 
-    def spec(self, tile: Tile) -> KernelSpec:
+    def spec(self, tile: AnyTile) -> KernelSpec:
         """The kernel with this tile."""
         if self.card.arch < 80:
             raise Unsupported(f"sm_{self.card.arch}; the kernels need sm_80 or newer")
         dtype = DTYPES[self.dtype]
-        own, options = _of_hopper(self, tile) if isinstance(tile, tiles_sm90.TileChoice) else _of_sm80(self, tile)
+        own, options = _of_hopper(self, tile) if isinstance(tile, tiles_sm90.TileSm90) else _of_sm80(self, tile)
         spec = KernelSpec(
             family=self.family,
             op=self.op,
@@ -132,7 +132,7 @@ class GemmKey(NamedTuple):
         return spec.adding() if self.accumulate else spec
 
 
-def _of_hopper(key: GemmKey, tile: tiles_sm90.TileChoice) -> tuple[dict[str, Any], dict[str, Option]]:
+def _of_hopper(key: GemmKey, tile: tiles_sm90.TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
     """Fields and options. Tables in shared memory are the smallest that hold the experts."""
     tables = next(size for size in TABLES if key.experts <= size)
     swapped: dict[str, Option] = {"swapped": True} if tile.swapped else {}
@@ -140,7 +140,7 @@ def _of_hopper(key: GemmKey, tile: tiles_sm90.TileChoice) -> tuple[dict[str, Any
     return own, {"cluster": tile.cluster, "experts": tables, **swapped}
 
 
-def _of_sm80(key: GemmKey, tile: heuristics.Tile) -> tuple[dict[str, Any], dict[str, Option]]:
+def _of_sm80(key: GemmKey, tile: heuristics.TileSm80) -> tuple[dict[str, Any], dict[str, Option]]:
     exact = key.math == "fast_f32"
     math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
     simt: dict[str, Option] = {"simt": True} if key.math == "simt" else {}
@@ -154,13 +154,13 @@ what the product is at another number of rows an expert, as `hexa_fx.codegen.heu
 
 
 @cached_choice
-def kernel_for(key: GemmKey, tile: Tile) -> Kernel:
+def kernel_for(key: GemmKey, tile: AnyTile) -> Kernel:
     """The kernel of a product with a tile."""
     return kernel_of(key.spec(tile))
 
 
 @cached_choice
-def chosen_tile(key: ProductKey) -> Tile:
+def chosen_tile(key: ProductKey) -> AnyTile:
     """The measured tile where a table has one that this kernel can take, else the rule's."""
     found = tuned_tile(key.problem(), key.card.name)
     if found is not None:
@@ -173,12 +173,12 @@ def chosen_tile(key: ProductKey) -> Tile:
 
 
 @cached_choice
-def fixed_tile(key: ProductKey) -> Tile:
+def fixed_tile(key: ProductKey) -> AnyTile:
     """The tile that every number of rows takes in a fixed order (`hexa_fx.ops.fixed_order`)."""
     return chosen_tile(key.at(FIXED_BUCKET))
 
 
-def built_tile(key: ProductKey) -> Tile:
+def built_tile(key: ProductKey) -> AnyTile:
     """The chosen tile, or while its kernel is not built that of the nearest bucket whose kernel is.
 
     Raises:

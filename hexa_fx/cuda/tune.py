@@ -16,7 +16,7 @@ import torch
 from filelock import FileLock
 
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
+from hexa_fx.codegen.tuned import Problem, TileFields, TunedTable, shipped
 from hexa_fx.cuda.choosing import cached_choice, card_of, collection, forget_choices
 from hexa_fx.errors import InputError, KernelError
 from hexa_fx.jit.background import prebuild
@@ -42,7 +42,7 @@ def _asked_for() -> bool:
 
 
 @cached_choice
-def tuned_tile(problem: Problem, name: str) -> Tile | None:
+def tuned_tile(problem: Problem, name: str) -> TileFields | None:
     """The tile of this machine's table for the card of this name, else of the shipped one; None where neither has a neighbour."""
     return _read(name).find(problem) or shipped(name).find(problem)
 
@@ -74,10 +74,10 @@ def add_table(text: str, name: str) -> int:
 def tune(
     problem: Problem,
     device: int,
-    candidates: Sequence[Tile],
-    spec_of: Callable[[Tile], KernelSpec],
-    run: Callable[[Tile], None],
-) -> Tile | None:
+    candidates: Sequence[TileFields],
+    spec_of: Callable[[TileFields], KernelSpec],
+    run: Callable[[TileFields], None],
+) -> TileFields | None:
     """Times `candidates` and keeps the best, unless this machine's table has the very problem, or a graph is captured.
 
     Args:
@@ -114,7 +114,7 @@ def tune(
     return candidates[best]
 
 
-def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:
+def _milliseconds(tile: TileFields, run: Callable[[TileFields], None]) -> float | None:
     try:
         run(tile)
     except KernelError as error:
@@ -125,7 +125,7 @@ def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:
     return _mean_milliseconds(tile, run, ceil(_TIMED_MS / once))
 
 
-def _mean_milliseconds(tile: Tile, run: Callable[[Tile], None], times: int) -> float:
+def _mean_milliseconds(tile: TileFields, run: Callable[[TileFields], None], times: int) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(times):
@@ -148,7 +148,7 @@ def _read(device_name: str) -> TunedTable:
         return TunedTable(device_name)
 
 
-def _store(device_name: str, problem: Problem, tile: Tile, ms: float) -> None:
+def _store(device_name: str, problem: Problem, tile: TileFields, ms: float) -> None:
     path = table_path(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.distributed.shared_cache import SharedCache
-from hexa_fx.distributed.step_recorder import CudaRecorder, Recorder, Recording
+from hexa_fx.distributed.step_recorder import CudaRecorder, Recording, StepRecorder
 from hexa_fx.distributed.step_signature import Call, HostRandom, Optimizers, difference
 from hexa_fx.errors import PlanError, RankError
 
@@ -28,7 +28,7 @@ _MOST = 8
 _AS_IT_IS, _WARM_UP, _RECORD, _REPLAY = range(4)
 
 
-class Session(Protocol):
+class StepSession(Protocol):
     """What a recorded step needs of a `PartitionSession`."""
 
     cache: SharedCache
@@ -89,7 +89,7 @@ class GraphedStep:
     """
 
     def __init__(
-        self, session: Session, step: Callable[..., Any], warmup: int = 3, recorder: Recorder | None = None
+        self, session: StepSession, step: Callable[..., Any], warmup: int = 3, recorder: StepRecorder | None = None
     ) -> None:
         self.reason = ""
         """Why steps run as they are from now on; empty while they may be recorded."""

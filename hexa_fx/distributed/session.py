@@ -36,14 +36,14 @@ from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
 from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
-from hexa_fx.plan import Plan, Session
+from hexa_fx.plan import AttachedPartition, Plan
 from hexa_fx.runtime.program import Program
 
 _numbers = itertools.count()
 open_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
 
 
-class PartitionSession(Session):
+class PartitionSession(AttachedPartition):
     """What partitioned graphs need while they run. Keep it alive as long as the model, and `close` it before the job ends.
 
     All ranks of the mesh create it at the same point, where it raises if a rank is missing or holds another plan.

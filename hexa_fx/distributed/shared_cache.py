@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.distributed.collectives import fill_slot
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source
+from hexa_fx.distributed.slots import CachedLayer, GatherSource, SavedSlot, Slot, SlotRows
 from hexa_fx.errors import PlanError
 
 _optimizer_steps = 0
@@ -69,19 +69,19 @@ class SharedCache:
         self._slot_of = tuple(self.slots[i % len(self.slots)] for i in range(len(self.layers)))
         self._largest = [_largest(self.layers[i :: len(self.slots)]) for i in range(len(self.slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
-        self._sources: dict[int, Source] = {}
-        self._places: dict[int, Place] = {}
+        self._sources: dict[int, GatherSource] = {}
+        self._places: dict[int, SlotRows] = {}
         self._pass = 0
         self._last = -1
 
     # --- what the nodes of the graph call -------------------------------------------------------------------------
 
-    def source(self, path: str, weights: Weights, dtype: torch.dtype) -> Source:
+    def source(self, path: str, weights: Weights, dtype: torch.dtype) -> GatherSource:
         """What the layer's gathers read from now on."""
         index = self._index[path]
         source = self._sources.get(index)
         if source is None or not source.is_of(weights, dtype):
-            source = self._sources[index] = Source.of(weights, dtype, self.parameters_of(path))
+            source = self._sources[index] = GatherSource.of(weights, dtype, self.parameters_of(path))
         return source
 
     def fetch(self, path: str) -> Tensor:
@@ -244,13 +244,13 @@ class SharedCache:
         slot.epoch, slot.busy, slot.prefetched = (self._pass, _optimizer_steps), False, False
         self.gathers += 1
 
-    def _place(self, index: int) -> Place:
+    def _place(self, index: int) -> SlotRows:
         layer, slot, source = self.layers[index], self._slot_of[index], self._sources[index]
         geometry, largest = layer.geometry, self._largest[index % len(self.slots)]
         matrix = slot.rows(geometry.shape.intermediate_size, geometry.row, source.dtype, source.device, largest)
         known = self._places.get(index)
         if known is None or known.source is not source or known.matrix is not matrix:
-            known = self._places[index] = Place.of(source, matrix, layer, self.groups.rank)
+            known = self._places[index] = SlotRows.of(source, matrix, layer, self.groups.rank)
         return known
 
     def _check_fresh(self, slot: Slot, index: int, versions: tuple[int, ...]) -> None:

@@ -38,7 +38,7 @@ class SavedSlot(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class GatherSource:
     """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
 
     Args:
@@ -64,7 +64,7 @@ class Source:
     managed: bool = False
 
     @classmethod
-    def of(cls, weights: Weights, dtype: torch.dtype, parameters: tuple[Tensor, ...] = ()) -> Source:
+    def of(cls, weights: Weights, dtype: torch.dtype, parameters: tuple[Tensor, ...] = ()) -> GatherSource:
         """What these weights are read from: ``parameters`` of this package alone, or none where another library manages them."""
         given, detached = _origins(weights), _detached(weights)
         if not parameters:  # what is done with gradients, when the slices are there, and where, is for the other to say
@@ -92,16 +92,16 @@ class Source:
         return *map(_version, self.parameters), *self.held
 
 
-class Place(NamedTuple):
+class SlotRows(NamedTuple):
     """Where a layer's rows are in its slot, and the copies that bring this rank's own there."""
 
-    source: Source
+    source: GatherSource
     matrix: Tensor
     own: Tensor
     packing: Copies
 
     @classmethod
-    def of(cls, source: Source, matrix: Tensor, layer: CachedLayer, rank: int) -> Place:
+    def of(cls, source: GatherSource, matrix: Tensor, layer: CachedLayer, rank: int) -> SlotRows:
         own = matrix.narrow(0, sum(layer.shards[:rank]), layer.shards[rank])
         return cls(source, matrix, own, layer.geometry.packing(own, source.weights))
 

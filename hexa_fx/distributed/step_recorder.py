@@ -21,7 +21,7 @@ class Recording(Protocol):
         """Gives its memory back. Has to come before the process group ends, which waits for graphs that use it."""
 
 
-class Recorder(Protocol):
+class StepRecorder(Protocol):
     """Where steps run that are to be recorded."""
 
     def settled(self) -> bool:

@@ -154,7 +154,7 @@ class _Rewritten:
 
     def __init__(self, captured: CapturedBlock, rewritten: RewrittenBlock) -> None:
         self._captured, self._rewritten = captured, rewritten
-        self._packed = {weight.name: _StandIn(captured, weight.parts) for weight in rewritten.packed}
+        self._packed = {weight.name: _OneExpertStack(captured, weight.parts) for weight in rewritten.packed}
         self.weights = [stand_in.weight for stand_in in self._packed.values()]
 
     def __call__(self, **arguments: Any) -> Any:
@@ -182,7 +182,7 @@ class _Run(torch.fx.Interpreter):
         return self._root[target]
 
 
-class _StandIn(nn.Module):
+class _OneExpertStack(nn.Module):
     """A tensor of a weight's shape in which all experts share the first one's memory."""
 
     def __init__(self, captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> None:

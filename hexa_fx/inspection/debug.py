@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from hexa_fx.errors import InputError
-from hexa_fx.inspection.recorded import Memory, Seen
+from hexa_fx.inspection.recorded import EventReader, Seen
 from hexa_fx.observers import PassEvent, listening
 from hexa_fx.passes import PASSES
 
@@ -38,7 +38,7 @@ def debug(
         InputError: a name is not a pass; the message lists those there are.
     """
     wanted = {"before": _checked(before), "after": _checked(after)}
-    memory, kept = Memory(), list[Seen]()
+    memory, kept = EventReader(), list[Seen]()
 
     def see(event: PassEvent) -> None:
         if event.name not in wanted[event.when] or (block is not None and event.path != block):

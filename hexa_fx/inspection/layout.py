@@ -22,7 +22,7 @@ _SWEEPS = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class Rectangle:
     """A box: its centre and size."""
 
     x: float
@@ -45,7 +45,7 @@ class Layout:
 
     width: float
     height: float
-    places: Mapping[str, Place]
+    places: Mapping[str, Rectangle]
     routes: tuple[Route, ...]
 
 
@@ -181,7 +181,7 @@ def _placed(
 ) -> Layout:
     step = BOX_HEIGHT + _LAYER_GAP
     y = {name: _MARGIN + BOX_HEIGHT / 2 + step * number for number, row in enumerate(rows) for name in row}
-    places = {box.name: Place(x[box.name], y[box.name], widths[box.name], BOX_HEIGHT) for box in picture.boxes}
+    places = {box.name: Rectangle(x[box.name], y[box.name], widths[box.name], BOX_HEIGHT) for box in picture.boxes}
     routes = []
     for arrow, chain in chains.items():
         points = [(x[name], y[name]) for name in chain]

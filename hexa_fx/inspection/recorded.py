@@ -44,7 +44,7 @@ class Seen:
 
 
 @dataclass
-class Memory:
+class EventReader:
     """Turns events into `Seen`, remembering the operators of every block's last graph."""
 
     _counts: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from html import escape
 from itertools import pairwise
 
 from hexa_fx.inspection.labels import Label, place_labels
-from hexa_fx.inspection.layout import Place, Route, lay_out
+from hexa_fx.inspection.layout import Rectangle, Route, lay_out
 from hexa_fx.inspection.palette import COLOURS, GRADIENT, style
 from hexa_fx.inspection.picture import Box, Picture, picture_of
 from hexa_fx.inspection.view import GraphView
@@ -66,7 +66,7 @@ def _width(box: Box) -> float:
     return max(54.0, _CHARACTER * len(box.title) + _PADDING, _SMALL * len(box.subtitle) + _PADDING)
 
 
-def _box(box: Box, place: Place) -> str:
+def _box(box: Box, place: Rectangle) -> str:
     colour = COLOURS[box.role]
     x, y = place.x - place.width / 2, place.y - place.height / 2
     radius = 14 if box.kind in ("input", "output") else 7

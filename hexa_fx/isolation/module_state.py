@@ -16,7 +16,7 @@ _PLAIN = (torch.Tensor, int, float, str)
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptState:
     """What a module tree keeps after a call.
 
     Args:
@@ -52,14 +52,14 @@ class ModuleState:
         self._snapshot.restore()
         self._contents.restore()
 
-    def now(self) -> Kept:
+    def now(self) -> KeptState:
         """What the tree keeps now, beside what it kept before."""
         listed = list(self._listed())
         found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
         set_now = sorted((item for item in listed if isinstance(item[2], torch.Tensor)), key=lambda item: item[:2])
         found |= {f"attribute {path}.{name}": value for path, name, value in set_now}
         before = self._tensors_before | {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
-        return Kept(
+        return KeptState(
             {name: tensor.detach().clone() for name, tensor in found.items()},
             {f"attribute {path}.{name}": v for path, name, v in listed if not isinstance(v, torch.Tensor)},
             [value for _, _, value in set_now if id(value) not in before],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from hexa_fx.jit.background import Builder, builder, prebuild
 from hexa_fx.jit.build import build
-from hexa_fx.jit.cache import Entry, KernelCache
+from hexa_fx.jit.cache import BuiltKernel, KernelCache
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildError, DriverError, ToolchainError
 from hexa_fx.jit.kernel import KernelHandle, get_kernel, loaded_kernel
@@ -19,9 +19,9 @@ from hexa_fx.jit.toolchain import Compiler, find_compiler
 __all__ = [
     "BuildError",
     "Builder",
+    "BuiltKernel",
     "Compiler",
     "DriverError",
-    "Entry",
     "JitSettings",
     "KernelCache",
     "KernelHandle",

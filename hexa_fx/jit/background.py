@@ -21,7 +21,7 @@ from hexa_fx.codegen.render import KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.jit import processes
 from hexa_fx.jit.build import being_built, build_missing, find_built
-from hexa_fx.jit.cache import Entry
+from hexa_fx.jit.cache import BuiltKernel
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildDisabledError
 from hexa_fx.progress import progress, remark
@@ -38,7 +38,7 @@ _GOODBYE = 5.0
 @dataclass
 class _Job:
     source: KernelSource | None = None
-    entry: Entry | None = None
+    entry: BuiltKernel | None = None
     error: Exception | None = None
 
     @property
@@ -83,7 +83,7 @@ class Builder:
                 self._start_worker()
             self._changed.notify_all()
 
-    def ready(self, spec: KernelSpec) -> Entry | None:
+    def ready(self, spec: KernelSpec) -> BuiltKernel | None:
         """The built kernel; None if it is not there yet, has failed, or was never requested."""
         job = self._jobs.get(spec)
         return job.entry if job else None
@@ -160,7 +160,7 @@ class Builder:
             assert job.source is not None
             try:
                 entry = build_missing(job.source, self.settings, wait=False)
-            except processes.Ended:
+            except processes.ProcessEnding:
                 return
             except Exception as error:
                 self._finish(job, None, error)
@@ -177,7 +177,7 @@ class Builder:
             self._idle -= 1
             return None if self._closed else self._queue.popleft()
 
-    def _finish(self, job: _Job, entry: Entry | None, error: Exception | None) -> None:
+    def _finish(self, job: _Job, entry: BuiltKernel | None, error: Exception | None) -> None:
         if error is not None:
             log.debug("a kernel does not build: %s", error)
         with self._changed:
@@ -236,7 +236,7 @@ def builder(settings: JitSettings | None = None) -> Builder:
         return _builders[settings]
 
 
-def prebuild(specs: Iterable[KernelSpec], settings: JitSettings | None = None) -> list[Entry]:
+def prebuild(specs: Iterable[KernelSpec], settings: JitSettings | None = None) -> list[BuiltKernel]:
     """Builds several kernels at a time and waits for them, with a progress bar on rank 0's terminal. No device is needed.
 
     Raises:

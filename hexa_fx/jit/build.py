@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hexa_fx.codegen.render import FLAGS, KernelSource
 from hexa_fx.jit import nvrtc, packs, processes
-from hexa_fx.jit.cache import Entry, KernelCache, cache_key
+from hexa_fx.jit.cache import BuiltKernel, KernelCache, cache_key
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildDisabledError, BuildError
 from hexa_fx.jit.toolchain import Compiler, find_compiler
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _LOG_TAIL = 4000
 
 
-def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
+def build(source: KernelSource, settings: JitSettings | None = None) -> BuiltKernel:
     """The cubin of `source`, built if the cache has none.
 
     Raises:
@@ -32,7 +32,7 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
     return entry
 
 
-def find_built(source: KernelSource, settings: JitSettings) -> Entry | None:
+def find_built(source: KernelSource, settings: JitSettings) -> BuiltKernel | None:
     """The cubin of `source` if a kernel pack or the cache has it.
 
     Raises:
@@ -50,7 +50,7 @@ def being_built(source: KernelSource, settings: JitSettings) -> bool:
         return not free
 
 
-def build_missing(source: KernelSource, settings: JitSettings, wait: bool) -> Entry | None:
+def build_missing(source: KernelSource, settings: JitSettings, wait: bool) -> BuiltKernel | None:
     """Builds a kernel that the cache had not a moment ago.
 
     Args:
@@ -79,7 +79,9 @@ def _flags(compiler: Compiler) -> tuple[str, ...]:
     return FLAGS if compiler.kind == "nvcc" else nvrtc.NVRTC_FLAGS
 
 
-def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCache, settings: JitSettings) -> Entry:
+def _build(
+    source: KernelSource, key: str, compiler: Compiler, cache: KernelCache, settings: JitSettings
+) -> BuiltKernel:
     workspace = cache.workspace(key)
     text = workspace / "kernel.cu"
     text.write_text(source.text)

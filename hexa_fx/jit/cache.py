@@ -23,7 +23,7 @@ FORMAT = "1"
 
 
 @dataclass(frozen=True)
-class Entry:
+class BuiltKernel:
     """A built kernel on disk, checked against its checksum when it was read."""
 
     key: str
@@ -42,7 +42,7 @@ class KernelCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> BuiltKernel | None:
         """The entry of `key`; None if absent or damaged."""
         folder = self._folder(key)
         try:
@@ -52,7 +52,7 @@ class KernelCache:
             return None
         if not isinstance(meta, dict) or meta.get("sha256") != hashlib.sha256(cubin).hexdigest():
             return None
-        return Entry(key, folder, cubin)
+        return BuiltKernel(key, folder, cubin)
 
     @contextmanager
     def lock(self, key: str, wait: bool = True) -> Iterator[bool]:
@@ -82,7 +82,7 @@ class KernelCache:
             shutil.rmtree(stale, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f"{key}.", dir=parent))
 
-    def publish(self, key: str, workspace: Path, meta: dict[str, object]) -> Entry:
+    def publish(self, key: str, workspace: Path, meta: dict[str, object]) -> BuiltKernel:
         """Moves a finished build into place, over a damaged entry if there is one. Call it under the lock."""
         cubin = (workspace / "kernel.cubin").read_bytes()
         meta = {**meta, "sha256": hashlib.sha256(cubin).hexdigest()}
@@ -94,7 +94,7 @@ class KernelCache:
             os.replace(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
         os.replace(workspace, folder)
-        return Entry(key, folder, cubin)
+        return BuiltKernel(key, folder, cubin)
 
     def keys(self) -> list[str]:
         """Keys of all entries, damaged ones included."""

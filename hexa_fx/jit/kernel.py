@@ -15,7 +15,7 @@ from hexa_fx.codegen.render import ENTRY, KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.jit.background import builder
 from hexa_fx.jit.build import build
-from hexa_fx.jit.cache import Entry
+from hexa_fx.jit.cache import BuiltKernel
 from hexa_fx.jit.driver import NO_CONTEXT, Driver, driver
 from hexa_fx.jit.env import JitSettings
 
@@ -39,7 +39,7 @@ class KernelHandle:
         api: the driver.
     """
 
-    def __init__(self, source: KernelSource, entry: Entry, api: Driver) -> None:
+    def __init__(self, source: KernelSource, entry: BuiltKernel, api: Driver) -> None:
         self.source, self.entry, self.spec = source, entry, source.spec
         self.threads, self.shared_bytes = source.launch.threads, source.launch.shared_bytes
         self._attributes = _ATTRIBUTES[source.launch.dependent]

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from hexa_fx.codegen.render import FLAGS, KernelSource, package_version
-from hexa_fx.jit.cache import FORMAT, Entry
+from hexa_fx.jit.cache import FORMAT, BuiltKernel
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.templates import TEMPLATE_DIR
 
@@ -49,7 +49,7 @@ class Pack:
     compiler: str
     checksums: Mapping[str, str]
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> BuiltKernel | None:
         """The cubin of the source with this key; None if the pack has none, or a damaged one."""
         if key not in self.checksums:
             return None
@@ -60,10 +60,10 @@ class Pack:
         if hashlib.sha256(cubin).hexdigest() != self.checksums[key]:
             _say_once(f"kernel {key} of the pack {self.path} is damaged: install the pack anew")
             return None
-        return Entry(key, self.path, cubin)
+        return BuiltKernel(key, self.path, cubin)
 
 
-def find(source: KernelSource, settings: JitSettings) -> Entry | None:
+def find(source: KernelSource, settings: JitSettings) -> BuiltKernel | None:
     """The cubin of `source` in the packs that HEXA_FX_KERNEL_PACK names or that are installed."""
     packs = found_packs(settings.kernel_pack, source.spec.arch)
     return next(filter(None, (pack.get(source.key) for pack in packs)), None)
@@ -88,7 +88,7 @@ def found_packs(folder: str, arch: int) -> tuple[Pack, ...]:
     return fitting
 
 
-def write(folder: Path, arch: int, compiler: str, kernels: Iterable[tuple[KernelSource, Entry]]) -> Pack:
+def write(folder: Path, arch: int, compiler: str, kernels: Iterable[tuple[KernelSource, BuiltKernel]]) -> Pack:
     """Makes a pack of built kernels, in place of what is in the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

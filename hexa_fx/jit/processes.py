@@ -17,7 +17,7 @@ _running: set[subprocess.Popen[str]] = set()
 _ended = False
 
 
-class Ended(Exception):
+class ProcessEnding(Exception):
     """The process is about to end, and so was the compiler."""
 
 
@@ -30,7 +30,7 @@ def run(command: Sequence[str]) -> tuple[int, str]:
         Its exit code and what it printed.
 
     Raises:
-        Ended: this process is about to end.
+        ProcessEnding: this process is about to end.
         OSError: it cannot be started.
     """
     process = _start(command)
@@ -39,14 +39,14 @@ def run(command: Sequence[str]) -> tuple[int, str]:
     finally:
         _finish(process)
     if _ended and process.returncode < 0:
-        raise Ended
+        raise ProcessEnding
     return process.returncode, output
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[str]:
     with _lock:
         if _ended:
-            raise Ended
+            raise ProcessEnding
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -94,7 +94,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Ended:
+class EndedReplay:
     """Raises where backward computes one of some calls again that were replayed, and would be routed otherwise now."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.errors import InputError
-from hexa_fx.routing.calls import Ended, ModelCall, in_backward, read_call, recomputed
+from hexa_fx.routing.calls import EndedReplay, ModelCall, in_backward, read_call, recomputed
 from hexa_fx.routing.layers import Layer, check_fit, layers_of
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
 from hexa_fx.routing.tap import RoutingTap
@@ -102,7 +102,7 @@ class _Session:
             for handle in handles:
                 handle.remove()
             for layer in self.layers if self.replay else ():
-                ended = next((told for told in layer.forward.called if isinstance(told, Ended)), Ended())
+                ended = next((told for told in layer.forward.called if isinstance(told, EndedReplay)), EndedReplay())
                 ended.calls.extend((call.first, call.last) for call in self.calls if call.last > call.first)
                 layer.forward.called = [ended] if ended.calls else []
 

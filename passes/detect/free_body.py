@@ -14,7 +14,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.functional import row_dropout
 from hexa_fx.ir import Layout
 from hexa_fx.passes.detect.graph import operation
-from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.stacks import Form
 
 
@@ -29,7 +29,7 @@ class TokenRows:
 class RowFactor:
     """One number per row: the product of routing quantities, or 1 if there are none."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[RoutingSource, ...]
 
 
 @dataclass(frozen=True)

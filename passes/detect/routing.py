@@ -21,8 +21,8 @@ from hexa_fx.passes.detect.capacity import Capacity, find_capacity
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
+    RoutingSource,
     Slots,
-    Source,
     covered,
     find_factor,
     find_mask,
@@ -48,10 +48,10 @@ class Routing:
     """
 
     top_k: int
-    index: Source
-    before: tuple[Source, ...]
-    after: tuple[Source, ...]
-    keep: tuple[Source, ...] = ()
+    index: RoutingSource
+    before: tuple[RoutingSource, ...]
+    after: tuple[RoutingSource, ...]
+    keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
     constant: float = 1.0
 
@@ -103,7 +103,7 @@ def find_routing(
     if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
         after = straight_through(slots, [n for n in in_order[::-1] if n not in given])
     absent = slots.without_rows(pairs)
-    keep: tuple[Source, ...] = ()
+    keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
     if not covered((*before, *after), absent):
         try:
@@ -144,7 +144,7 @@ def _find_after(
     covers_dropped: bool,
     vectors: Sequence[torch.fx.Node],
     tags: Mapping[torch.fx.Node, Tag],
-) -> tuple[tuple[Source, ...], float]:
+) -> tuple[tuple[RoutingSource, ...], float]:
     """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``; or times a constant."""
     try:
         return find_factor(active.after, slots, known, inner, end, covers_dropped), 1.0
@@ -153,7 +153,7 @@ def _find_after(
             numbers = slots.value(vector).reshape(-1)[active.expert]
             with suppress(Refuse):
                 found = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
-                return (*found, Source((vector,), "expert")), 1.0
+                return (*found, RoutingSource((vector,), "expert")), 1.0
         for constant in _constants(end, tags):
             with suppress(Refuse):
                 return find_factor(active.after / constant, slots, known, inner, end, covers_dropped), constant
@@ -188,7 +188,7 @@ def find_row_factor(
     tags: Mapping[torch.fx.Node, Tag],
     end: torch.fx.Node,
     replay: Replay,
-) -> tuple[Source, ...]:
+) -> tuple[RoutingSource, ...]:
     """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1.
 
     Raises:

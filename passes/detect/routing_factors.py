@@ -57,7 +57,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Source:
+class RoutingSource:
     """A routing quantity: the nodes that hold it and how they are read.
 
     ``groups``: it holds an entry for each group of tokens that follow each other, such as a sequence, not for each token.
@@ -181,12 +181,12 @@ def find_factor(
     inner: frozenset[torch.fx.Node],
     end: torch.fx.Node,
     covers_dropped: bool,
-) -> tuple[Source, ...]:
+) -> tuple[RoutingSource, ...]:
     """Where the factors ``wanted`` of the pairs can be read; () if they are all 1."""
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
     if constant and not (slots.dropped and covers_dropped):
         return ()
-    best: tuple[tuple[bool, bool, bool, int, int], Source] | None = None
+    best: tuple[tuple[bool, bool, bool, int, int], RoutingSource] | None = None
     for place, node in enumerate(known):
         if not is_float(node):
             continue
@@ -196,7 +196,7 @@ def find_factor(
             row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
             key = (not _zero_when_dropped(table, reading, slots), groups or row, node in inner, _RANK[reading], place)
             if best is None or key < best[0]:
-                best = key, Source((node,), reading, groups)
+                best = key, RoutingSource((node,), reading, groups)
     if best is not None and not (constant and best[0][0]):
         return (best[1],)
     if constant:
@@ -208,10 +208,10 @@ def find_factor(
             "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
             end,
         )
-    return (Source(columns, "columns"),)
+    return (RoutingSource(columns, "columns"),)
 
 
-def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[Source, ...]:
+def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[RoutingSource, ...]:
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     for node in known:
@@ -219,7 +219,7 @@ def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[Sour
             continue
         for reading, table in _read_factor(slots.value(node), slots):
             if _agrees(table, reading, ones, slots):
-                return (Source((node,), reading),)
+                return (RoutingSource((node,), reading),)
     return ()
 
 
@@ -258,7 +258,7 @@ def _factor_columns(
     return tuple(columns)
 
 
-def covered(sources: Sequence[Source], slots: Slots) -> bool:
+def covered(sources: Sequence[RoutingSource], slots: Slots) -> bool:
     """Whether one of the factors is zero wherever a slot was dropped."""
     if not slots.dropped:
         return True
@@ -276,7 +276,7 @@ def covered(sources: Sequence[Source], slots: Slots) -> bool:
 
 def find_mask(
     slots: Slots, known: Sequence[torch.fx.Node], inner: frozenset[torch.fx.Node], end: torch.fx.Node
-) -> Source:
+) -> RoutingSource:
     """A 0/1 tensor that says which slots are kept."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     for node in sorted(known, key=lambda node: node in inner):
@@ -284,7 +284,7 @@ def find_mask(
             continue
         for groups, reading, table in _readings(slots.value(node).double(), slots):
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
-                return Source((node,), reading, groups)
+                return RoutingSource((node,), reading, groups)
     raise Refuse(
         "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
         "the weights by a mask of those that are kept",

@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.routing_factors import Pairs, Reading, Source, of_each_token
+from hexa_fx.passes.detect.routing_factors import Pairs, Reading, RoutingSource, of_each_token
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 _NO_IDS = "no tensor holds the expert ids of every token"
@@ -16,7 +16,7 @@ _NO_IDS = "no tensor holds the expert ids of every token"
 
 def find_repeated(
     pairs: Pairs, tokens: int, experts: int, known: Sequence[torch.fx.Node]
-) -> tuple[Source, torch.Tensor] | None:
+) -> tuple[RoutingSource, torch.Tensor] | None:
     """The first node with an id for every row, if an expert is given a token several times; None if none is."""
     wanted = torch.bincount(pairs.token * experts + pairs.expert, minlength=tokens * experts).reshape(tokens, experts)
     if int(wanted.max()) <= 1:
@@ -24,7 +24,7 @@ def find_repeated(
     for node in known:
         for reading, ids in read_ids(record_of(node).value, tokens, experts):
             if torch.equal(_counts(ids, experts), wanted):
-                return Source((node,), reading), ids
+                return RoutingSource((node,), reading), ids
     return None
 
 
@@ -36,14 +36,14 @@ def find_index(
     in_order: Sequence[torch.fx.Node],
     inner: frozenset[torch.fx.Node],
     end: torch.fx.Node,
-) -> tuple[Source, torch.Tensor]:
+) -> tuple[RoutingSource, torch.Tensor]:
     """The node with the ids of every token, and the ids as (T, k)."""
     flat = pairs.token * experts + pairs.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
     wanted = torch.zeros(tokens, experts, dtype=torch.bool, device=pairs.token.device)
     wanted[pairs.token, pairs.expert] = True
-    best: tuple[tuple[bool, int, int, bool, int], Source, torch.Tensor] | None = None
+    best: tuple[tuple[bool, int, int, bool, int], RoutingSource, torch.Tensor] | None = None
     for groups in (False, True):
         for place, node in enumerate(known):
             for reading, ids in _readings(record_of(node).value, tokens, experts, groups):
@@ -52,7 +52,7 @@ def find_index(
                     continue
                 key = (reading == "one_hot", ids.shape[1], extra, node in inner, place)
                 if best is None or key < best[0]:
-                    best = key, Source((node,), reading, groups), ids
+                    best = key, RoutingSource((node,), reading, groups), ids
         if best is not None:
             return best[1], best[2]
     if experts > 1 and bool(wanted.all()):
@@ -66,7 +66,7 @@ def _readings(value: torch.Tensor, tokens: int, experts: int, groups: bool) -> I
     return iter(()) if spread is None else read_ids(spread, tokens, experts)
 
 
-def ids_of(source: Source, tokens: int, experts: int) -> torch.Tensor:
+def ids_of(source: RoutingSource, tokens: int, experts: int) -> torch.Tensor:
     """The recorded ids (T, k) of a source."""
     values = [record_of(node).value for node in source.nodes]
     if source.reading == "columns":
@@ -117,7 +117,7 @@ def _counts(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 def _index_from_columns(
     wanted: torch.Tensor, tokens: int, experts: int, known: Sequence[torch.fx.Node], end: torch.fx.Node
-) -> tuple[Source, torch.Tensor]:
+) -> tuple[RoutingSource, torch.Tensor]:
     """Ids that the code keeps in one (T,) tensor per slot."""
     remaining = wanted.clone()
     columns: list[tuple[torch.fx.Node, torch.Tensor]] = []
@@ -135,7 +135,7 @@ def _index_from_columns(
         remaining.scatter_(1, ids[:, None].long(), False)
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
-            return Source(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
+            return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
     raise NoRouting(_why_not(wanted), end)
 
 

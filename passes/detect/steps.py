@@ -30,7 +30,7 @@ from hexa_fx.passes.detect.free_body import (
 )
 from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, is_tensor, operation, twins
 from hexa_fx.passes.detect.operations import MADE
-from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import moved_from
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
@@ -71,7 +71,7 @@ class StepReader:
     tokens: tuple[torch.Tensor, ...]
     count: int
     sources: tuple[torch.fx.Node, ...]
-    factor: Callable[[torch.Tensor], tuple[Source, ...]]
+    factor: Callable[[torch.Tensor], tuple[RoutingSource, ...]]
     roles: dict[torch.fx.Node, Role] = field(default_factory=dict)
     columns: dict[torch.fx.Node, Column] = field(default_factory=dict)
     twin: Mapping[torch.fx.Node, torch.fx.Node] = field(init=False)
@@ -242,7 +242,7 @@ class StepReader:
                 return source
         return None
 
-    def _row_factor(self, column: Column) -> tuple[Source, ...] | None:
+    def _row_factor(self, column: Column) -> tuple[RoutingSource, ...] | None:
         values = [self.replay.value(n) for n in column]
         if any(v.numel() != len(t) or v.shape[:1] != t.shape for v, t in zip(values, self.tokens)):
             return None

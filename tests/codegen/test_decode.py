@@ -32,7 +32,7 @@ from hexa_fx.cuda.kernel_set import launched as launched_by
 from hexa_fx.cuda.layer import PROGRAMS, moe_ffn
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.jit import Entry, KernelHandle
+from hexa_fx.jit import BuiltKernel, KernelHandle
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import fixed_order
@@ -327,7 +327,7 @@ def test_launches_that_begin_early_say_so_to_the_driver(tmp_path):
 
     small = layer_of(FfnSpec("silu", "concat"), experts=16, top_k=4, hidden=64, inner=64)
     for number, spec in enumerate(launched_by(small, typical_card(90), 1, training=False)):
-        handle = KernelHandle(render(spec), Entry("k", tmp_path, b"cubin"), Driver(Library()))
+        handle = KernelHandle(render(spec), BuiltKernel("k", tmp_path, b"cubin"), Driver(Library()))
         *_, attributes, count = struct.unpack("7IPPI0P", handle.config((1, 1, 1), 0))
         assert count == (number > 0)
         if count:  # CUlaunchAttribute: programmatic stream serialization is on

@@ -82,7 +82,7 @@ def launches(rank, world, plan):
         noting(collectives, "_gather", "gathers"),
         noting(collectives, "_scatter", "scatters"),
         noting(saved_tensors.SavedTensors, "_pack", "saved"),
-        noting(slots.Source, "of", "sources"),
+        noting(slots.GatherSource, "of", "sources"),
         noting(torch, "_foreach_copy_", "copies"),
     ]
     steps = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, TileChoice
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, TileSm90
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
@@ -19,12 +19,12 @@ BF16, F16 = torch.bfloat16, torch.float16
 TOKENS, TOP_K, EXPERTS = 301, 3, 7
 
 
-def paired(tile: TileChoice) -> TileChoice:
+def paired(tile: TileSm90) -> TileSm90:
     """The same tile in clusters of two."""
     return replace(tile, cluster=2)
 
 
-def for_gather(tile: TileChoice) -> TileChoice:
+def for_gather(tile: TileSm90) -> TileSm90:
     """The same tile, without a cluster if it is a swapped one: such clusters share rows in order."""
     return replace(tile, cluster=1) if tile.swapped else tile
 
@@ -205,7 +205,7 @@ def test_estmm_of_long_experts(tile: str, rows: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("tile", WEIGHT_TILES.values(), ids=WEIGHT_TILES)
-def test_esfk_mixes_gathered_and_other_tiles(tile: TileChoice) -> None:
+def test_esfk_mixes_gathered_and_other_tiles(tile: TileSm90) -> None:
     """Row tiles of 11 steps pass by the gathered stages an odd number of times; enough tiles that every block has many."""
     tokens, top_k, experts, d, n = 3000, 4, 8, 512, 704
     r = make_routing("random", tokens, top_k, experts)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hexa_fx.jit.cache import Entry, KernelCache, cache_key
+from hexa_fx.jit.cache import BuiltKernel, KernelCache, cache_key
 
 
-def store(cache: KernelCache, key: str, cubin: bytes = b"cubin") -> Entry:
+def store(cache: KernelCache, key: str, cubin: bytes = b"cubin") -> BuiltKernel:
     with cache.lock(key):
         folder = cache.workspace(key)
         (folder / "kernel.cubin").write_bytes(cubin)

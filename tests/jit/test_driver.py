@@ -11,7 +11,7 @@ import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.jit import DriverError, Entry, KernelHandle, tensormap
+from hexa_fx.jit import BuiltKernel, DriverError, KernelHandle, tensormap
 from hexa_fx.jit.driver import Driver
 
 SPEC = KernelSpec("gemm_sm80", "esmm", 80, bm=128, bn=128, bk=32, stages=4).with_options(warps_m=2, warps_n=2)
@@ -67,7 +67,7 @@ def library() -> FakeLibrary:
 
 @pytest.fixture
 def handle(library: FakeLibrary) -> KernelHandle:
-    return KernelHandle(render(SPEC), Entry("k", Path(), b"cubin"), Driver(library))  # type: ignore[arg-type]
+    return KernelHandle(render(SPEC), BuiltKernel("k", Path(), b"cubin"), Driver(library))  # type: ignore[arg-type]
 
 
 def test_a_launch_hands_over_grid_threads_shared_memory_stream_and_arguments(
@@ -120,7 +120,7 @@ def test_a_thread_that_never_touched_cuda_is_given_the_devices_context(
 def test_a_refused_image_is_an_error(library: FakeLibrary) -> None:
     library.fail.add("cuLibraryLoadData")
     with pytest.raises(DriverError, match="cuLibraryLoadData failed: error 9, out of luck"):
-        KernelHandle(render(SPEC), Entry("k", Path(), b"cubin"), Driver(library))  # type: ignore[arg-type]
+        KernelHandle(render(SPEC), BuiltKernel("k", Path(), b"cubin"), Driver(library))  # type: ignore[arg-type]
 
 
 def test_tensor_maps_are_encoded(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import plan as cuda_plan
-from hexa_fx.jit import Entry, KernelHandle, builder
+from hexa_fx.jit import BuiltKernel, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
@@ -131,7 +131,7 @@ class Cards:
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)
-        return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
+        return KernelHandle(render(spec), BuiltKernel("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
 
     def build_in_the_background(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on kernels are launched when the builder has built them, and no call waits."""

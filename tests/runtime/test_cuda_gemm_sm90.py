@@ -13,7 +13,7 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, TileChoice
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import batch as cuda_batch
@@ -158,7 +158,7 @@ def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Record
 
 @pytest.mark.parametrize(("glu", "tile"), [("concat", None), ("concat", SWAPPED), ("split", None)])
 def test_a_second_product_is_read_through_maps_that_row_products_have_no_other_use_for(
-    recorder: Recorder, glu: str, tile: TileChoice | None
+    recorder: Recorder, glu: str, tile: TileSm90 | None
 ) -> None:
     v, offs = routing()
     columns, split = 2 * N if glu == "concat" else N, glu == "split"
@@ -232,7 +232,7 @@ def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Recorder) -> 
 
 def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Recorder) -> None:
     v, offs = routing()
-    tile = sm90.TileChoice(cluster=2)
+    tile = sm90.TileSm90(cluster=2)
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"), tile)
     assert recorder.grid == (130, 1, 1)
     assert recorder.spec.option("cluster") == 2
