@@ -17,8 +17,9 @@ from hexa_fx.errors import PlanError, named
 Mode = Literal["data_centric", "model_centric", "fsdp"]
 Reduce = Literal["reduce_scatter", "all_reduce"]
 GradDtype = Literal["parameter", "compute"]
+DataParallel = Literal["sum", "mean"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Plan:
         tokens: T_i if token counts are fixed; None if hosts exchange them at run time.
         slots: slots of the pipeline-shared cache, 1 or 2. With 0 nothing is shared: every layer keeps its own until backward.
         prefetch: gather the next layer's weights ahead of their use.
-        grad_scale: factor on expert gradients; 1/world under a wrapper that averages (DDP, FSDP2).
+        data_parallel: whether the gradients of all other parameters are summed, or averaged by a wrapper (DDP, FSDP2).
         grad_dtype: dtype in which gathered weights' gradients are summed over ranks: the parameters', or that of the compute.
         capacities: t_i, seconds of the proxy task on rank i.
     """
@@ -99,13 +100,18 @@ class Plan:
     tokens: tuple[int, ...] | None = None
     slots: int = 1
     prefetch: bool = True
-    grad_scale: float = 1.0
+    data_parallel: DataParallel = "sum"
     grad_dtype: GradDtype = "parameter"
     capacities: tuple[float, ...] = ()
     version: int = field(default=PLAN_VERSION)
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @property
+    def grad_scale(self) -> float:
+        """Factor on expert gradients, which nobody else divides."""
+        return 1.0 / self.world if self.data_parallel == "mean" else 1.0
 
     def layer(self, path: str) -> LayerPlan:
         """The layer at this path; raises `PlanError` if there is none."""
@@ -192,6 +198,8 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"the shared cache has 1 or 2 slots, or 0 for one a layer, got {plan.slots}")
     if plan.grad_dtype not in ("parameter", "compute"):
         raise PlanError(f"grad_dtype is 'parameter' or 'compute', got {plan.grad_dtype!r}")
+    if plan.data_parallel not in ("sum", "mean"):
+        raise PlanError(f"data_parallel is 'sum' or 'mean', got {plan.data_parallel!r}")
     _check_sizes("batch", plan.batch, plan.world)
     if plan.tokens is not None:
         _check_sizes("tokens", plan.tokens, plan.world)

@@ -13,7 +13,7 @@ from typing import Literal
 from hexa_fx.allocation import DeviceCosts, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.plan import ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
+from hexa_fx.plan import DataParallel, ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]
 
@@ -59,7 +59,7 @@ class PartitionConfig:
     kernel_columns: int | None = None
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
-    data_parallel: Literal["sum", "mean"] = "sum"
+    data_parallel: DataParallel = "sum"
     grad_dtype: GradDtype = "parameter"
     dtype_bytes: int | None = None
     reduce_bytes: int | None = None
@@ -120,7 +120,7 @@ def plan_layers(
         tokens=tokens,
         slots=config.slots,
         prefetch=config.prefetch,
-        grad_scale=1.0 / world if config.data_parallel == "mean" else 1.0,
+        data_parallel=config.data_parallel,
         grad_dtype=config.grad_dtype,
         capacities=costs.seconds,
     )

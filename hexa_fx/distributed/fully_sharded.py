@@ -26,7 +26,7 @@ def shard_blocks(model: nn.Module, session: PartitionSession, paths: Sequence[st
     """
     if not paths:
         return
-    mean = session.plan.grad_scale != 1.0
+    mean = session.plan.data_parallel == "mean"
     for path in paths:
         block = model.get_submodule(path)
         over = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(session, block)

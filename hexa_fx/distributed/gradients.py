@@ -39,7 +39,7 @@ def loss_weight(session: PartitionSession, count: int) -> float:
 
 def _averaged_over(session: PartitionSession) -> int:
     """By how much a wrapper that averages gradients divides their sum; 1 where they are summed."""
-    return session.groups.world * session.data.size if session.plan.grad_scale != 1.0 else 1
+    return session.groups.world * session.data.size if session.plan.data_parallel == "mean" else 1
 
 
 def weighted_loss(session: PartitionSession, loss: Tensor, count: int) -> Tensor:
@@ -100,7 +100,7 @@ def sync_gradients(model: nn.Module, session: PartitionSession, *, only_experts:
     """
     cut, others = _experts_and_others(model, session)
     others = [] if only_experts else others
-    mean = session.plan.grad_scale != 1.0
+    mean = session.plan.data_parallel == "mean"
     with session.guard("the sum of replicated gradients"):
         _combine(others, session.groups.main, session.groups.host, mean)
         for group, host in zip(session.data.groups, session.data.hosts):

@@ -79,7 +79,7 @@ class PartitionSession(AttachedPartition):
         self.saved_tensors = SavedTensors(self.cache)
         self._steps = BrokenSteps(self.groups)
         self._wrappers = Wrappers(
-            self.groups, dist.get_process_group_ranks(self.everyone) if plan.grad_scale == 1.0 else ()
+            self.groups, dist.get_process_group_ranks(self.everyone) if plan.data_parallel == "sum" else ()
         )
         self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()

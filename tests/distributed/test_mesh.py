@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -198,9 +199,9 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
     session = model.partition
     kinds = {isinstance(shard.parameter, DTensor) for shard in session.shards}
     sharded(model, session, outer, dense)
-    replica = rank // 2
-    parts = x.split((9, 5)) if world == 4 else (x,)
-    mine = split_batch(parts[replica], session.plan, mesh["hexa"].get_local_rank())
+    axis = mesh["hexa"]
+    replicas = x.split((9, 5)) if world > axis.size() else (x,)
+    mine = split_batch(replicas[rank // axis.size()], session.plan, axis.get_local_rank())
 
     def step() -> Tensor:
         loss = weighted_loss(session, loss_of(model, mine), len(mine))
@@ -218,6 +219,7 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
     [
         ("stacked", "data", EVEN, (2, 2), torch.float32),
         ("stacked", "model", EVEN, (2, 1, 2), torch.float64),
+        ("stacked", "data", EVEN, (2, 1), torch.float64),
         pytest.param("separate", "data", EVEN, (2, 1, 2), torch.float64, marks=pytest.mark.slow),
         pytest.param("stacked", "data", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
         pytest.param("stacked", "model", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
@@ -225,7 +227,7 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
     ],
 )
 def test_fsdp_and_hsdp(kind: str, strategy: str, capacities: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    for found, kinds, _ in run(4, fsdp, kind, strategy, capacities, shape, dtype):
+    for found, kinds, _ in run(math.prod(shape), fsdp, kind, strategy, capacities, shape, dtype):
         assert max(found) < (2e-6 if dtype == torch.float32 else 1e-12), found
         assert kinds == {capacities is EVEN and kind != "listed"}
 

@@ -121,7 +121,7 @@ def test_every_field_changes_the_fingerprint():
         "tokens": (4, 4),
         "slots": 2,
         "prefetch": False,
-        "grad_scale": 0.5,
+        "data_parallel": "mean",
         "capacities": (1.0, 1.0),
     }
     prints = {dataclasses.replace(base, **{k: v}).fingerprint for k, v in changes.items()}
@@ -137,6 +137,7 @@ def test_every_field_changes_the_fingerprint():
         ({"batch": (1, 2, 3)}, "3 entries"),
         ({"batch": (5, -1)}, "negative"),
         ({"slots": 3}, "1 or 2 slots"),
+        ({"data_parallel": "average"}, "'sum' or 'mean'"),
         ({"world": 0}, "at least one"),
         ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 100)),)}, "sum to 228"),
         ({"layers": (LayerPlan("a", "expert", SHAPE, (128, 128)),)}, "neither"),
@@ -152,7 +153,7 @@ def test_impossible_plans_are_refused(change, says):
 def test_other_versions_are_refused():
     text = plan().to_json()
     with pytest.raises(PlanError, match="version"):
-        Plan.from_json(text.replace('"version": 1', '"version": 0'))
+        Plan.from_json(text.replace('"version": 2', '"version": 1'))
     with pytest.raises(PlanError, match="no fields"):
         Plan.from_json(text.replace('"world"', '"worlds"', 1))
 

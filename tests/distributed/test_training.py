@@ -137,7 +137,7 @@ def test_wrappers_that_would_mix_slices():
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("mode", ["model", "data", "mixed"])
 def test_under_wrappers_that_average(how, mode):
-    plan = make_plan(2, "uneven", MODES[mode], THREE, slots=2, grad_scale=0.5)
+    plan = make_plan(2, "uneven", MODES[mode], THREE, slots=2, data_parallel="mean")
     assert max(run(2, wrapped, plan, how)) < 1e-10
 
 
@@ -195,7 +195,7 @@ def summed_bytes(rank, world, plan):
 
 
 def test_weight_gradients_may_be_summed_in_the_autocast_dtype():
-    plan = make_plan(2, "uneven", MODES["data"], THREE, grad_scale=0.5)
+    plan = make_plan(2, "uneven", MODES["data"], THREE, data_parallel="mean")
     wide = run(2, summed_bytes, plan)
     narrow = run(2, summed_bytes, replace(plan, grad_dtype="compute"))
     for ((_, _, kept), all_bytes), ((_, _, grads), half) in zip(wide, narrow, strict=True):
