@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import deque
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class ModelCall:
         lengths: tokens that are no padding, of each row of the batch.
         start: where these tokens start in the log.
         first, last: autograd's sequence numbers when the call began and ended.
+        in_function: whether it ran in an autograd function's forward, as with a reentrant checkpoint around it.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +36,12 @@ class ModelCall:
     start: int = 0
     first: int = field(default_factory=lambda: torch._C._autograd._get_sequence_nr())
     last: int = 0
+    in_function: bool = field(default_factory=lambda: not torch.is_grad_enabled() and _is_below("forward"))
+
+    @property
+    def start_of_graph(self) -> int | None:
+        """The number of its first node, or of the function's in which it ran; None if it made none: nothing is computed again."""
+        return None if self.last == self.first and not self.in_function else self.first - self.in_function
 
     @property
     def rows(self) -> int:
@@ -48,7 +57,8 @@ class ModelCall:
 def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
     """The tokens of a call: those of the argument ``input_ids``, ``inputs_embeds`` or ``hidden_states``, or of the first tensor.
 
-    A two-dimensional ``attention_mask`` says which are padding; of a longer one, as with a cache, the last columns count.
+    A two-dimensional ``attention_mask`` says which are padding; of a longer one, as with a cache, the last columns count. Of one
+    of queries and keys, as `generate` makes for a static cache, padding are the tokens that do not see themselves.
 
     Raises:
         InputError: there is no tensor among the arguments, or the mask does not fit.
@@ -62,6 +72,10 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     shape = tuple(tokens.shape[:-1] if tokens.is_floating_point() else tokens.shape)
     shape = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else shape
     mask = named.get("attention_mask")
+    if isinstance(mask, dict):  # of layers of several kinds
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if isinstance(mask, Tensor) and mask.dim() == 4 and len(shape) == 2:
+        mask = _seen_by_themselves(mask, shape, named.get("past_key_values"))
     if not isinstance(mask, Tensor) or mask.dim() != 2 or len(shape) != 2:
         lengths = (shape[1],) * shape[0] if len(shape) == 2 else (torch.Size(shape).numel(),)
         return ModelCall(shape, None, lengths)
@@ -70,6 +84,18 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     real = mask[:, mask.shape[1] - shape[1] :] != 0
     lengths = tuple(real.sum(1).tolist())
     return ModelCall(shape, None if sum(lengths) == real.numel() else real.reshape(-1), lengths)
+
+
+def _seen_by_themselves(mask: Tensor, shape: tuple[int, ...], cache: Any) -> Tensor:
+    """(B, S) of a mask (B or 1, heads or 1, S, keys), which is bool or is added to scores; ``cache``: what holds earlier keys."""
+    queries, keys = mask.shape[2:]
+    if mask.shape[0] not in (1, shape[0]) or queries != shape[1] or keys < queries:
+        raise InputError(f"the attention mask is {list(mask.shape)}, and the tokens are {list(shape)}")
+    length = getattr(cache, "get_seq_length", None)  # behind it, a static cache has room for more keys
+    start = keys - queries if length is None else min(int(length()), keys - queries)
+    own = mask[..., start : start + queries].diagonal(dim1=2, dim2=3)
+    seen = own > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else own != 0
+    return seen.any(1).expand(shape)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -100,6 +126,12 @@ class EndedReplay:
     def __init__(self) -> None:
         self.calls: deque[tuple[int, int]] = deque(maxlen=64)
 
+    def add(self, calls: list[ModelCall]) -> None:
+        """The calls of a context that has ended."""
+        starts = [start for call in calls if (start := call.start_of_graph) is not None]
+        if starts:
+            self.calls.append((min(starts), max(torch._C._autograd._get_sequence_nr(), *(call.last for call in calls))))
+
     def __call__(self) -> None:
         """To be called before a block.
 
@@ -108,8 +140,7 @@ class EndedReplay:
         """
         if not in_backward():
             return
-        node: Any = torch._C._current_autograd_node()
-        number = node._sequence_nr()
+        number = _number()
         if any(first <= number < last for first, last in self.calls):
             raise InputError(
                 "backward computes a forward again that ran inside replay_routing, and would route its tokens by itself now; run "
@@ -118,17 +149,39 @@ class EndedReplay:
 
 
 def recomputed(calls: list[ModelCall]) -> ModelCall:
-    """The call whose forward is computed again: the last one that began before the node in which backward is now was made.
+    """The call whose forward is computed again: the last one that began before the node was made in which backward is now.
 
     Raises:
         InputError: there is none.
     """
-    node: Any = torch._C._current_autograd_node()
-    number = node._sequence_nr()
-    before = [call for call in calls if call.first <= number]
+    number = _number()
+    before = [call for call in calls if (start := call.start_of_graph) is not None and start <= number]
     if not before:
         raise InputError(
             "backward computes a forward again that did not run inside this context; run backward inside the context in which "
             "the forward ran"
         )
     return before[-1]
+
+
+def is_nested() -> bool:
+    """Whether what backward computes again is a part of what another function's backward computed again, in a graph of its own."""
+    return _is_below("backward", within=torch.autograd.backward.__code__)
+
+
+def _is_below(method: str, within: CodeType | None = None) -> bool:
+    """Whether a method of an autograd function called what runs, by way of ``within``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if within is None and code.co_name == method and code.co_varnames[:1] == ("ctx",):
+            return True
+        within = None if code is within else within
+        frame = frame.f_back
+    return False
+
+
+def _number() -> int:
+    """Autograd's sequence number of the node in which backward is."""
+    node: Any = torch._C._current_autograd_node()
+    return int(node._sequence_nr())

@@ -92,7 +92,7 @@ def check_fit(layers: list[Layer], routing: RoutingLog) -> None:
             raise InputError(f"{layer.path} has {layer.candidates} experts, and the log {seen}")
         token = _repeating(layer.site, routing, number)
         if token is not None:
-            expert = int(routing.ids[token, number].mode()[0])
+            expert = int(routing.ids[token, number, : layer.site.top_k].mode()[0])
             raise InputError(
                 f"the log sends token {token} to expert {expert} of {layer.path} more than once, "
                 "which its router never does; mark tokens whose ids are not known, such as those of a cached prefix, with live="
@@ -100,10 +100,10 @@ def check_fit(layers: list[Layer], routing: RoutingLog) -> None:
 
 
 def _repeating(site: RoutingSite, routing: RoutingLog, number: int) -> int | None:
-    """The first token with the same id twice in a row, as an array has that was never filled, of a router that gives none twice."""
+    """The first token with the same id twice, as an array has that was not filled, of a router that gives none twice."""
     if len(site.columns) > 1 or site.columns[0][0].name == "multinomial" or site.top_k < 2:
         return None
-    ids = routing.ids[:, number, : site.top_k]
+    ids = routing.ids[:, number, : site.top_k].sort(1)[0]
     repeated = (ids[:, 1:] == ids[:, :-1]).any(1)
     if routing.live is not None:
         repeated &= ~routing.live

@@ -58,7 +58,8 @@ class RoutingLog:
         if self.live is not None:
             found = found.masked_fill(self.live[:, None, None], 0)
         self._check(found)
-        self.ids = found.to(smallest_dtype(max(self.num_experts or (int(found.max()) + 1 if found.numel() else 1,))))
+        most = max(self.num_experts or (int(found.max()) + 1 if found.numel() else 1,))
+        self.ids = found.to(smallest_dtype(most), copy=True)  # what checked it holds, whatever becomes of the array
 
     def _check(self, ids: Tensor) -> None:
         count = ids.shape[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.errors import InputError
-from hexa_fx.routing.calls import EndedReplay, ModelCall, in_backward, read_call, recomputed
+from hexa_fx.routing.calls import EndedReplay, ModelCall, in_backward, is_nested, read_call, recomputed
 from hexa_fx.routing.layers import Layer, check_fit, layers_of
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
 from hexa_fx.routing.tap import RoutingTap
@@ -83,6 +85,10 @@ class _Session:
     current: ModelCall | None = None
     noted: dict[int, Tensor] = field(default_factory=dict)
     _depth: int = 0
+    _thread: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _handled: BaseException | None = None
+    _again: ModelCall | None = None
     _taps: list[RoutingTap] = field(default_factory=list)
 
     @contextmanager
@@ -91,19 +97,21 @@ class _Session:
         handles = []
         for path in sorted(around):
             module = self.model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
         for number, layer in enumerate(self.layers):
-            handles.append(layer.router.register_forward_pre_hook(self._tap(number)))
-            handles.append(layer.router.register_forward_hook(self._untap, prepend=True, always_call=True))
+            handles.append(layer.router.register_forward_pre_hook(_Hook(self._tap(number))))
+            handles.append(layer.router.register_forward_hook(_Hook(self._untap), prepend=True, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            while self._taps:  # of a call that was interrupted
+                self._taps.pop().__exit__(None, None, None)
             for layer in self.layers if self.replay else ():
                 ended = next((told for told in layer.forward.called if isinstance(told, EndedReplay)), EndedReplay())
-                ended.calls.extend((call.first, call.last) for call in self.calls if call.last > call.first)
+                ended.add(self.calls)
                 layer.forward.called = [ended] if ended.calls else []
 
     # -- the model's calls -----------------------------------------------------------------------------------------------
@@ -113,7 +121,12 @@ class _Session:
             return
         if is_compiling():
             raise InputError("routing is recorded and replayed in eager mode only; run the model without torch.compile")
-        self._depth += 1
+        with self._lock:
+            if self._depth and self._thread != threading.get_ident():
+                raise InputError(
+                    f"two threads call the model at once while routing is {self._done}; let one call end before the next begins"
+                )
+            self._depth, self._thread = self._depth + 1, threading.get_ident()
         if self._depth > 1:
             return
         try:
@@ -123,8 +136,12 @@ class _Session:
         except InputError:
             self._depth = 0  # the hook that would count down is not reached
             raise
-        self.current, self.noted = call, {}
+        self.current, self.noted, self._handled = call, {}, sys.exc_info()[1]
         self.calls.append(call)
+
+    @property
+    def _done(self) -> str:
+        return "replayed" if self.replay else "recorded"
 
     def _place(self, call: ModelCall) -> None:
         """Finds the call's tokens in the log, or says why they are not there."""
@@ -144,22 +161,22 @@ class _Session:
         call.start, self.position = start, stop
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or self._depth == 0:
+        if in_backward() or self._depth == 0 or self._thread != threading.get_ident():
             return
         self._depth -= 1
         call = self.current
         if self._depth or call is None:
             return
         self.current, call.last = None, torch._C._autograd._get_sequence_nr()
-        missing = [layer.path for number, layer in enumerate(self.layers) if number not in self.noted]
-        if missing and output is None:  # the call failed, and may be tried again
+        if sys.exc_info()[1] is not self._handled:  # the call failed, and may be tried again
             self.position = call.start
-        if missing and output is not None:
-            done = "replayed" if self.replay else "recorded"
+            return
+        missing = [layer.path for number, layer in enumerate(self.layers) if number not in self.noted]
+        if missing:
             raise InputError(
-                f"the routing of {', '.join(missing)} was not {done}: its router did not run through its module's call"
+                f"the routing of {', '.join(missing)} was not {self._done}: its router did not run through its module's call"
             )
-        if not self.replay and not missing:
+        if not self.replay:
             width = self.routing.ids.shape[2]
             padded = [
                 nn.functional.pad(self.noted[n], (0, width - self.noted[n].shape[1])) for n in range(len(self.layers))
@@ -173,7 +190,7 @@ class _Session:
 
         def hook(module: nn.Module, args: Any) -> None:
             again = in_backward()
-            call = recomputed(self.calls) if again else self.current
+            call = self._recomputed() if again else self.current
             if call is None:
                 raise InputError(
                     f"{layer.path} ran outside a call of the model; call the model, or a module that holds the block"
@@ -188,6 +205,11 @@ class _Session:
             tap.__enter__()
 
         return hook
+
+    def _recomputed(self) -> ModelCall:
+        if self._again is None or not is_nested():
+            self._again = recomputed(self.calls)
+        return self._again
 
     def _untap(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._taps:
@@ -215,6 +237,23 @@ class _Session:
         chosen = slice(call.start, call.start + call.tokens)
         live = None if self.routing.live is None else self.routing.live[chosen]
         return self.routing.ids[chosen, number, :top_k], live
+
+
+class _Hook:
+    """A hook for as long as a context is open. Copies and pickles of a model that are made meanwhile have one that does nothing."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self.run = run
+
+    def __call__(self, *args: Any) -> None:
+        self.run(*args)
+
+    def __reduce__(self) -> tuple[type, tuple[Callable[..., None]]]:
+        return type(self), (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    """Does nothing."""
 
 
 def _ends(lengths: tuple[int, ...], start: int, stop: int, offset: int = 0) -> set[int]:
