@@ -51,7 +51,7 @@ from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
-from hexa_fx.passes.unreadable import why_not_finite, why_unreadable
+from hexa_fx.passes.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify_settings import settings_of
 
@@ -144,18 +144,20 @@ def refused(refusal: Refusal) -> BlockAnalysis:
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Analyses the block on the example, or on others like it if its tokens cannot be told apart."""
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
-    refused: list[tuple[Observation, BlockAnalysis]] = []
+    tried: list[tuple[Observation, BlockAnalysis]] = []
     for example in examples(replace(observation, args=args, kwargs=kwargs)):
         analysis = _analyse_example(example, config)
         if analysis.rewritten:
             return analysis
-        refused.append((example, analysis))
-    recorded = [(example, analysis) for example, analysis in refused if _was_recorded(analysis)]
+        tried.append((example, analysis))
+    if packed := why_packed(observation.module):
+        return refused(Refusal(observation.path, packed))
+    recorded = [(example, analysis) for example, analysis in tried if _was_recorded(analysis)]
     for told_apart in (all_differ, lambda example: not mostly_alike(example)):
         for example, analysis in recorded:
             if told_apart(example):
                 return _with_hint(analysis, why_not_finite(example.module))
-    example, last = refused[-1]
+    example, last = tried[-1]
     return _with_hint(last, _ALIKE) if mostly_alike(example) else last
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.runtime.preflight import is_offloaded
 from hexa_fx.sources import linear4bit
 
@@ -54,6 +55,12 @@ def why_not_finite(block: nn.Module) -> str:
         if plain and not all(bool(end.isfinite()) for end in parameter.detach().aminmax()):
             return NOT_FINITE.format(name)
     return ""
+
+
+def why_packed(block: nn.Module) -> str:
+    """A sentence if the block's experts hold integers in buffers, as large as weights are; else empty."""
+    found = next((names for module in block.modules() if (names := packed_experts(module))), "")
+    return INTEGERS.format(found) if found else ""
 
 
 def why_hidden(block: nn.Module) -> str:

@@ -116,14 +116,16 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     if integers:
         return block, INTEGERS.format(integers)
     # before the parameters are walked: every expert without tokens is such a list, of its projections
-    if is_list and "expert" not in path.rpartition(".")[2].lower() and not runs.of_same_tokens(members):
+    is_named = "expert" in path.rpartition(".")[2].lower()
+    if is_list and not is_named and not runs.of_same_tokens(members):
         return None
     count = len(members) if is_list else _stacked(module)
-    if not has_router(model.get_submodule(block), module, count):
+    given = [runs.rows[member] for member in members if member in runs.rows]
+    slots = given[0] if is_list and is_named and len(set(given)) == 1 else 0
+    if not has_router(model.get_submodule(block), module, count, slots):
         return None
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
-    given = [runs.rows[member] for member in members if member in runs.rows]
     if not given:
         return block, NOT_REACHED
     if len(set(given)) > 1 or _inside(block, runs.comparing):
@@ -160,11 +162,15 @@ def _stacked(module: nn.Module) -> int:
     return firsts[0] if len(firsts) > 1 and len(set(firsts)) == 1 else 0
 
 
-def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:
-    """Whether the block holds, beside its experts, a parameter with a dimension that counts them."""
+def has_router(block: nn.Module, experts: nn.Module, count: int, slots: int = 0) -> bool:
+    """Whether the block holds, beside its experts, a parameter with a dimension that counts them, or the rows that they get.
+
+    Those are ``slots`` for each expert, in one sample or more.
+    """
     theirs = {id(p) for p in experts.parameters() if experts is not block or p.dim() > 2}
     own = [p for p in block.parameters() if id(p) not in theirs and p.dim() >= 2]
-    return count > 1 and any(count in parameter.shape for parameter in own)
+    sizes = {size for parameter in own for size in parameter.shape if count > 1 and size > 0 and size % count == 0}
+    return any(size == count or slots % (size // count) == 0 < slots for size in sizes)
 
 
 def _inside(path: str, paths: Iterable[str]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.files import asset, render, styles
-from hexa_fx.inspection.text import cost_rows, measured_on, runs_with
+from hexa_fx.inspection.text import cost_rows, gathered, measured_on, runs_with
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
@@ -32,17 +32,18 @@ def report_fragment(blocks: Sequence[BlockReport], summary: str, plan: str) -> s
 
 
 def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
-    """Blocks that share an analysis and a reason, once."""
-    groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for block in blocks:
-        key = (block.path if block.same_as is None else block.same_as, block.reason)
-        if key in groups:
-            groups[key]["same"].append(block.name)
-            continue
-        shown = {"facts": _facts(block), "costs": cost_rows(block.costs), "line": _line(block), "notes": _notes(block)}
-        shown["measured_on"] = measured_on(block) if block.costs else ""
-        groups[key] = {"first": block, "same": [], **shown}
-    return list(groups.values())
+    return [
+        {
+            "first": block,
+            "same": [other.name for other in alike],
+            "facts": _facts(block),
+            "costs": cost_rows(block.costs),
+            "line": _line(block),
+            "notes": _notes(block),
+            "measured_on": measured_on(block) if block.costs else "",
+        }
+        for block, alike in gathered(blocks)
+    ]
 
 
 def _facts(block: BlockReport) -> list[tuple[str, str]]:

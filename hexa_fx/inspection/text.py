@@ -12,7 +12,7 @@ from hexa_fx.inspection.costs import Costs
 
 def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
     """The rewritten blocks, with identical ones gathered; then the blocks left as they are, and why."""
-    for first, alike in _gathered(b for b in blocks if b.status == "rewritten"):
+    for first, alike in gathered(b for b in blocks if b.status == "rewritten"):
         yield f"  {first.name}: {headline(first)}"
         yield from (f"      {line}" for line in details(first))
         if alike:
@@ -30,7 +30,7 @@ def details(block: BlockReport) -> Iterator[str]:
     """What a block became, what it costs, and its kernels."""
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
-        yield f"{written} is {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
+        yield f"{written} {'was' if block.now else 'is'} {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
     yield from runs_with(block)
     if block.costs is not None:
         yield cost_text(block)
@@ -161,11 +161,13 @@ def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:
     return ", ".join(paths) if len(paths) <= 3 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
 
 
-def _gathered(blocks: Iterable[BlockReport]) -> Iterator[tuple[BlockReport, list[BlockReport]]]:
-    groups: dict[str, tuple[BlockReport, list[BlockReport]]] = {}
+def gathered(blocks: Iterable[BlockReport]) -> Iterator[tuple[BlockReport, list[BlockReport]]]:
+    """Blocks that share an analysis and of which the same is so now: the first, and those alike."""
+    groups: dict[tuple[str, ...], tuple[BlockReport, list[BlockReport]]] = {}
     for block in blocks:
-        if block.same_as in groups:
-            groups[block.same_as][1].append(block)
+        key = (block.same_as or block.path, block.reason, block.now, block.compute, block.packed)
+        if key in groups:
+            groups[key][1].append(block)
         else:
-            groups[block.path] = (block, [])
+            groups[key] = (block, [])
     yield from groups.values()

@@ -61,6 +61,21 @@ class Slots(Listed):
         return scores.softmax(1) @ given
 
 
+class ManySlots(Slots):
+    """Several slots an expert, whose scores are one matrix of width experts x slots, for each sample of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 3 * E, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(2, -1, D)
+        scores = self.gate(x)
+        mixed = (scores.softmax(1).mT @ x).unflatten(1, (E, 3))
+        given = torch.stack([expert(mixed[:, number]) for number, expert in enumerate(self.experts)], 1)
+        return (scores.softmax(2) @ given.flatten(1, 2)).flatten(0, 1)
+
+
 class Stacked(Router):
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +126,7 @@ REASONS = {
     Soft: overlooked.SOFT,
     Stacked: overlooked.SOFT,
     Slots: overlooked.SLOTS,
+    ManySlots: overlooked.SLOTS,
     Unreached: overlooked.NOT_REACHED,
     Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
 }
@@ -127,7 +143,20 @@ def test_it_is_named_with_its_reason(kind: type[nn.Module]) -> None:
     assert "no MoE block was found" not in str(report)
 
 
-def test_integers_in_a_list_too() -> None:
+class Chooses(Listed):
+    """Two experts a token."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [Masked, Chooses])
+def test_integers_in_a_list_too(kind: type[Listed]) -> None:
     class Packed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,7 +165,7 @@ def test_integers_in_a_list_too() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ self.codes.float()
 
-    block = Masked()
+    block = kind()
     block.experts = nn.ModuleList(Packed() for _ in range(E))
     (found,) = hexa_fx.explain(Around(block), X).blocks
     assert found.reason == overlooked.INTEGERS.format("0.codes: int8, 1.codes: int8")

@@ -85,6 +85,10 @@ def test_a_report_knows_that_an_expert_was_exchanged(models) -> None:
     for text in (str(model.report), html(model.report), model.report.to_json()):
         assert "was exchanged after the block was rewritten" in text
     assert "layers.0: runs its own code now: the submodule 'experts.2' was exchanged" in str(model.report)
+    assert "was rewritten to hexa::moe_ffn" in str(model.report)
+    assert "is rewritten to hexa::moe_ffn" in str(model.report)  # layers.1, which was like it
+    states = re.findall(r'<section class="(\w+)">\s*<h2><span class="state">(.*?)</span>([\w.]+)', html(model.report))
+    assert states == [("own", "runs its own code now", "layers.0"), ("rewritten", "rewritten", "layers.1")]
     assert "call hexa_fx.undo_ and hexa_fx.optimize_" in str(model.report)
     alone = pickle.loads(pickle.dumps(model.report))  # no model comes with it
     assert alone.blocks[0].now == ""
