@@ -211,7 +211,7 @@ class HexaForward:
     def takes_adapters(self) -> bool:
         """Whether the programs run `hexa::moe_ffn` as it is, which takes weights and their adapters apart."""
         made = [program for program in self.programs.values() if program is not None]
-        return bool(made) and all("hexa_fx_ops_direct_moe_ffn(" in program.source for program in made)
+        return len(made) > 0 and all("hexa_fx_ops_direct_moe_ffn(" in program.source for program in made)
 
     def _has_main_grad(self, training: bool) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""

@@ -107,7 +107,7 @@ class LinearLora:
         return type(self), (self.weights, self.multiplied, self.called)
 
     def __bool__(self) -> bool:
-        return bool(self._additions)
+        return len(self._additions) > 0
 
     def changed(self, block: nn.Module) -> bool:
         """Looks whether other layers lie under PEFT's modules than at the last look, and what these say.

@@ -39,7 +39,7 @@ class Adapters:
         self._active: dict[str, Adapter] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._active)
+        return len(self._active) > 0
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(self), ()
@@ -78,8 +78,7 @@ class View:
     """A module of which some attributes are replaced."""
 
     def __init__(self, module: nn.Module, replaced: dict[str, Any]) -> None:
-        self.__dict__.update(replaced)
-        self._module = module
+        self._module, self._replaced = module, replaced
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return self._replaced[name] if name in self._replaced else getattr(self._module, name)

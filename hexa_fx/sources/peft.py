@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hexa_fx.ops.adapted_weight import say_once
@@ -42,7 +41,7 @@ class HandOver:
         block, adapters = _adapters_of(wrapper)
         if not names:
             return nullcontext()
-        if adapters is None or is_compiling() or self._why_not(block):
+        if adapters is None or self._why_not(block):
             return self._own(active_adapters)
         adapter = Adapter(*_factors(wrapper, names), lambda: self._own(active_adapters))
         return adapters.active(wrapper.parameter_name, adapter)
@@ -104,7 +103,7 @@ def adapted_parameters(model: nn.Module) -> set[tuple[int, str]]:
 def watch() -> None:
     """Makes wrappers that come to be around rewritten blocks hand their factors over from their first call on.
 
-    That call may be under a compiler, where PEFT's own way cannot wrap a packed parameter.
+    That call may be under a compiler, where PEFT's own way cannot wrap a packed parameter, and breaks the graph at any.
     """
     register_module_module_registration_hook(_registered)
 

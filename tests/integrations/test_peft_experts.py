@@ -125,6 +125,38 @@ def test_the_first_call_hands_over():
     assert_lean(packed, ids)
 
 
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_a_compiler_gets_factors_in_one_graph_and_sees_what_is_active(format):
+    torch.compiler.reset()
+    graphs, (original, optimized, ids) = [], pair("optimize first")
+    if format is not None:
+        hexa_fx.quantize_experts_(optimized, format)
+        held = dict(optimized.named_parameters())
+        for name, p in original.named_parameters():
+            p.data.copy_(held[name].dense() if hasattr(held[name], "dense") else held[name].detach())
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(optimized, backend=backend)
+    expected, (found, gradients) = outcome(original, ids), outcome(compiled, ids)
+    torch.testing.assert_close(found, expected[0])
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[1][name.removeprefix("_orig_mod.")], rtol=1e-6, atol=1e-8)
+    assert len(graphs) == 1
+    assert "moe_ffn_sources" in graphs[0].code
+    assert "baddbmm" not in graphs[0].code
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(compiled(ids).logits, original(ids).logits)
+    for model in (original, optimized):
+        for module in model.modules():
+            if hasattr(module, "scaling"):
+                module.scaling["default"] = 0.3
+    torch.testing.assert_close(compiled(ids).logits, original(ids).logits)
+    torch.compiler.reset()
+
+
 def test_rank_stabilised_scaling_and_other_ranks():
     original, optimized, ids = pair("optimize first", use_rslora=True, r=5)
     assert_same(original, optimized, ids)
