@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hexa_fx
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.passes.plan_layers import PartitionConfig
 
 SECONDS = (1.0, 2.0)
 """How long each device takes for the same work."""
@@ -34,7 +35,9 @@ def main() -> None:
     alone = copy.deepcopy(model)
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    hexa_fx.optimize_(model, data[0], mesh=mesh, strategy="model", capacities=SECONDS)
+    # experts are cut every 64 channels, as suits kernels; these have 48
+    narrow = PartitionConfig(tile=16)
+    hexa_fx.optimize_(model, data[0], mesh=mesh, strategy="model", capacities=SECONDS, partition=narrow)
     session = model.partition
     if session.rank == 0:
         print(session.plan.describe())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from typing import Any, Literal
 
@@ -52,6 +52,15 @@ class LayerCost:
     seconds_data_centric: float | None = None
     seconds_fsdp: float | None = None
     reason: str = ""
+
+    def lines(self) -> list[str]:
+        """In words: both modes beside each other, and why one was taken."""
+        received = {"model-centric": self.bytes_model_centric, "data-centric": self.bytes_data_centric}
+        said = [f"received: {', '.join(f'{mode} {number / 1e6:.3g} MB' for mode, number in received.items())}"]
+        taken = (self.seconds_model_centric, self.seconds_data_centric, self.seconds_fsdp)
+        times = [f"{m} {1e3 * t:.3g} ms" for m, t in zip((*received, "fsdp"), taken) if t is not None]
+        said += [f"experts and what no compute hides of the exchange: {', '.join(times)}"] if times else []
+        return [*said, f"chosen: {self.reason}"] if self.reason else said
 
 
 @dataclass(frozen=True)
@@ -140,9 +149,18 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """A few readable lines, for the report."""
-        head = f"plan {self.fingerprint}: {self.world} ranks, B_i {list(self.batch)}, cache slots {self.slots}"
-        return "\n".join([head, *(describe_layer(layer) for layer in self.layers)])
+        """Readable lines, for the report; layers that are alike are described once."""
+        head = f"plan {self.fingerprint}: {self.world} ranks, samples of the batch by rank B_i {list(self.batch)}"
+        if any(layer.mode == "data_centric" for layer in self.layers):
+            head += f", {self.slots or len(self.layers)} slots for gathered weights"
+        lines = [head]
+        alike: dict[LayerPlan, list[LayerPlan]] = {}
+        for layer in self.layers:
+            alike.setdefault(replace(layer, path=""), []).append(layer)
+        for first, *others in alike.values():
+            lines.append(describe_layer(first, len(others)))
+            lines += [] if first.cost is None else [f"      {line}" for line in first.cost.lines()]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -160,20 +178,14 @@ class Plan:
         return f"<p>{escape(head)}</p><table><tr>{names}</tr>{rows}</table>"
 
 
-def describe_layer(layer: LayerPlan) -> str:
-    """One readable line."""
-    text = f"  {named(layer.path)}: {layer.mode}"
-    text += ", every parameter in equal parts" if layer.mode == "fsdp" else f", h_i {list(layer.shards)}"
-    if layer.mode == "model_centric":
-        text += f", {layer.reduce}"
-    if layer.cost is None:
-        return text
-    cost = layer.cost
-    text += f" | bytes model {cost.bytes_model_centric:.3g} data {cost.bytes_data_centric:.3g}"
-    if cost.seconds_model_centric is not None and cost.seconds_data_centric is not None:
-        text += f" | exposed s model {cost.seconds_model_centric:.3g} data {cost.seconds_data_centric:.3g}"
-        text += "" if cost.seconds_fsdp is None else f" fsdp {cost.seconds_fsdp:.3g}"
-    return f"{text} | {cost.reason}" if cost.reason else text
+def describe_layer(layer: LayerPlan, alike: int = 0) -> str:
+    """One readable line on a layer and ``alike`` more."""
+    more = f" and {alike} more" if alike else ""
+    text = f"  {named(layer.path)}{more}: {layer.mode.replace('_', '-')}"
+    if layer.mode == "fsdp":
+        return f"{text}, every parameter in equal parts"
+    travels = f"tokens travel, {layer.reduce}" if layer.mode == "model_centric" else "weights travel"
+    return f"{text} ({travels}), channels of every expert by rank h_i {list(layer.shards)}"
 
 
 def _layer_from(entry: dict[str, Any]) -> LayerPlan:

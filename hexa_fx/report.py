@@ -15,6 +15,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
+from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.install import HexaForward
 
@@ -144,7 +145,13 @@ def with_compute(report: OptimizationReport, said: Mapping[str, str]) -> Optimiz
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:
     """The report with a partition plan. ``graphs`` are the blocks' graphs with collectives, by path."""
     found = {path: tuple(op_name(n) for n in graph.nodes if is_exchange(n)) for path, graph in graphs.items()}
-    blocks = tuple(replace(block, collectives=found.get(block.path, ())) for block in report.blocks)
+    paths = {layer.path for layer in plan.layers} | found.keys()
+
+    def spread(block: BlockReport) -> BlockReport:
+        cut = found.get(block.path, ())
+        return replace(block, collectives=cut, devices=plan.world, small_tokens=NEVER_SMALL)
+
+    blocks = tuple(spread(block) if block.path in paths else block for block in report.blocks)
     return replace(report, blocks=blocks, plan=plan)
 
 

@@ -70,6 +70,7 @@ class BlockReport:
         kernels: on a GPU, the kernels that forward and backward launch. Elsewhere use `kernels_on`.
         case: sizes and dtype of the block's call.
         collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
+        devices: over how many devices it is spread.
         small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them: without and
             with gradients.
         compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example.
@@ -99,6 +100,7 @@ class BlockReport:
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
     collectives: tuple[str, ...] = ()
+    devices: int = 1
     small_tokens: Small = NEVER_SMALL
     compute: str = ""
     forward: HexaForward | None = field(default=None, compare=False, repr=False)

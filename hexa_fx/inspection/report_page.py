@@ -8,7 +8,7 @@ from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.files import asset, render, styles
-from hexa_fx.inspection.text import cost_rows, gathered, measured_on, runs_with
+from hexa_fx.inspection.text import cost_rows, exchanges, gathered, measured_on, runs_with
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
@@ -40,6 +40,7 @@ def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
             "costs": cost_rows(block.costs),
             "line": _line(block),
             "notes": _notes(block),
+            "exchanges": exchanges(block),
             "measured_on": measured_on(block) if block.costs else "",
         }
         for block, alike in gathered(blocks)

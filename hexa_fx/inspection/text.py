@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def details(block: BlockReport) -> Iterator[str]:
     if block.costs is not None:
         yield cost_text(block)
     if block.collectives:
-        yield f"exchanges: {', '.join(block.collectives)}"
+        yield exchanges(block)
     for kernel in dict.fromkeys(block.kernels):
         built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
@@ -57,15 +58,23 @@ def _small_run_their_own(block: BlockReport) -> bool:
     return any(block.small_tokens) and not block.packed and not block.compute
 
 
+def exchanges(block: BlockReport) -> str:
+    """``exchanges: token_counts, 3 times all_gather_v, reduce_scatter_v``; what only waits or converts is left out."""
+    counts = Counter(name for name in block.collectives if name not in ("wait", "to_compute_dtype"))
+    return f"exchanges: {', '.join(f'{n} times {name}' if n > 1 else name for name, n in counts.items())}"
+
+
 def measured_on(block: BlockReport) -> str:
     """``forward of 32 tokens``, and what is otherwise where the model runs."""
     costs = block.costs
     assert costs is not None
     small = _small_run_their_own(block) and costs.device == "cpu" and costs.tokens <= max(block.small_tokens)
-    unlike = (
-        " (if they did not run its own code)" if small else " (before its weights were packed)" if block.packed else ""
-    )
-    return f"forward of {costs.tokens} tokens{unlike}"
+    unlike = {
+        f" (before it was spread over {block.devices} devices)": block.devices > 1,
+        " (before its weights were packed)": bool(block.packed),
+        " (if they did not run its own code)": small,
+    }
+    return f"forward of {costs.tokens} tokens{next((words for words, so in unlike.items() if so), '')}"
 
 
 def cost_text(block: BlockReport) -> str:

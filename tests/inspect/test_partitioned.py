@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
+from hexa_fx.plan import ExpertShape, LayerPlan, Plan
+from hexa_fx.report import with_plan
 
 
 @pytest.fixture
@@ -26,6 +30,7 @@ def test_plan_exchanges_and_graph(spread, tmp_path):
         assert block.collectives
     assert "exchanges: " in str(report)
     assert report.plan.fingerprint in str(report)
+    assert "own code" not in str(report)  # which needs whole weights
     graphs = spread.graphs["layers.1"]
     names = [stage.name for stage in graphs.stages]
     assert names[:3] == ["capture", "rewrite", "partition"]
@@ -35,3 +40,21 @@ def test_plan_exchanges_and_graph(spread, tmp_path):
     text = spread.graphs.to_html(tmp_path / "graphs.html", 90).read_text(encoding="utf-8")
     assert text.count('<template data-block="0"') == len(names)
     assert '<template data-block="1"' not in text  # identical blocks once
+
+
+def test_costs_are_said_to_be_of_the_whole_block(models, tmp_path):
+    model = hexa_fx.optimize(models.make(), models.INPUT)
+    cut = ("all_gather_v", "all_gather_v", "wait", "reduce_scatter_v")
+    shape = ExpertShape(4, 8, 12)
+    plan = Plan(2, (LayerPlan("layers.0", "model_centric", shape, (8, 4)),), batch=(2, 1))
+    report = with_plan(model.report, plan, {})
+    report = replace(report, blocks=(replace(report.blocks[0], collectives=cut), *report.blocks[1:]))
+    page = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    for text in (str(report), page):
+        assert "(before it was spread over 2 devices)" in text
+        assert "exchanges: 2 times all_gather_v, reduce_scatter_v" in text
+        assert (
+            "layers.0: model-centric (tokens travel, reduce_scatter), channels of every expert by rank h_i [8, 4]"
+            in text
+        )
+    assert [block.devices for block in report.blocks] == [2, 1]
