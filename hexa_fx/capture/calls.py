@@ -87,7 +87,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def as_plain(value: Any) -> Any:
-    """``value`` with symbolic numbers replaced by plain ones, for the call that is really made."""
+    """``value`` with symbolic numbers, and what stands for ``int``, replaced by plain ones, for the call that is really made."""
     if isinstance(value, SYMBOLIC):
         return value.node.value
     if isinstance(value, slice):
@@ -98,7 +98,8 @@ def as_plain(value: Any) -> Any:
         return tuple(as_plain(item) for item in value)
     if type(value) in (tuple, list, torch.Size):
         return type(value)(as_plain(item) for item in value)
-    return value
+    # what stands for int equals it
+    return int if isinstance(value, type) and value in (int,) else value
 
 
 def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:

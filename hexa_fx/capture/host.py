@@ -1,14 +1,13 @@
 """Makes visible, while a block is recorded, what a `TorchFunctionMode` cannot see.
 
-``int(n)``, ``len(t)``, ``range(n)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C, ``divmod`` and ``isinstance`` do
-not know it; they are shimmed in the globals of the modules that define the block's classes. einops caches shapes, so its
-functions are recorded as one call each. Module calls are recorded with their arguments, so that a router can stay a router in the
-rewritten graph.
+``int(n)``, ``len(t)``, ``range(n)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C, ``divmod``, ``isinstance`` and
+``type`` do not know it; they are shimmed in the globals of the modules that define the block's classes, and of all others whose
+functions start meanwhile. einops caches shapes, so its functions are recorded as one call each. Module calls are recorded with
+their arguments, so that a router can stay a router in the rewritten graph.
 """
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,24 +16,35 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.capture import recorder as recorder_module
 from hexa_fx.capture.functional import Applied
+from hexa_fx.capture.host_builtins import builtin_shims
+from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
-from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
+from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
 
 @contextmanager
-def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """A context in which the shims for ``block`` are installed."""
+def visible_host(block: nn.Module, recorder: Recorder, ran: RanCode, plain_int: bool = False) -> Iterator[None]:
+    """A context in which the shims are installed for ``block`` and for all functions that ``ran`` hears of; or all but ``int``."""
     undo: list[Callable[[], None]] = []
+    shims = builtin_shims(recorder, plain_int)
+    shimmed: set[int] = set()
+
+    def shim(namespace: dict[str, Any]) -> None:
+        if id(namespace) not in shimmed:
+            shimmed.add(id(namespace))
+            _shim_builtins(namespace, shims, undo)
+            _shim_einops(namespace, recorder, undo)
+
     try:
         for namespace in namespaces_of(block):
-            _shim_builtins(namespace, recorder, undo)
-            _shim_einops(namespace, recorder, undo)
+            shim(namespace)
+        ran.entered = shim
+        undo.append(lambda: setattr(ran, "entered", lambda namespace: None))
         _record_module_calls(block, recorder, undo)
         _shim_exchanges(undo)
         _shim_assertions(undo)
@@ -72,96 +82,10 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callab
     namespace[name] = value
 
 
-def _shim_builtins(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    shims = {
-        "int": _int_shim(recorder),
-        "len": _len_shim(recorder),
-        "range": _range_shim(recorder),
-        "divmod": _divmod_shim,
-        "isinstance": _isinstance_shim,
-        "min": _extremum_shim(min, recorder),
-        "max": _extremum_shim(max, recorder),
-    }
+def _shim_builtins(namespace: dict[str, Any], shims: dict[str, Any], undo: list[Callable[[], None]]) -> None:
     for name, shim in shims.items():
         if name not in namespace:  # the user's own definition of the name
             _replace(namespace, name, shim, undo)
-
-
-def _int_shim(recorder: Recorder) -> type:
-    class IntMeta(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, (int, torch.SymInt))
-
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, int)
-
-    class Int(metaclass=IntMeta):
-        def __new__(cls, value: Any = 0, *base: Any) -> Any:
-            if isinstance(value, torch.SymInt):
-                return value
-            if isinstance(value, torch.SymFloat):
-                truncated = int(plain(value))
-                return wrap(truncated, recorder.record_call(builtins.int, (recorder.lift(value),), truncated), recorder)
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                return value.item()
-            return builtins.int(value, *base)
-
-        from_bytes = builtins.int.from_bytes
-
-    recorder_module.register_type_alias(Int, torch.int64)
-    return Int
-
-
-def _range_shim(recorder: Recorder) -> type:
-    """A loop over rows one by one is what verification sees at other sizes; of larger steps, the run holds for their number."""
-
-    class RangeMeta(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, builtins.range)
-
-    class Range(metaclass=RangeMeta):
-        def __new__(cls, *limits: Any) -> Any:
-            found = builtins.range(*map(plain, limits))
-            symbolic = [limit.node for limit in limits if isinstance(limit, torch.SymInt)]
-            if len(limits) < 3 or plain(limits[2]) == 1:
-                for number in symbolic:
-                    recorder.note_decision(number.node)
-            elif symbolic:
-                bool((limits[1] - limits[0] + limits[2] - 1) // limits[2] == builtins.len(found))
-            return found
-
-    return Range
-
-
-def _len_shim(recorder: Recorder) -> Callable[[Any], Any]:
-    def shim(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.shape[0]
-        pieces = recorder.pieces.number(value)
-        return builtins.len(value) if pieces is None else pieces
-
-    return shim
-
-
-def _divmod_shim(value: Any, by: Any) -> Any:
-    symbolic = isinstance(value, SYMBOLIC) or isinstance(by, SYMBOLIC)
-    return (value // by, value % by) if symbolic else builtins.divmod(value, by)
-
-
-def _isinstance_shim(value: Any, kinds: Any) -> bool:
-    number = torch.Size(map(plain, value)) if isinstance(value, SymbolicSize) else plain(value)
-    return isinstance(value, kinds) or isinstance(number, kinds)
-
-
-def _extremum_shim(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
-    def shim(*args: Any, **kwargs: Any) -> Any:
-        numbers = len(args) == 2 and not kwargs and all(isinstance(plain(item), (int, float)) for item in args)
-        if not numbers or not any(isinstance(item, SYMBOLIC) for item in args):
-            return function(*args, **kwargs)
-        value = function(*[plain(item) for item in args])
-        return wrap(value, recorder.record_call(function, tuple(recorder.lift(item) for item in args), value), recorder)
-
-    return shim
 
 
 def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:

@@ -34,6 +34,8 @@ class RanCode:
 
     def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
         self._read, self._scope = read, scope
+        self.entered: Callable[[dict[str, Any]], None] = lambda namespace: None
+        """Told the globals of every function that starts."""
         self._ran: dict[int, tuple[types.CodeType, set[str]]] = {}  # by id: hashing code reads all of it
         self._settled: dict[tuple[int, str], bool] = {}
         """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
@@ -62,6 +64,8 @@ class RanCode:
         return {scope for code, scopes in self._ran.values() if name in code.co_names for scope in scopes}
 
     def _starts(self, frame: types.FrameType) -> bool:
+        if is_users(str(frame.f_globals.get("__name__", ""))):
+            self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, str(frame.f_globals.get("__name__", "")), self._scope())
         if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
             self.settle(frame, *ONLY_IF)

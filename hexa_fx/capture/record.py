@@ -22,6 +22,7 @@ from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, replaced_parameters
 from hexa_fx.capture.python_reads import PythonReads
+from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord
 from hexa_fx.capture.scripted import scripts_as_python
@@ -35,6 +36,9 @@ from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 
 log = logging.getLogger(__name__)
+_CONDITIONS = ((False, False), (False, True), (True, False))
+"""Whether a run is made without random parameters and gradients, and whether ``int`` is what it is, as ``x.to(int)`` needs it. The
+first that a block runs under counts."""
 
 
 def capture(
@@ -58,13 +62,14 @@ def capture(
     effects = SideEffects(block, namespaces_of(block))
     try:
         run = functools.partial(_capture, block, args, kwargs, path, seed, replacements)
-        try:
-            found = _with_side_effects(functools.partial(run, False), block, effects)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            effects.restore()
-            found = _with_side_effects(functools.partial(run, True), block, effects)
+        for conditions in _CONDITIONS:
+            try:
+                found = _with_side_effects(functools.partial(run, *conditions), block, effects)
+                break
+            except Exception as error:
+                if is_out_of_memory(error) or conditions == _CONDITIONS[-1]:
+                    raise
+                effects.restore()
         if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
             effects.restore()
             held = replace(replacements, held=own | {**replacements.held})
@@ -104,6 +109,7 @@ def _capture(
     seed: int,
     replacements: Replacements,
     as_it_is: bool,
+    plain_int: bool,
     monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
@@ -130,7 +136,7 @@ def _capture(
                 collecting.scope = lambda: recorder.scopes[-1]
             with noted_settings(recorder) as settings, reads.noted():
                 reads.was_set = settings.has
-                result, arguments, given = _run(block, recorder, bound, replacements.arguments)
+                result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
             recorder.leave("")
             output = recorder.lift_result(result)
             stored = tuple(stored_values(block, snapshot, settings, recorder))
@@ -178,7 +184,12 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(
-    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments, replaced: Mapping[str, torch.Tensor]
+    block: nn.Module,
+    recorder: Recorder,
+    ran: RanCode,
+    plain_int: bool,
+    bound: inspect.BoundArguments,
+    replaced: Mapping[str, torch.Tensor],
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
     """Calls the block's forward with copies of the tensors.
 
@@ -203,5 +214,5 @@ def _run(
         else:
             bound.arguments[name] = given(name, value)
     contents = Contents(holders)
-    with visible_host(block, recorder), scripts_as_python(all_of_them=True), recorder:
+    with visible_host(block, recorder, ran, plain_int), scripts_as_python(all_of_them=True), recorder:
         return block.forward(*bound.args, **bound.kwargs), tuple(named), contents

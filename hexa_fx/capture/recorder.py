@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx
@@ -289,12 +288,4 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-# Weak: a stand-in belongs to one recording and holds it, and with it the block's parameters.
-_TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
-    {bool: torch.bool, float: torch.float64, int: torch.int64}
-)
-
-
-def register_type_alias(alias: type, dtype: torch.dtype) -> None:
-    """Lets a stand-in for a Python type be passed as ``dtype=``."""
-    _TYPE_AS_DTYPE[alias] = dtype
+_TYPE_AS_DTYPE = {bool: torch.bool, float: torch.float64, int: torch.int64}

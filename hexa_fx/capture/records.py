@@ -27,6 +27,8 @@ class NodeRecord:
     decision: bool = False
     gradient: bool = True
     """Whether the code lets gradients through: False under its own ``no_grad``."""
+    subscript: bool = False
+    """Whether it says that a number that the code takes an item by is what it was."""
 
 
 def record_of(node: torch.fx.Node) -> NodeRecord:

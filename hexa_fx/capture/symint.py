@@ -88,10 +88,9 @@ class RecordedNumber:
 
         An index into a list, or a remainder, chooses what is done. What code makes of a size as a plain number goes unseen.
         """
-        if self.node is not None and (
-            self.node.target is operator.mod or _is_subscript(sys._getframe(2)) or is_of_sizes(self.node)
-        ):
-            self._compare()
+        subscript = _is_subscript(sys._getframe(2))
+        if self.node is not None and (self.node.target is operator.mod or subscript or is_of_sizes(self.node)):
+            self._compare(subscript)
         else:
             self.recorder.note_decision(self.node)
         return int(self.value)
@@ -123,10 +122,12 @@ class RecordedNumber:
     def clone(self) -> RecordedNumber:
         return self
 
-    def _compare(self) -> None:
+    def _compare(self, subscript: bool = False) -> None:
         """Notes that the run went on with this very number."""
         if self.node is not None:
-            self.recorder.note_decision(self.recorder.record_call(operator.eq, (self.node, self.value), True))
+            compared = self.recorder.record_call(operator.eq, (self.node, self.value), True)
+            record_of(compared).subscript = subscript
+            self.recorder.note_decision(compared)
 
     def str(self) -> str:
         self._compare()

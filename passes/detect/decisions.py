@@ -20,6 +20,7 @@ from hexa_fx.passes.detect.size_decisions import (
     counts_pieces,
     is_condition,
     refuse_exact_count,
+    refuse_exact_place,
     sizes_asked,
 )
 from hexa_fx.passes.detect.tags import Tag
@@ -108,6 +109,7 @@ def shape_branches(
         Refuse: a decision depends on data other than the routing, or on an exact number of tokens of an expert.
     """
     guards: list[ShapeBranch] = []
+    experts = 1 + max((number for tag in tags.values() for number in tag.experts), default=0)
     after = descendants([output]) | {output}
     for node in captured.graph.nodes:
         if node.op == "output" or not record_of(node).decision or node in opaque:
@@ -136,6 +138,7 @@ def shape_branches(
             raise Refuse(ON_DATA, node)
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
             refuse_exact_count(node)
+            refuse_exact_place(node, experts)
             continue
         if not any(n.op == "placeholder" for n in behind):
             continue

@@ -23,10 +23,21 @@ COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "maske
 """Operations whose result has as many rows as they find."""
 
 NUMBERS = frozenset("item tolist __int__ __index__ __float__ numpy __array__".split())
-_SUMS = frozenset("sum bincount count_nonzero histc".split())
+_SUMS = frozenset("sum mean cumsum bincount count_nonzero histc scatter_add scatter_add_ index_add index_add_".split())
+"""Operations that count, if what they are given follows from the routing."""
+
 _IDS = COUNTING | frozenset("topk argmax argmin argsort sort".split())
 """Operations that give numbers of experts or tokens, which code may compare with one."""
 
+_PLACES: dict[str, tuple[int | None, int]] = {
+    **dict.fromkeys(("topk", "kthvalue"), (-1, 2)),
+    **dict.fromkeys(("argsort", "sort"), (-1, 1)),
+    **dict.fromkeys(("argmax", "argmin", "nonzero", "where", "argwhere"), (None, 1)),
+}
+"""Operations that say where something stands, and their dimension: by default, and its place among the arguments."""
+
+_TAKING = frozenset("getitem gather index_select take take_along_dim".split())
+_UNIQUE = frozenset(("unique", "unique_consecutive"))
 _EQUALITIES = frozenset("eq ne __eq__ __ne__".split())
 _REMAINDERS = frozenset("mod __mod__ __rmod__ remainder fmod divmod __and__ and_ bitwise_and".split())
 
@@ -116,6 +127,59 @@ def refuse_exact_count(decision: torch.fx.Node) -> None:
         )
 
 
+def refuse_exact_place(decision: torch.fx.Node, experts: int) -> None:
+    """Refuses a decision on which token, or which choice of a token, stands somewhere: an example may hold no 800th.
+
+    Args:
+        experts: how many there are; the code may ask for a certain one.
+
+    Raises:
+        Refuse: it compares such a number with a certain one.
+    """
+    for node in _values_behind(decision, experts):
+        asked = operation(node) in _EQUALITIES | _REMAINDERS and not record_of(node).subscript
+        if asked and any(_is_place(n, experts) for n in _values_behind(node, experts)):
+            raise Refuse(
+                "the code takes a host decision on which token, or which choice of a token, stands at a certain place (a result "
+                "of argsort, argmax or where, compared with a number); one on the expert that was chosen can be rewritten",
+                decision,
+            )
+
+
+def _values_behind(node: torch.fx.Node, experts: int) -> set[torch.fx.Node]:
+    """Whose values it is made of: not of sizes, nor of what says where in a tensor they are taken from."""
+    seen: set[torch.fx.Node] = set()
+    frontier = [node]
+    while frontier:
+        item = frontier.pop()
+        if item not in seen:
+            seen.add(item)
+            sources = item.all_input_nodes
+            if operation(item) in _TAKING and item.op.startswith("call"):
+                # the values of a sort are those of its operand
+                sources = sources[0].all_input_nodes if _is_sorted(item) else sources[:1]
+            frontier += [] if is_size(item) or _is_place(item, experts) else sources
+    return seen
+
+
+def _is_sorted(node: torch.fx.Node) -> bool:
+    """Whether it holds the values that a sort gives, not where they stood."""
+    first = operation(node) == "getitem" and isinstance(node.args[1], int) and node.args[1] == 0
+    return first and operation(node.all_input_nodes[0]) in ("sort", "topk")
+
+
+def _is_place(node: torch.fx.Node, experts: int) -> bool:
+    """Whether it says where in more rows than there are experts, also with experts that do nothing."""
+    default, place = _PLACES.get(operation(node), (None, 1))
+    given = node.args[0] if node.op.startswith("call") and operation(node) in _PLACES else None
+    if not isinstance(given, torch.fx.Node) or not is_tensor(given) or (operation(node) == "where" and node.args[1:]):
+        return False
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else default)
+    shape = list(record_of(given).value.shape)
+    longest: int = max([shape[dim]] if isinstance(dim, int) and shape else shape, default=0)
+    return longest > 2 * experts + 1
+
+
 def is_size(node: torch.fx.Node) -> bool:
     """Whether it asks a tensor for a size, or for how many there are."""
     return (node.op == "call_method" and operation(node) in SIZES) or node.target is len
@@ -157,7 +221,9 @@ def _has_mask(index: Any) -> bool:
 def _is_count(node: torch.fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
-    counted = operation(node) in _SUMS and not any(is_float(n) for n in node.all_input_nodes)
+    part = node.args[1] if operation(node) == "getitem" else 0
+    of_unique = isinstance(part, int) and part != 0 and operation(node.all_input_nodes[0]) in _UNIQUE
+    counted = operation(node) in _SUMS or of_unique
     return counted or (is_size(node) and not _is_width(node) and any(map(_counts, ancestors([node]))))
 
 
