@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes import BlockAnalysis, Mode
-from hexa_fx.passes.batch_invariance import fix_order
+from hexa_fx.passes.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
 from hexa_fx.passes.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
@@ -159,11 +159,12 @@ def optimize_(
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
                 forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
-                added[analysis.path] = _added_error(block, analysis, forms, found)
+                added[analysis.path] = _added_error(block, analysis, forms, found) or _said(forms.values(), config)
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
                 if packed_weights(block):  # its own code would unpack
                     installed[analysis.path].small = {True: NEVER_SMALL, False: NEVER_SMALL}
-            report = with_forwards(with_compute(report, added), installed)
+            whole = {path for path, forward in installed.items() if not any(map(any, forward.small.values()))}
+            report = with_forwards(with_compute(report, added, whole), installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)
         attach(model, "report", report)
@@ -191,6 +192,13 @@ def _added_error(
         return ""
     calls = [seen for seen in found.around[analysis.path] if seen.path == analysis.path]
     return added_error(block, exact, finished, (calls[0].args, calls[0].kwargs))
+
+
+def _said(forms: Collection[RewrittenBlock], config: HexaConfig) -> str:
+    """What is said of the compute of a block's finished forms, without what it adds to outputs; empty if nothing was asked for."""
+    if config.batch_invariant:
+        return SAID if all(map(is_fixed, forms)) else NOT_FIXED
+    return "multiplies in FP8" if any(map(computes_in_fp8, forms)) else ""
 
 
 def _partition_config(
@@ -223,7 +231,10 @@ def explain(
     config = _checked(config)
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     with torch.inference_mode(False), tracing() as trace:
-        report = analyse_model(model, example_inputs, config, Inspector()).report
+        found = analyse_model(model, example_inputs, config, Inspector())
+        forms = {a.path: [_finished(form, config) for form in a.rewritten.values()] for a in found.rewritten}
+        whole = {path for path, finished in forms.items() if not any(any(form.small) for form in finished)}
+        report = with_compute(found.report, {path: _said(those, config) for path, those in forms.items()}, whole)
         trace.finish(report)
     return report
 

@@ -83,9 +83,11 @@ def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> Small:
 
 
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
-    """The block's class, and where its forward is written; None where there is no source."""
+    """The block's class, and where its forward is written; None where there is no source of a user."""
     assert analysis.match is not None
     kind = type(analysis.match.captured.block)
+    if issubclass(kind, torch.fx.GraphModule):  # code that torch.compile made
+        return None
     try:
         forward = inspect.unwrap(kind.forward)
         file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,9 +137,16 @@ def with_forwards(report: OptimizationReport, installed: Mapping[str, HexaForwar
     return replace(report, blocks=tuple(replace(b, forward=installed.get(b.path)) for b in report.blocks))
 
 
-def with_compute(report: OptimizationReport, said: Mapping[str, str]) -> OptimizationReport:
-    """The report with what is said of the blocks' compute, by block path."""
-    return replace(report, blocks=tuple(replace(b, compute=said.get(b.path, "")) for b in report.blocks))
+def with_compute(
+    report: OptimizationReport, said: Mapping[str, str], whole: Collection[str] = ()
+) -> OptimizationReport:
+    """The report with what is said of the blocks' compute, by block path. Those in ``whole`` never run their own code."""
+
+    def told(block: BlockReport) -> BlockReport:
+        small = NEVER_SMALL if block.path in whole else block.small_tokens
+        return replace(block, compute=said.get(block.path, ""), small_tokens=small)
+
+    return replace(report, blocks=tuple(map(told, report.blocks)))
 
 
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:

@@ -13,6 +13,9 @@ from hexa_fx.passes.canonical_nodes import with_changed_nodes
 
 log = logging.getLogger(__name__)
 
+SAID = "a token's result has the same bits in any batch"
+NOT_FIXED = "is not batch invariant: its experts are run step by step"
+
 
 def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """The block with `hexa::moe_ffn_fixed` in place of `hexa::moe_ffn`; the block itself unless ``config`` asks for it.
@@ -24,8 +27,13 @@ def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
         return block
     changed = with_changed_nodes(block, _fix)
     if changed is None:
-        log.warning("%s is not batch invariant: its experts are run step by step", block.path or "the model")
+        log.warning("%s %s", block.path or "the model", NOT_FIXED)
     return changed or block
+
+
+def is_fixed(block: RewrittenBlock) -> bool:
+    """Whether `fix_order` changed the block."""
+    return bool(block.graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn_fixed.default))
 
 
 def _fix(node: fx.Node) -> None:

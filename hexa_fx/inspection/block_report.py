@@ -73,7 +73,8 @@ class BlockReport:
         devices: over how many devices it is spread.
         small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them: without and
             with gradients.
-        compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example.
+        compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example; or
+            whether they are batch invariant, if that was asked for.
         forward: what `optimize` installed, which knows what is so now. It is neither pickled nor copied along.
     """
 

@@ -55,7 +55,7 @@ def runs_with(block: BlockReport) -> Iterator[str]:
 
 
 def _small_run_their_own(block: BlockReport) -> bool:
-    return any(block.small_tokens) and not block.packed and not block.compute
+    return any(block.small_tokens) and not block.packed
 
 
 def exchanges(block: BlockReport) -> str:
@@ -72,6 +72,7 @@ def measured_on(block: BlockReport) -> str:
     unlike = {
         f" (before it was spread over {block.devices} devices)": block.devices > 1,
         " (before its weights were packed)": bool(block.packed),
+        " (without compute or batch_invariant of HexaConfig)": bool(block.compute),
         " (if they did not run its own code)": small,
     }
     return f"forward of {costs.tokens} tokens{next((words for words, so in unlike.items() if so), '')}"

@@ -9,6 +9,7 @@ import importlib
 import pickle
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,3 +199,20 @@ def test_packed_weights_are_in_every_form_of_the_report() -> None:
         assert "tokens (before its weights were packed)" in text
         assert "run its own code, which is the quicker" not in text
     assert "nf4" in model.report.to_json()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"batch_invariant": True}, "same bits in any batch"), ({"compute": "fp8_block"}, "multiplies in FP8")],
+)
+def test_what_was_asked_of_the_arithmetic_is_reported(models, asked, said) -> None:
+    """Such blocks never run their own code, however small their inputs are."""
+    config = replace(QUICK, **asked)
+    for report in (
+        hexa_fx.explain(models.make(), models.INPUT, config),
+        hexa_fx.optimize(models.make(), models.INPUT, config).report,
+    ):
+        for text in (str(report), html(report)):
+            assert said in text
+            assert "own code" not in text
+            assert "(without compute or batch_invariant of HexaConfig)" in text

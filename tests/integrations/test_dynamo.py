@@ -134,6 +134,7 @@ def test_blocks_are_rewritten_and_equal(block: type[nn.Module], rest: str) -> No
     assert [len(report.rewritten) for report in reports] == [2, 2], "static, then symbolic sizes"
     assert [block.path for block in reports[0].blocks] == ["blocks.0", "blocks.1"]
     assert reports[0].blocks[1].same_as == "blocks.0"
+    assert "the block is rewritten to" in str(reports[0])  # its code is torch's, and has no place of the user's
 
 
 def test_more_tokens_than_a_block_is_usually_tried_on() -> None:
