@@ -130,9 +130,10 @@ class LogitsOverride(TorchFunctionMode):
         return raised(result, self.routing, self.top_k)
 
     def _are_logits(self, result: Any, operands: tuple[Any, ...]) -> bool:
-        if not isinstance(result, torch.Tensor) or result.dim() < 2 or result.shape[-1] != self.num_experts:
-            return False
-        return any(self._is_router_weight(operand) for operand in operands)
+        with torch._C.DisableTorchFunction():  # an outer mode would be told of every product
+            if not isinstance(result, torch.Tensor) or result.dim() < 2 or result.shape[-1] != self.num_experts:
+                return False
+            return any(self._is_router_weight(operand) for operand in operands)
 
     def _is_router_weight(self, operand: Any) -> bool:
         if not isinstance(operand, torch.Tensor):

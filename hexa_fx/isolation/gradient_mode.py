@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_list
 
 from hexa_fx import ops  # defines the operators
 from hexa_fx.isolation import upcast_weight
@@ -59,7 +60,7 @@ class LazyGradients(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = {type(leaf) for leaf in _tensors((*args, *kwargs.values()))}
+        given = _kinds((*args, *kwargs.values()) if kwargs else args)
         if LazyGradient in given:
             return run(func, args, kwargs)
         if UpcastWeight in given:
@@ -77,13 +78,15 @@ class LazyGradients(DispatchMode):
         return LazyGradient(shape, terms, device, self._limit)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments, also in lists; without pytree, which takes longer than a small operation."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _kinds(values: Iterable[Any]) -> set[type]:
+    """Of an operation's arguments, also in lists; without pytree, which takes longer than a small operation."""
+    kinds = {*map(type, values)}
+    if not kinds.isdisjoint(_LISTS):
+        kinds.update(*(_kinds(value) for value in values if type(value) in _LISTS))
+    return kinds
+
+
+_LISTS = frozenset({list, tuple, torch.Size, immutable_list})
 
 
 def _product(mode: LazyGradients, func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.isolation.module_tree import named_modules
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_is_dict = dict.__instancecheck__  # type: ignore[attr-defined]  # takes no call of Python's, of which there are many
 
 
 class ModuleSnapshot:
@@ -27,8 +31,14 @@ class ModuleSnapshot:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._kept = {id(module): _kept_by(module) for module in root.modules()}
-        self._values = [(b, b.detach().clone()) for b in root.buffers() if not _overlaps_itself(b)]
+        modules = [module for _, module in named_modules(root)]
+        self._kept = {id(module): _kept_by(module) for module in modules}
+        # All dicts of all modules in one row, so that a look at whether anything changed is no loop of Python's.
+        self._dicts = [held for kept in self._kept.values() for held in kept.dicts]
+        self._keys = [*map(tuple, self._dicts)]
+        self._items = [*itertools.chain.from_iterable(map(dict.values, self._dicts))]
+        buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+        self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
         stores = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._stores = [(tensor, tensor.clone()) for tensor in stores.values()]
 
@@ -39,18 +49,29 @@ class ModuleSnapshot:
 
     def values(self) -> Iterator[Any]:
         """What the attributes of all modules were."""
-        for kept in self._kept.values():
-            yield from kept.attributes.values()
+        return itertools.chain.from_iterable(kept.attributes.values() for kept in self._kept.values())
 
-    def restore(self) -> None:
-        """Puts everything back, into the same objects: others may hold the buffers too, and handles of hooks their dicts."""
-        for kept in self._kept.values():
-            kept.put_back()
+    def changed(self) -> set[int]:
+        """Ids of the modules with other attributes, hooks, parameters, buffers or modules, or with these in another order."""
+        now = itertools.chain.from_iterable(map(dict.values, self._dicts))
+        if [*map(tuple, self._dicts)] == self._keys and all(map(operator.is_, now, self._items)):
+            return set()
+        return {number for number, kept in self._kept.items() if kept.is_changed()}
+
+    def restore(self) -> bool:
+        """Puts everything back, into the same objects: others may hold the buffers too, and handles of hooks their dicts.
+
+        Returns whether no module had changed: then what is registered in the tree is what was.
+        """
+        changed = self.changed()
+        for number in changed:
+            self._kept[number].put_back()
         for buffer, value in self._values:
             _fill(buffer, value)
         for tensor, value in self._stores:
             if not (_is_like(tensor, value) and torch.equal(tensor, value)):
                 _fill(tensor, value)
+        return not changed
 
 
 @contextmanager
@@ -81,6 +102,20 @@ class _Kept:
     hooked: list[tuple[dict[Any, Any], dict[Any, Any]]]
     """Those of ``hooks`` that had contents, with these. Copies of all the empty ones would take time."""
 
+    @property
+    def dicts(self) -> list[dict[Any, Any]]:
+        """All that may change: the module's own, torch's in it, and those of hooks."""
+        return [self.module.__dict__, *(held for held, _ in self.registered), *self.hooks]
+
+    def is_changed(self) -> bool:
+        """Whether one of them holds something else, or in another order."""
+        if not same_items(self.module.__dict__, self.attributes):
+            return True
+        if not all(same_items(held, before) for held, before in self.registered):
+            return True
+        filled = [held for held in self.hooks if held]
+        return len(filled) != len(self.hooked) or not all(same_items(held, before) for held, before in self.hooked)
+
     def put_back(self) -> None:
         own = self.module.__dict__
         if not same_items(own, self.attributes):
@@ -102,8 +137,8 @@ class _Kept:
 
 def _kept_by(module: nn.Module) -> _Kept:
     own = module.__dict__
-    registries = [own[name] for name in _REGISTRIES if isinstance(own.get(name), dict)]  # TorchScript has its own
-    hooks = [held for name in _HOOKS if isinstance(held := own.get(name), dict)]
+    registries = [*filter(_is_dict, map(own.get, _REGISTRIES))]  # TorchScript has its own
+    hooks = [*filter(_is_dict, map(own.get, _HOOKS))]
     registered = [(held, dict(held)) for held in registries]
     return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
-from hexa_fx.isolation.module_snapshot import ModuleSnapshot, same_items
+from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 
 _PLAIN = (torch.Tensor, int, float, str)
 
@@ -41,50 +43,73 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, shared: Iterable[Holder] = ()) -> None:
-        self._module = module
-        self._named = [(path, child, _keeps_sizes_only(child)) for path, child in module.named_modules()]
+        self._module, self._named = module, named_modules(module)
         self._snapshot = ModuleSnapshot(module)
-        self._tensors_before = {id(value) for value in self._snapshot.values() if isinstance(value, torch.Tensor)}
         self._contents = Contents([*held_by_modules(module), *shared])
+        kinds = {kind for kind in {*map(type, self._snapshot.values())} if issubclass(kind, torch.Tensor)}
+        self._with_tensors = {
+            id(child) for _, child in self._named if not kinds.isdisjoint(map(type, child.__dict__.values()))
+        }
+        self._tensors_before = {id(value) for value in self._snapshot.values() if type(value) in kinds}
+        self._tensors_before |= {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
+        self._registered = named_tensors(module, "_parameters"), named_tensors(module, "_buffers")
+        self._parameters = self._registered[0]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffers, lists, dicts and objects."""
-        self._snapshot.restore()
+        as_it_was = self._snapshot.restore()  # else what a run registered anew stays
+        self._parameters = self._registered[0] if as_it_was else named_tensors(self._module, "_parameters")
         self._contents.restore()
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The tree's parameters by name, as of `restore`."""
+        return self._parameters
 
     def now(self) -> KeptState:
         """What the tree keeps now, beside what it kept before."""
-        listed = list(self._listed())
-        found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
+        changed = self._snapshot.changed()
+        listed = list(self._listed(changed))
+        buffers = named_tensors(self._module, "_buffers") if changed else self._registered[1]
+        found = {f"buffer {name}": buffer for name, buffer in buffers.items()}
         set_now = sorted((item for item in listed if isinstance(item[2], torch.Tensor)), key=lambda item: item[:2])
         found |= {f"attribute {path}.{name}": value for path, name, value in set_now}
-        before = self._tensors_before | {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
         return KeptState(
             {name: tensor.detach().clone() for name, tensor in found.items()},
             {f"attribute {path}.{name}": v for path, name, v in listed if not isinstance(v, torch.Tensor)},
-            [value for _, _, value in set_now if id(value) not in before],
+            [value for _, _, value in set_now if id(value) not in self._tensors_before],
         )
 
-    def _listed(self) -> Iterable[tuple[str, str, Any]]:
-        """Plain attributes and tensors, and what is in lists and dicts that were set or changed since `restore`."""
-        for path, child, quiet in self._named:
-            before = self._snapshot.attributes(child)
-            if quiet and same_items(child.__dict__, before):
+    def _listed(self, changed: set[int]) -> Iterable[tuple[str, str, Any]]:
+        """Attributes that are tensors, other plain ones that are not what they were, and what is in lists and dicts that were set or
+        changed since `restore`."""
+        for path, child in self._named if changed or self._with_tensors else ():
+            if id(child) not in changed and id(child) not in self._with_tensors:
                 continue
-            for name, value in _plain_attributes(child).items():
-                if not (quiet and value is before.get(name)):
-                    yield path, name, value
+            before = self._snapshot.attributes(child)
             for name, value in child.__dict__.items():
-                if type(value) in (list, tuple, dict) and value is not before.get(name):
-                    yield from ((path, label, item) for label, item in _plain_contents(name, value))
+                if isinstance(value, torch.Tensor) or not _is_as(value, before.get(name, MISSING)):
+                    yield from _plain_attribute(path, name, value)
+            for name in before if id(child) in changed else ():
+                if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
+                    yield path, f"{name}, which is gone", True
         for holder, _ in self._contents.changed():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
 
 
-def _keeps_sizes_only(module: nn.Module) -> bool:
-    """Whether it is a layer of torch's own, so that of its attributes only those count that somebody else sets."""
-    tensors = module._buffers or any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
-    return type(module).__module__.startswith("torch.nn.") and not tensors
+def _is_as(value: Any, before: Any) -> bool:
+    """Whether it is what it was; a number or text may be another equal object."""
+    if value is before:
+        return True
+    return type(value) is type(before) and isinstance(value, (int, float, str)) and bool(value == before)
+
+
+def _plain_attribute(path: str, name: str, value: Any) -> Iterable[tuple[str, str, Any]]:
+    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss; also in lists and dicts."""
+    if isinstance(value, _PLAIN) and name != "training":
+        yield path, name, value
+    elif type(value) in (list, tuple, dict):
+        yield from ((path, label, item) for label, item in _plain_contents(name, value))
 
 
 def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
@@ -102,8 +127,3 @@ def _leaves(label: str, value: Any) -> Iterable[tuple[str, Any]]:
         yield label, value
     elif value is None:
         yield label, "None"
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss."""
-    return {name: value for name, value in module.__dict__.items() if name != "training" and isinstance(value, _PLAIN)}

@@ -85,12 +85,12 @@ def observe(
     # Clones, so that a forward may write to its inputs as it may inside a model.
     given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    parameters = dict(module.named_parameters())
+    state.restore()
+    parameters = state.parameters
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
         devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
-    state.restore()
     with random_state_kept(seed), torch.set_grad_enabled(gradients):
         result = _unfolded(call(*args, **kwargs))
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]

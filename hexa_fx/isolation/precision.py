@@ -30,8 +30,10 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
-        args, kwargs = upcast(given[0]), upcast(given[1])
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        given = args, kwargs
+        if kwargs or not _UPCAST.isdisjoint(map(type, args)):
+            args, kwargs = upcast(args), upcast(kwargs)
         if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
             cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
             named = (value for value in (*given[0], *given[1].values()) if isinstance(value, torch.dtype))
@@ -39,13 +41,13 @@ class InFloat64(TorchFunctionMode):
         if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
-        return result.double() if _is_default_dtype(result, (args, kwargs)) else result
+        if isinstance(result, torch.Tensor) and result.dtype in _LOWER and _is_of_no_tensors(args, kwargs):
+            return result.double()
+        return result
 
 
-def _is_default_dtype(result: Any, given: Any) -> bool:
-    """Whether a call made a tensor out of no others, in a dtype that it does not name, as ``torch.zeros(3)`` does."""
-    if not isinstance(result, torch.Tensor) or result.dtype not in _LOWER:
-        return False
+def _is_of_no_tensors(*given: Any) -> bool:
+    """Whether a call made its result out of no tensors, and so in a dtype that it does not name, as ``torch.zeros(3)`` does."""
     return not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(given))
 
 

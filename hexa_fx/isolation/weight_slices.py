@@ -72,7 +72,8 @@ class WeightSlices(TorchFunctionMode):
 
 def sliced(weights: Iterable[torch.Tensor], gradients: bool) -> AbstractContextManager[WeightSlices | None]:
     """The mode for those of ``weights`` that backward would fill; none where there are none, since it slows every operation."""
-    plain = [weight for weight in weights if _is_plain_leaf(weight) and weight.dim() > 2] if gradients else []
+    with torch._C.DisableTorchFunction():  # an outer mode would be told of every expert's weight
+        plain = [weight for weight in weights if _is_plain_leaf(weight) and weight.dim() > 2] if gradients else []
     return WeightSlices(plain) if plain else nullcontext()
 
 

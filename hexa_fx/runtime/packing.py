@@ -52,12 +52,12 @@ class _ReadPacked(torch.autograd.Function):
     def forward(ctx: Any, packed: torch.Tensor, storage: SharedStorage, index: Any, *parameters: Any) -> torch.Tensor:
         ctx.storage, ctx.index, ctx.parameters = storage, index, parameters
         # Not save_for_backward: its hooks would offload or recompute every expert's weight.
-        ctx.versions = sum(map(_version, parameters))
+        ctx.versions = _sum_of_versions(parameters)
         return packed.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        if sum(map(_version, ctx.parameters)) != ctx.versions:
+        if _sum_of_versions(ctx.parameters) != ctx.versions:
             raise RuntimeError(
                 "an expert's weight was modified in place (by an optimizer step, say) between forward and backward; "
                 "run backward before modifying it"
@@ -118,9 +118,9 @@ class PackedExperts(WeightReader):
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
-        if sum(map(_version, parameters)) != self._versions:  # what was made of it no longer holds (`ops.fp8_weights`)
+        if _sum_of_versions(parameters) != self._versions:  # what was made of it no longer holds (`ops.fp8_weights`)
             torch.autograd.graph.increment_version(packed)  # which may be the first parameter's, too
-            self._versions = sum(map(_version, parameters))
+            self._versions = _sum_of_versions(parameters)
         if not is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:
@@ -160,15 +160,16 @@ class PackedExperts(WeightReader):
         packed = self._packed
         if packed is None or list(map(id, parameters)) != self._ids:
             return False
-        pointers = list(map(torch.Tensor.data_ptr, parameters))
-        if pointers != self._pointers:
-            # The whole storage may have moved as one, e.g. into shared memory.
-            places = self._storage.byte_offsets(packed.element_size()) if self._storage else []
-            if pointers != [packed.data_ptr() + place for place in places]:
+        with torch._C.DisableTorchFunction():  # a mode would be told of every parameter
+            pointers = list(map(torch.Tensor.data_ptr, parameters))
+            if pointers != self._pointers:
+                # The whole storage may have moved as one, e.g. into shared memory.
+                places = self._storage.byte_offsets(packed.element_size()) if self._storage else []
+                if pointers != [packed.data_ptr() + place for place in places]:
+                    return False
+                self._pointers = pointers
+            if packed.dtype != parameters[0].dtype or not all(map(torch.Tensor.is_contiguous, parameters)):
                 return False
-            self._pointers = pointers
-        if packed.dtype != parameters[0].dtype or not all(map(torch.Tensor.is_contiguous, parameters)):
-            return False
         self._repacked_in_a_row = 0
         return True
 
@@ -246,6 +247,11 @@ class PackedExperts(WeightReader):
         if reason != self._copy_reason:
             logger.info("%s is stacked by copying at every forward: %s", self.weight.name, reason)
         self._copy_reason = reason
+
+
+def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
+    with torch._C.DisableTorchFunction():
+        return sum(map(_version, tensors))
 
 
 def _why_not_packable(tensors: Sequence[torch.Tensor]) -> str:
