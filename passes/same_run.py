@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.detect.graph import UNINITIALISED, is_float, operation
 from hexa_fx.passes.detect.operations import CASTS
@@ -32,14 +33,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 @contextmanager
 def in_mode(block: nn.Module, training: bool) -> Iterator[None]:
     """A context in which the block is in train or eval mode; random numbers that are drawn in it are given back."""
-    before = {module: module.training for module in block.modules()}
+    before = [(module, module.training) for _, module in named_modules(block)]
     block.train(training)
     try:
         with random_state_kept():
             yield
     finally:
-        for module, mode in before.items():
-            module.training = mode
+        for module, mode in before:
+            if module.training is not mode:
+                module.training = mode
 
 
 def depends_on_mode(captured: CapturedBlock) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.isolation.module_tree import named_modules
+
 
 @dataclass(frozen=True)
 class _Stream:
@@ -43,10 +45,11 @@ def _streams(module: nn.Module) -> Iterator[_Stream]:
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         yield _Stream("numpy.random", lambda: _comparable(numpy.get_state()), numpy.set_state)
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, torch.Generator):
-                yield _of_generator(f"{path or 'self'}.{name}", value)
+    for path, child in named_modules(module):
+        if any(issubclass(kind, torch.Generator) for kind in {*map(type, vars(child).values())}):
+            for name, value in vars(child).items():
+                if isinstance(value, torch.Generator):
+                    yield _of_generator(f"{path or 'self'}.{name}", value)
 
 
 def _comparable(state: Any) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
+from hexa_fx.isolation.module_tree import named_modules
 
 _MOST = 256
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -64,8 +65,9 @@ class SideEffects:
 
 def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:
     """What modules keep that the block knows but does not own, such as a model in a list that hides it from torch."""
-    seen = {id(module) for module in block.modules()}
-    for path, module in block.named_modules():
+    modules = named_modules(block)
+    seen = {id(module) for _, module in modules}
+    for path, module in modules:
         for steps, value in objects_in(module, lambda name: name not in MODULE_STATE):
             for key, other in items(value).items():
                 if not isinstance(other, nn.Module) or id(other) in seen:

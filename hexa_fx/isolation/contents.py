@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_object
+from hexa_fx.isolation.module_tree import named_modules
 
 _DEEPEST = 4
 _MOST = 4096
@@ -61,7 +62,7 @@ class Contents:
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
     """What the module and those in it hold besides tensors and modules, and what is inside it; each once."""
     seen: set[int] = set()
-    for path, child in module.named_modules():
+    for path, child in named_modules(module):
         for name, value in vars(child).items():
             if name not in MODULE_STATE and is_object(value):
                 yield from _inside(f"{path or 'self'}.{name}", value, seen)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hexa_fx.isolation.module_tree import tensors_of
 from hexa_fx.ops.dispatch_mode import DispatchMode
 
 _KNOWN = frozenset({"aten", "prims", "prim", "hexa"})
+_is_cuda = attrgetter("is_cuda")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def no_device_asserts(module: nn.Module) -> AbstractContextManager[Any]:
     """The mode for a trial run of a module that is on a GPU; no mode for others."""
-    tensors = chain(module.parameters(), module.buffers())
-    return RaisesOnHost() if any(t.is_cuda for t in tensors) else nullcontext()
+    return RaisesOnHost() if any(map(_is_cuda, tensors_of(module))) else nullcontext()
 
 
 class RaisesOnHost(DispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from hexa_fx.isolation.module_tree import named_modules
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
-_is_dict = dict.__instancecheck__  # type: ignore[attr-defined]  # takes no call of Python's, of which there are many
 
 
 class ModuleSnapshot:
@@ -137,10 +136,15 @@ class _Kept:
 
 def _kept_by(module: nn.Module) -> _Kept:
     own = module.__dict__
-    registries = [*filter(_is_dict, map(own.get, _REGISTRIES))]  # TorchScript has its own
-    hooks = [*filter(_is_dict, map(own.get, _HOOKS))]
+    registries = _dicts(map(own.get, _REGISTRIES))  # TorchScript has its own
+    hooks = _dicts(map(own.get, _HOOKS))
     registered = [(held, dict(held)) for held in registries]
     return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])
+
+
+def _dicts(values: Iterable[Any]) -> list[dict[Any, Any]]:
+    """The dicts among them, without a call of Python's for each."""
+    return [*filter(dict.__instancecheck__, values)]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -81,8 +81,7 @@ class ModuleState:
         )
 
     def _listed(self, changed: set[int]) -> Iterable[tuple[str, str, Any]]:
-        """Attributes that are tensors, other plain ones that are not what they were, and what is in lists and dicts that were set or
-        changed since `restore`."""
+        """Tensors in attributes, plain attributes that are not what they were, and what is in lists and dicts set or changed."""
         for path, child in self._named if changed or self._with_tensors else ():
             if id(child) not in changed and id(child) not in self._with_tensors:
                 continue
@@ -105,7 +104,7 @@ def _is_as(value: Any, before: Any) -> bool:
 
 
 def _plain_attribute(path: str, name: str, value: Any) -> Iterable[tuple[str, str, Any]]:
-    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss; also in lists and dicts."""
+    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss; also inside others."""
     if isinstance(value, _PLAIN) and name != "training":
         yield path, name, value
     elif type(value) in (list, tuple, dict):

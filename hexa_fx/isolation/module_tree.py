@@ -39,3 +39,8 @@ def named_tensors(root: nn.Module, registry: str) -> dict[str, torch.Tensor]:
                 if tensor is not None and id(tensor) not in found:
                     found[id(tensor)] = f"{prefix}{key}", tensor
     return dict(found.values())
+
+
+def tensors_of(root: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and buffers, each of both once."""
+    return [tensor for registry in ("_parameters", "_buffers") for tensor in named_tensors(root, registry).values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hexa_fx.isolation.module_tree import tensors_of
 from hexa_fx.isolation.upcast_weight import LEAST_BYTES
 
 FEW_TOKENS = 32
@@ -19,7 +20,7 @@ _PIECE = 1 << 22
 
 def float64_bytes(block: nn.Module) -> int:
     """Bytes that the block's floating-point parameters and buffers take in float64."""
-    return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
+    return 8 * sum(tensor.numel() for tensor in tensors_of(block) if tensor.is_floating_point())
 
 
 def whole_bytes(analysis_bytes: int) -> int:

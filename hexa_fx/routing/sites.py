@@ -22,6 +22,7 @@ from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.routing.choices import ChoiceCounter, choosing_call, with_groups
@@ -209,7 +210,7 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
 def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None]:
     """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
     module, small, state = level.module, forward.small, level.state
-    modes = {each: each.training for each in module.modules()}
+    modes = [(each, each.training) for _, each in named_modules(module)]
     module.train(training)
     forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
     try:
@@ -217,7 +218,7 @@ def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None
     finally:
         forward.small = small
         state.restore()
-        for each, mode in modes.items():
+        for each, mode in modes:
             each.training = mode
 
 

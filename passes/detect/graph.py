@@ -57,7 +57,7 @@ def nodes_in(value: Any) -> list[torch.fx.Node]:
 
 
 def ancestors(
-    roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] = lambda node: False
+    roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
 ) -> set[torch.fx.Node]:
     """``roots`` and everything they depend on. Nodes for which ``stop`` holds are included, but not what they depend on."""
     seen: set[torch.fx.Node] = set()
@@ -67,7 +67,7 @@ def ancestors(
         if node in seen:
             continue
         seen.add(node)
-        if not stop(node):
+        if stop is None or not stop(node):
             frontier.extend(node.all_input_nodes)
     return seen
 

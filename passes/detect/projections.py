@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,18 +44,21 @@ class Contraction:
 
 def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> list[Contraction]:
     """Every product of a token operand with expert weights, in order."""
-    found: dict[torch.fx.Node, Contraction] = {}
+    found: list[Contraction] = []
+    levels: dict[torch.fx.Node, int] = {}  # by node, the highest of the contractions that it depends on
     for node in captured.graph.nodes:
+        levels[node] = max((levels[source] for source in node.all_input_nodes), default=0)
         if node.op == "output" or operation(node) not in CONTRACTIONS or tags[node].weight:
             continue
-        contraction = _read_contraction(node, tags, found)
+        contraction = _read_contraction(node, tags, levels)
         if contraction is not None:
-            found[node] = contraction
-    return list(found.values())
+            found.append(contraction)
+            levels[node] = max(levels[node], contraction.level)
+    return found
 
 
 def _read_contraction(
-    node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Contraction]
+    node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], levels: Mapping[torch.fx.Node, int]
 ) -> Contraction | None:
     weights = [n for n in _operands(node) if tags[n].weight and _is_expert_weight(n, tags[n])]
     if not weights:
@@ -70,11 +74,9 @@ def _read_contraction(
     experts = tags[weight].experts or frozenset({ALL})
     if len(experts) != 1:
         raise Refuse("an expert product mixes the parameters of several experts", node)
-    behind = ancestors([data[0]])
-    level = 1 + max((c.level for n, c in found.items() if n in behind), default=0)
     bias = next(iter(tags[biases[0]].bases)) if biases else None
     (expert,), (base,) = experts, tags[weight].bases
-    return Contraction(node, data[0], weight, expert, base, bias, level)
+    return Contraction(node, data[0], weight, expert, base, bias, 1 + levels[data[0]])
 
 
 def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -106,10 +108,12 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
             "only where the code runs one expert at a time, all of them alike, and each on its tokens alone",
             contractions[-1].node,
         )
-    pairs = []
+    pairs, of_expert = [], defaultdict[int, list[Contraction]](list)
+    for contraction in (c for c in contractions if c.level == 1):
+        of_expert[contraction.expert].append(contraction)
     for second in (c for c in contractions if c.level == 2):
         behind = ancestors([second.data])
-        first = tuple(c for c in contractions if c.level == 1 and c.expert == second.expert and c.node in behind)
+        first = tuple(c for c in of_expert[second.expert] if c.node in behind)
         if not first:
             raise Refuse("an expert's second projection does not read its first", second.node)
         pairs.append((first, second))

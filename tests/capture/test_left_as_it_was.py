@@ -13,6 +13,7 @@ import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
 from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from tests.detect.mixture import D, E, Mixture
 
 torch.set_num_threads(1)
@@ -143,3 +144,43 @@ def test_verification_compares_what_is_set_on_a_layer_of_torchs() -> None:
     assert state.now().facts["attribute router.calls"] == 3
     state.restore()
     assert not {"attribute router.last", "attribute router.calls"} & {*state.now().tensors, *state.now().facts}
+
+
+FACTS: dict[str, tuple[Callable[[Any], None], bool]] = {
+    "another number": (lambda m: setattr(m, "calls", 1 << 20), True),
+    "an equal number": (lambda m: setattr(m, "calls", float(str(m.calls))), False),
+    "an equal number of another kind": (lambda m: setattr(m, "calls", int(m.calls)), True),
+    "nothing in place of a number": (lambda m: setattr(m, "calls", None), True),
+    "no number any more": (lambda m: delattr(m, "calls"), True),
+    "a tensor in place": (lambda m: m.load.add_(1), True),
+    "a tensor gone": (lambda m: delattr(m, "load"), True),
+    "a number in a list": (lambda m: m.seen.append(1), True),
+    "an attribute deleted and set again": (lambda m: (delattr(m, "calls"), setattr(m, "calls", 1e9)), False),
+    "a buffer": (lambda m: m.register_buffer("count", torch.ones(1)), True),
+    "a module's own buffer": (lambda m: m.router.register_buffer("count", torch.ones(1)), True),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_verification_sees_every_change_and_no_more(fact: str) -> None:
+    """Modules that nothing was done to are not looked at one by one; of the others everything shows."""
+    change, shows = FACTS[fact]
+    block = Block(lambda m, load: None)
+    block.calls, block.load, block.seen = 1e9, torch.zeros(3), []
+    state = ModuleState(block)
+    before = state.now()
+    change(block)
+    now = state.now()
+    same = now.facts == before.facts and now.tensors.keys() == before.tensors.keys()
+    assert shows != (same and all(torch.equal(value, before.tensors[name]) for name, value in now.tensors.items()))
+    state.restore()
+    assert state.parameters.keys() == dict(block.named_parameters()).keys()
+
+
+def test_modules_and_tensors_by_name_are_torchs() -> None:
+    block = Block(lambda m, load: None)
+    block.again, block.router.twin, block.none = block.experts[0], block.router, None
+    block.tied = block.experts[1][0].weight
+    assert named_modules(block) == list(block.named_modules())
+    assert named_tensors(block, "_parameters") == dict(block.named_parameters())
+    assert list(named_tensors(block, "_buffers")) == list(dict(block.named_buffers()))
