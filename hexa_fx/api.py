@@ -33,6 +33,7 @@ from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
+from hexa_fx.runtime.saved_alone import follow
 from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
@@ -71,7 +72,9 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
         Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
-    return optimize_(_sharing_copy(model), example_inputs, config)
+    made = optimize_(_sharing_copy(model), example_inputs, config)
+    follow(model, made)
+    return made
 
 
 @collecting

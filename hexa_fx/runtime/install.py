@@ -29,6 +29,7 @@ from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_in
 from hexa_fx.runtime.linear_lora import LinearLora
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names, readers
+from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
@@ -271,16 +272,13 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
 
 
 def uninstall(block: nn.Module) -> None:
-    """Gives ``block`` its own forward back. Packed parameters keep their values, and stay side by side in memory.
-
-    Raises:
-        InputError: nothing is installed.
-    """
+    """Gives ``block`` its own forward back; packed parameters stay where they are. Raises `InputError` if nothing is installed."""
     forward = installed_forward(block)
     if forward is None:
         raise InputError(f"{type(block).__name__} has no rewritten forward to remove")
     for name in {*forward.packed_names[True], *forward.packed_names[False]}:
         del block.__dict__[name]
+    give_back(block)
     del block.__dict__["forward"]
     if forward._own_original is not None:
         block.__dict__["forward"] = forward._own_original

@@ -30,6 +30,7 @@ from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.call_kinds import is_foreign, said_of
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
+from hexa_fx.runtime.saved_alone import save_alone
 from hexa_fx.runtime.shared_storage import SharedStorage
 
 logger = logging.getLogger(__name__)
@@ -196,6 +197,7 @@ class PackedExperts(WeightReader):
         self._packed, self._storage = packed, SharedStorage.of(parts)
         self._ids, self._pointers = list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors))
         self._copy_reason = ""
+        save_alone({self._paths.owner_of(path) for path in self._paths.paths})
         return True
 
     def _move(self, parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
