@@ -25,6 +25,7 @@ from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.optimizer_states import before_every_step
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
+from hexa_fx.distributed.slice_states import not_ours
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class SampledAgreement:
         self._forwards = 0
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._places: list[tuple[str, nn.Module, str]] = []
+        self._last_seen = torch.zeros(0, _NUMBERS)
         self._gradients: dict[int, Tensor] = {}
         self._of_step: dict[int, int] = {}
         self._said: set[str] = set()
@@ -79,6 +81,21 @@ class SampledAgreement:
             of_one_step = bool((steps[:, number] == steps[0, number]).all())
             apart = _spread(gradients[:, number]) if of_one_step else 0.0
             self._compare(name, _rounding(owner._parameters.get(key)), _spread(values[:, number]), apart)
+
+    def check_loaded(self, owner: nn.Module, *_: Any) -> None:
+        """Called when a module has loaded a state dict, on this rank alone.
+
+        Raises:
+            PlanError: its slice is much nearer to what another rank had when ranks last compared than to its own.
+        """
+        if not self._places or owner is not self._places[0][1]:
+            return
+        name, _owner, key = self._places[0]
+        held = owner._parameters.get(key)
+        values = _sample(held, held, True)
+        apart = (self._last_seen - values).square().mean(-1)
+        if apart.min() < 0.25 * min(apart[self._groups.rank], values.var()):
+            raise not_ours(f"{name!r} that was loaded")
 
     def _refuse(self, what: str, alike: Iterator[tuple[int, int]]) -> None:
         for pair in alike:
@@ -132,6 +149,7 @@ class SampledAgreement:
         with self._guard:
             dist.all_gather(parts, mine, group=self._groups.host)
         of_all = torch.stack(parts).split((_NUMBERS, _NUMBERS, 1), -1)
+        self._last_seen = of_all[0][:, 0]
         return of_all[0], of_all[1], of_all[2]
 
     def _say(self, text: str, *args: Any) -> None:

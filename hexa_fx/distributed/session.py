@@ -156,7 +156,7 @@ class PartitionSession(AttachedPartition):
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
         self._bindings.around_forward(model, self.begin, self._end)
-        self._bindings.around_states(self.shards)
+        self._bindings.around_states(self.shards, self._agreement.check_loaded)
 
     def begin(self, *_: Any) -> None:
         """Called when a forward of the whole model begins."""

@@ -152,3 +152,38 @@ def test_unequal_slices_that_one_rank_has_sent() -> None:
     """Gloo takes fewer numbers than there is room for."""
     for found in run(2, outcomes, make_plan(2, "uneven", MODES["model"][:1], ONE), ("right", "broadcast")):
         assert [bool(error) for error, _ in found.values()] == [False, True]
+
+
+def loaded(rank: int, world: int, plan: Any) -> str:
+    """What a rank's own weights of before do, and those of another model; then the error of another rank's, without metadata."""
+    model = Net(ONE)
+    session = install(model, plan).session
+    session.follow(model)
+    optimizer = adam(model)
+    x, target = batch(sum(plan.batch))
+
+    def step() -> None:
+        loss_sum(model(x[own(plan.batch, rank)]), target[own(plan.batch, rank)]).backward()
+        right(model, session, optimizer)
+        model.zero_grad()
+
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    step(), step()
+    model.load_state_dict(kept)
+    model.load_state_dict({name: torch.randn_like(value) * 0.01 for name, value in kept.items()})
+    model.load_state_dict(kept)
+    step()
+    of_all: list[Any] = [None] * world
+    dist.all_gather_object(of_all, kept)
+    error = ""
+    try:
+        model.load_state_dict(of_all[1 - rank])
+    except PlanError as refusal:
+        error = str(refusal)
+    session.close()
+    return error
+
+
+def test_slices_of_another_rank_that_say_not_whose_they_are() -> None:
+    for error in run(2, loaded, make_plan(2, "even", MODES["model"][:1], ONE)):
+        assert "that was loaded is a slice of another rank" in error
