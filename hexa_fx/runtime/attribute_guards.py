@@ -23,6 +23,7 @@ from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.read_values import IsA, Names, movable
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
+from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.resolution import Resolution, submodule
 
 _OF_ALL = (
@@ -63,8 +64,8 @@ class AttributeGuards:
         seen_in_trace = (read for read in self.reads if _is_plain(read) and str(read) not in called)
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
-        owners = {path.rpartition(".")[0] for path in packed}
-        self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
+        self.owners = frozenset(path.rpartition(".")[0] for path in packed)
+        self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in self.owners)
         self.bind(block)
 
     def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
@@ -115,12 +116,24 @@ class AttributeGuards:
         modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")
-            now = getattr(walked(modules, owner), "_parameters", {}).get(name)
+            now = getattr(self._walked(modules, owner), "_parameters", {}).get(name)
             if now is not None and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
         for path, name, noted in self.plain:
-            if not _is_still(getattr(walked(modules, path), name, None), noted):
+            if _is_module(noted):
+                value = self._walked(modules, f"{path}.{name}".lstrip("."))
+            else:
+                value = getattr(self._walked(modules, path), name, None)
+            if not _is_still(value, noted):
                 raise GuardMiss(f"{name!r} of {path or 'the block'!r} is not what it was when the block was rewritten")
+
+    def _walked(self, modules: dict[str, Any], path: str) -> Any:
+        """The module at a path, None if there is none; ``modules``: those that are known."""
+        if path not in modules:
+            above, _, key = path.rpartition(".")
+            found = getattr(self._walked(modules, above), key, None)
+            modules[path] = base_of(found) if path in self.owners and isinstance(found, nn.Module) else found
+        return modules[path]
 
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
@@ -132,8 +145,8 @@ class AttributeGuards:
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
-        kept = {"packed": self.packed, "inner": self.inner, "own_forward": self.own_forward, "dtypes": self.dtypes}
-        return {"reads": reads, "plain": self.plain, **kept}
+        kept = ("plain", "packed", "owners", "inner", "own_forward", "dtypes")
+        return {"reads": reads, **{name: getattr(self, name) for name in kept}}
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:
@@ -157,22 +170,18 @@ def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
-def walked(modules: dict[str, Any], path: str) -> Any:
-    """The module at a path, None if there is none; ``modules``: those that are known."""
-    if path not in modules:
-        above, _, key = path.rpartition(".")
-        modules[path] = getattr(walked(modules, above), key, None)
-    return modules[path]
-
-
 def _is_plain(read: PythonRead) -> bool:
     """Whether it is a module's setting (a number, a text or a list of these), its submodule, or how many of them there are."""
     if read.is_global or len(read.steps) > 1 or read.steps[0].startswith("__"):
         return False
     if isinstance(read.value, (IsA, Names)):
-        return read.steps[0] == "_modules" or (isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module))
+        return read.steps[0] == "_modules" or _is_module(read.value)
     values = read.value if type(read.value) is list else [read.value]
     return all(type(value) in (bool, int, float, str, NoneType) for value in values)
+
+
+def _is_module(noted: Any) -> bool:
+    return isinstance(noted, IsA) and issubclass(noted.kind, nn.Module)
 
 
 def _is_still(value: Any, noted: Any) -> bool:

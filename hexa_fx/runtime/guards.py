@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hexa_fx.ir import InputGuard
+
+log = logging.getLogger(__name__)
+_said: set[tuple[str, str]] = set()
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps the hooks that only its own call runs."""
@@ -20,6 +24,17 @@ LEFT = "left to the original: "
 
 class GuardMiss(Exception):
     """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it."""
+
+
+def say_in_trace(path: str, reason: str) -> bool:
+    """Logs once why compiled code is the block's own; a tracer calls it while it traces."""
+    if (path, reason) not in _said:
+        _said.add((path, reason))
+        log.warning("%s runs its original forward under torch.compile: %s", path, reason)
+    return True
+
+
+say_in_trace._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler does it, which imports dynamo
 
 
 class SizeMiss(GuardMiss):

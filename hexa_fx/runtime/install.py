@@ -25,12 +25,13 @@ from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
 from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code
 from hexa_fx.runtime.compiled_checks import inputs_of
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs, say_in_trace
 from hexa_fx.runtime.linear_lora import LinearLora
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names, readers
 from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.runtime.traced_lora import TracedLora
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
@@ -136,8 +137,10 @@ class HexaForward:
             return self.rewritten(*args, **kwargs)
         except GuardMiss as miss:
             # torch 2.11's tracer cannot make a text of an exception
-            reason, of_sizes = ("", False) if is_compiling() else (str(miss), isinstance(miss, SizeMiss))
-        if not is_compiling():
+            reason, of_sizes = miss.args[0], not is_compiling() and isinstance(miss, SizeMiss)
+        if is_compiling():
+            say_in_trace(self._path, reason)
+        else:
             self._log(reason)
             self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
         return self.original(*args, **kwargs)
@@ -163,8 +166,8 @@ class HexaForward:
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
         if adapted:
-            self.lora.refresh()
-        adapters = self.lora if adapted else self.adapters
+            adapted.refresh()
+        adapters = adapted or self.adapters
         result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
@@ -174,20 +177,18 @@ class HexaForward:
         results.leave(module, self.stored[training], kept)
         return output
 
-    def follow_adapters(self, module: nn.Module) -> bool:
-        """Sees through modules of PEFT around linear layers. Returns whether something is active on those of experts.
+    def follow_adapters(self, module: nn.Module) -> LinearLora | TracedLora | None:
+        """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
 
         Raises:
-            GuardMiss: it is no low-rank addition, or a compiler traces the call.
+            GuardMiss: it is no low-rank addition.
         """
         if is_compiling():
-            if self.lora.is_over(module):
-                raise GuardMiss("a compiler goes through adapters' own code")
-            return False
+            return TracedLora(module, self.lora.weights, self.lora.multiplied) or None
         if self.lora.changed(module):
             for each in (*self.attributes.values(), *(getattr(module, name) for name in self.lora.weights)):
                 each.see_through(self.lora.bases)
-        return bool(self.lora)
+        return self.lora or None
 
     def _inputs_of(self, program: Program, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The inputs of the program, checked."""
@@ -214,6 +215,11 @@ class HexaForward:
         made = [program for program in self.programs.values() if program is not None]
         return len(made) > 0 and all("hexa_fx_ops_direct_moe_ffn(" in program.source for program in made)
 
+    @property
+    def _path(self) -> str:
+        program = self.programs[True] or self.programs[False]
+        return (program.path if program else "") or type(self.module).__name__
+
     def _has_main_grad(self, training: bool) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
         return main_grad.has_any(self.module, self.weights[training])
@@ -225,9 +231,7 @@ class HexaForward:
         if reason in self._logged:
             return
         self._logged.add(reason)
-        program = self.programs[True] or self.programs[False]
-        path = program.path if program else ""
-        logger.warning("%s runs its original forward: %s", path or type(self.module).__name__, reason)
+        logger.warning("%s runs its original forward: %s", self._path, reason)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _UNPICKLED}

@@ -20,7 +20,7 @@ from torch import nn
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import IsA
-from hexa_fx.runtime.attribute_guards import is_within, walked
+from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
@@ -75,7 +75,6 @@ class LinearLora:
     ) -> None:
         self.weights, self.multiplied, self.called = dict(weights), multiplied, called
         self.bases: dict[int, nn.Module] = {}
-        self._under: list[str] = []
         self._same: Callable[[], bool] | None = None
         self._wrappers: list[nn.Module] = []  # alive as long as `bases` goes by their ids
         self._additions: dict[str, list[Addition]] = {}
@@ -117,7 +116,7 @@ class LinearLora:
         """
         if self._same is not None and self._same():
             return False
-        self._same, self._additions, self._under = None, {}, []
+        self._same, self._additions = None, {}
         noted, bases, wrappers = _Noted(), dict[int, nn.Module](), list[nn.Module]()
         found: dict[str, list[Addition]] = {}
         for path in self.called:
@@ -136,15 +135,9 @@ class LinearLora:
                 if name not in self.multiplied:
                     raise GuardMiss("the block does more with weights under adapters than multiply by them")
                 found[name] = list(additions(block, [[layer.low for layer in part] for part in parts], rows))
-            self._under += [layer.path for layer in under]
         changed, self.bases, self._wrappers = bases != self.bases, bases, wrappers
         self._same, self._additions = noted.still_the_same(), found
         return changed
-
-    def is_over(self, block: nn.Module) -> bool:
-        """Whether a layer that was under PEFT's modules at the last look still is; by plain access, which a tracer follows."""
-        modules: dict[str, Any] = {"": block}
-        return any(hasattr(walked(modules, path), "base_layer") for path in self._under)
 
     def refresh(self) -> None:
         """Checks the factors; see `PackedExperts.refresh`."""
@@ -226,14 +219,12 @@ def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:
     if not _is_lora(module):
         return _Layer(owner, module)
     base = noted.see(module._modules, "base_layer")
-    noted.hooks += [getattr(module, hooks) for hooks in HOOKS]
     return _Layer(owner, module, base, _active(module, owner, noted))
 
 
 def _active(wrapper: Any, path: str, noted: _Noted) -> list[Low]:
     own = vars(wrapper)
-    if noted.see(own, "forward") is not MISSING or any(noted.hooks[-len(HOOKS) :]):
-        raise GuardMiss(f"PEFT's {path!r} has a forward or hooks of its own, which only the block's own code runs")
+    _check_own(wrapper, path, noted)
     names, disabled, merged = (
         noted.see(own, key) for key in ("_active_adapter", "_disable_adapters", "merged_adapters")
     )
@@ -248,6 +239,13 @@ def _active(wrapper: Any, path: str, noted: _Noted) -> list[Low]:
     return low
 
 
+def _check_own(module: nn.Module, path: str, noted: _Noted) -> None:
+    hooks = [getattr(module, kind) for kind in HOOKS]
+    noted.hooks += hooks
+    if noted.see(vars(module), "forward") is not MISSING or any(hooks):
+        raise GuardMiss(f"PEFT's {path!r} has a forward or hooks of its own, which only the block's own code runs")
+
+
 def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     a, b = wrapper.lora_A._modules[name], noted.see(wrapper.lora_B._modules, name)
     scale, variant = noted.see(wrapper.scaling, name), noted.see(wrapper.lora_variant, name)
@@ -255,19 +253,22 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     plain = variant is MISSING and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
     plain &= vars(wrapper).get("cast_input_dtype_enabled", True)
     for linear in (a, b) if plain else ():
-        plain &= noted.see(linear._parameters, "bias") is None and noted.see(vars(linear), "forward") is MISSING
-        plain &= linear.weight.dtype in _DTYPES
+        plain &= noted.see(linear._parameters, "bias") is None and linear.weight.dtype in _DTYPES
     if not plain:
         raise GuardMiss(
             f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer)"
         )
+    for called in (a, b, dropout):
+        _check_own(called, path, noted)
     if type(dropout) is not nn.Identity:
-        noted.hooks += [getattr(dropout, hooks) for hooks in HOOKS]
         idle = type(dropout) is nn.Dropout and not (
             noted.see(vars(dropout), "training") and noted.see(vars(dropout), "p")
         )
         if not idle:
-            raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training")
+            raise GuardMiss(
+                f"adapter {name!r} of {path!r} drops numbers in training, which is no low-rank product: adapters that are there "
+                f"when the model is optimized may; {AGAIN}"
+            )
     return Low(path, name, a, b, float(scale))
 
 

@@ -15,6 +15,11 @@ from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 
 
+def base_of(module: Any) -> Any:
+    """What lies under a module of PEFT; any other module itself. By plain access, which a tracer follows."""
+    return module._modules.get("base_layer", module)
+
+
 class ParameterPaths:
     """Parameters of ``block`` by dotted path.
 
@@ -81,7 +86,9 @@ class ParameterPaths:
         owner: Any = self.block
         for key in modules:
             owner = getattr(owner, key)
-        if self._bases and not is_compiling():  # a tracer would not look again
+        if is_compiling():
+            owner = base_of(owner)
+        elif self._bases:
             owner = self._bases.get(id(owner), owner)
         if name not in owner._parameters and name not in owner._buffers:
             raise GuardMiss("an expert's parameter is gone")

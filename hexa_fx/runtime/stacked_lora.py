@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from hexa_fx.ir import PackedWeight
@@ -79,7 +80,14 @@ def additions(block: nn.Module, parts: Sequence[Sequence[Sequence[Low]]], rows: 
 def _addition(block: nn.Module, name: str, low: Sequence[Low | None], around: tuple[int, int]) -> Addition:
     given = [each for each in low if each is not None]
     kinds = {(each.scale, each.a.weight.shape, each.b.weight.shape, each.a.weight.dtype) for each in given}
-    if len(given) == len(low) and len(kinds) == 1 and len({id(each.a.weight) for each in given}) == len(given):
+    alike = len(given) == len(low) and len(kinds) == 1
+    if alike and is_compiling():
+        stacks = (
+            (lambda: torch.stack([each.a.weight for each in given])),
+            lambda: torch.stack([each.b.weight for each in given]),
+        )
+        return Addition(*stacks, given[0].scale, *around)
+    if alike and len({id(each.a.weight) for each in given}) == len(given):
         a, b = (
             _stacked(block, [f"{each.path}.{factor}.{name}.weight" for each in given])
             for factor in ("lora_A", "lora_B")

@@ -1,0 +1,87 @@
+"""PEFT's LoRA on listed experts while a compiler traces a call: what is active, by plain access that a tracer follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hexa_fx.ir import PackedWeight
+from hexa_fx.runtime.guards import AGAIN, GuardMiss
+from hexa_fx.runtime.paths import base_of
+from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
+from hexa_fx.sources.adapters import View
+
+_PLAIN = "peft.tuners.lora.layer", "Linear"
+
+
+class TracedLora:
+    """The additions to stacked weights, for one trace.
+
+    Raises:
+        GuardMiss: an adapter is no low-rank product.
+    """
+
+    def __init__(self, block: nn.Module, weights: Mapping[str, PackedWeight], multiplied: frozenset[str]) -> None:
+        self.additions: dict[str, list[Addition]] = {}
+        known: dict[str, Any] = {"": block}
+        for name, weight in weights.items():
+            if not weight.parts[0][0].endswith(".weight"):
+                continue
+            paths = [[path.rpartition(".")[0] for path in part] for part in weight.parts]
+            layers = [[_at(known, path) for path in part] for part in paths]
+            low = [[_active(*each) for each in zip(*both)] for both in zip(layers, paths)]
+            if any(any(part) for part in low):
+                if name not in multiplied:
+                    raise GuardMiss("the block does more with weights under adapters than multiply by them")
+                rows = [base_of(part[0]).out_features for part in layers]
+                self.additions[name] = list(additions(block, low, rows))
+
+    def __bool__(self) -> bool:
+        return len(self.additions) > 0
+
+    def refresh(self) -> None:
+        """Nothing: factors are stacked in the trace."""
+
+    def seen_from(self, module: Any) -> Any:
+        """See `hexa_fx.runtime.linear_lora.LinearLora.seen_from`."""
+        return View(module, {name: AdaptedReader(getattr(module, name), each) for name, each in self.additions.items()})
+
+
+def _at(known: dict[str, Any], path: str) -> Any:
+    if path not in known:
+        above, _, key = path.rpartition(".")
+        known[path] = getattr(_at(known, above), key)
+    return known[path]
+
+
+def _active(layer: Any, path: str) -> list[Low]:
+    if "base_layer" not in layer._modules:
+        return []
+    if (type(layer).__module__, type(layer).__name__) != _PLAIN or _is_changed(layer):
+        raise GuardMiss(f"PEFT's {path!r} is no LoRA on a plain linear layer, or has hooks or a forward of its own")
+    if layer._disable_adapters and layer.merged_adapters:
+        raise GuardMiss(f"adapters that are merged into {path!r} were disabled; its own code takes them out")
+    if layer._disable_adapters or layer.merged_adapters:
+        return []
+    names, known = layer._active_adapter, layer._modules["lora_A"]._modules
+    return [_low(layer, path, name) for name in ([names] if isinstance(names, str) else names) if name in known]
+
+
+def _low(layer: Any, path: str, name: str) -> Low:
+    a, b, dropout = (layer._modules[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
+    scale = layer.scaling[name]
+    plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
+    if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
+        raise GuardMiss(f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer)")
+    idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p)
+    if type(dropout) is not nn.Identity and (not idle or _is_changed(dropout)):
+        raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training; {AGAIN}")
+    return Low(path, name, a, b, float(scale))
+
+
+def _is_changed(module: Any) -> bool:
+    """Whether a module has hooks or a forward of its own, as it is traced; guards of torch.compile skip them later."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in module.__dict__ or any(map(len, hooks))
