@@ -45,6 +45,8 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
                 if in_parts
                 else _unlike(value.to(torch.float64, copy=True), generator)
             )
+            settings = {name: value for name, value in vars(parameter).items() if not isinstance(value, torch.Tensor)}
+            vars(memo[id(parameter)]).update(settings)  # which the code may ask for
     for child in block.modules():
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:

@@ -25,6 +25,7 @@ from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
 from hexa_fx.capture.ran_code import RanCode, is_ours
 from hexa_fx.capture.started_functions import untold
+from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
 from hexa_fx.ir import PythonRead, SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
@@ -32,16 +33,7 @@ from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unrea
 from hexa_fx.isolation.users_code import is_users
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
-_MACHINERY = (
-    "torch.nn.modules.module",
-    "torch.overrides",
-    "torch.fx",
-    "torch._",
-    "torch.utils",
-    "hexa_fx.",
-    "copy",
-    "inspect",
-)
+_MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. copy inspect".split())
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
 )
@@ -98,7 +90,7 @@ class PythonReads:
         for module in self._block.modules():
             self._patch(type(module))
         try:
-            with asking_noted(self._read), self.ran.noted():
+            with asking_noted(self._read), missing_ones_noted(self._met, self._read), self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self._read(self._block, "forward", "")
                 yield
@@ -290,6 +282,8 @@ class PythonReads:
                     unique = callable(member) or not isinstance(member, PLAIN)  # every 2 is the same object
                     if scopes and not (unique and id(member) in found):
                         self._read_class(holder, cls, number, base, name, scopes)
+        for read in list(present_ones(self._met.values(), self.ran.mention)):
+            self._read(*read)
 
     def _read_class(self, holder: Any, cls: type, number: int, base: type, name: str, scopes: set[str]) -> None:
         for scope in scopes:

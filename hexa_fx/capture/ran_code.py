@@ -58,10 +58,11 @@ class RanCode:
         return self._ran.get(id(getattr(function, "__code__", None)), (None, set()))[1]
 
     def mention(self, name: str, member: Any) -> set[str]:
-        """Of a plain attribute of a class, the modules whose code has its name in it."""
+        """Of a plain attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text."""
         if name.startswith("__") or callable(member) or hasattr(member, "__get__"):
             return set()
-        return {scope for code, scopes in self._ran.values() if name in code.co_names for scope in scopes}
+        ran = self._ran.values()
+        return {scope for code, scopes in ran if name in (*code.co_names, *code.co_consts) for scope in scopes}
 
     def _starts(self, frame: types.FrameType) -> bool:
         if is_users(str(frame.f_globals.get("__name__", ""))):

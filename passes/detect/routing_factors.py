@@ -214,13 +214,17 @@ def find_factor(
 def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[RoutingSource, ...]:
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
+    rows_of_one: tuple[RoutingSource, ...] = ()  # an expert may happen to have as many rows as there are experts
     for node in known:
         if not is_float(node) or is_constant(node):
             continue
         for reading, table in _read_factor(slots.value(node), slots):
             if _agrees(table, reading, ones, slots):
-                return (RoutingSource((node,), reading),)
-    return ()
+                source = (RoutingSource((node,), reading),)
+                if reading != "expert":
+                    return source
+                rows_of_one = rows_of_one or source
+    return rows_of_one
 
 
 def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: Slots) -> bool:
