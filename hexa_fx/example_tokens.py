@@ -44,12 +44,12 @@ def example_tokens(model: nn.Module) -> ExampleTokens:
     if "input_ids" not in taken or not isinstance(vocabulary, int):
         raise InputError(f"example_inputs is None, and {kind} takes no token ids, which could be made; {_EXPECTED}")
     named = {value for each in nested(config) for value in _token_ids(each)}
-    ordinary = torch.tensor([number for number in range(vocabulary) if number not in named] or [0])
+    ordinary = torch.tensor([number for number in range(vocabulary) if number not in named] or [0], device="cpu")
     generator = torch.Generator().manual_seed(0)
     device = _device(inner)
 
     def tokens() -> torch.Tensor:
-        return ordinary[torch.randint(len(ordinary), (BATCH, LENGTH), generator=generator)].to(device)
+        return ordinary[torch.randint(len(ordinary), (BATCH, LENGTH), generator=generator, device="cpu")].to(device)
 
     made = ExampleTokens(input_ids=tokens())
     if "attention_mask" in taken:

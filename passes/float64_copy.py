@@ -58,7 +58,7 @@ def _unlike(value: torch.Tensor, generator: torch.Generator | None) -> torch.Ten
     """A floating vector or matrix with random numbers added if all its elements are equal."""
     if generator is None or not is_of_one_number(value) or value.numel() < 2:
         return value
-    noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+    noise = torch.randn(value.shape, dtype=torch.float64, generator=generator, device="cpu")
     return value + noise.to(value.device) / 8
 
 
@@ -67,7 +67,7 @@ def _unlike_in_place(value: torch.Tensor, generator: torch.Generator | None) -> 
     if generator is None or not is_of_one_number(value):
         return value
     rows = value.shape[:-1].numel()
-    noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator) / 8
+    noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator, device="cpu") / 8
     numbers = noise.to(value) + value.flatten()[0]
     strides = [math.prod(value.shape[dim + 1 : -1]) for dim in range(value.dim() - 1)]
     return numbers.as_strided(value.shape, (*strides, 1))

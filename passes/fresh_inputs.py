@@ -85,8 +85,11 @@ class FreshInputs:
 
     def like_example(self, dtype: torch.dtype, routing: ForcedRouting | None = None) -> tuple[Any, Any]:
         """(args, kwargs) of the example's shapes; floating tensors in ``dtype``."""
-        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
-        return self._make(shapes, dtype, routing)
+        return self._make(_shapes(self._leaves), dtype, routing)
+
+    def sized_like_example(self, inputs: tuple[Any, Any]) -> bool:
+        """Whether (args, kwargs) have the example's shapes."""
+        return _shapes(pytree.tree_leaves(inputs)) == _shapes(self._leaves)
 
     def at(
         self, batch: int | None, sequence: int | None, dtype: torch.dtype, routing: ForcedRouting | None = None
@@ -122,7 +125,7 @@ class FreshInputs:
             elif kind in ("ids", "marks", "scores"):
                 new = self._fill(leaf, kind, shape, draw)
             elif self._weighs_tokens(leaf):
-                new = torch.rand(shape, generator=generator) * leaf.abs().max().cpu() + 1e-3
+                new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
             else:
                 new = _repeated_to(leaf, shape)
             made.append(new.to(leaf))
@@ -194,21 +197,21 @@ class FreshInputs:
         return args, kwargs
 
     def _fill(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
-        generator = draw.generator
+        generator, numbers = draw.generator, torch.empty(shape, dtype=torch.float64, device="cpu")
         if kind == "scores":
-            scores = torch.randn(shape, dtype=torch.float64, generator=generator)
+            scores = numbers.normal_(generator=generator)
             return scores if draw.routing is None else raised(scores, draw.routing, self._experts_a_token(scores, kind))
         if kind == "signed":
             example = leaf.double()
             spread = float(example.detach().std()) if leaf.numel() > 1 else 1.0
             spread = spread if 0 < spread < float("inf") else 1.0
-            return torch.randn(shape, dtype=torch.float64, generator=generator) * spread + _finite(example.mean())
+            return numbers.normal_(generator=generator) * spread + _finite(example.mean())
         if kind == "unsigned":
-            return torch.rand(shape, dtype=torch.float64, generator=generator) * _finite(leaf.max()) + 1e-3
+            return numbers.uniform_(generator=generator) * _finite(leaf.max()) + 1e-3
         if kind == "bool":
-            return torch.rand(shape, generator=generator) < float(leaf.double().mean())
+            return torch.rand(shape, generator=generator, device="cpu") < float(leaf.double().mean())
         if kind == "integer":
-            return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator)
+            return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator, device="cpu")
         return self._routed(leaf, kind, shape, draw)
 
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
@@ -221,19 +224,19 @@ class FreshInputs:
         count = torch.Size(rows).numel()
         key = (count, experts, k)
         if key not in draw.chosen:
-            random = torch.rand(count, experts, generator=generator).argsort(-1)[:, :k]
+            random = torch.rand(count, experts, generator=generator, device="cpu").argsort(-1)[:, :k]
             draw.chosen[key] = random if draw.routing is None else draw.routing.choose(count, experts, k)
         chosen = draw.chosen[key]
         if kind == "ids":
             return chosen.reshape(shape)
-        values = torch.ones(count, k, dtype=torch.float64)
+        values = torch.ones(count, k, dtype=torch.float64, device="cpu")
         if leaf.is_floating_point() and leaf[leaf != 0].unique().numel() > 1:
-            values = torch.rand(count, k, dtype=torch.float64, generator=generator) + 0.1
+            values = torch.rand(count, k, dtype=torch.float64, generator=generator, device="cpu") + 0.1
         elif leaf.dtype != torch.bool:
             values = values * leaf[leaf != 0].flatten()[0].double().cpu()
         if draw.routing is None and bool((leaf == 0).all(-1).any()):
-            values = values * (torch.rand(count, 1, generator=generator) < 0.75)
-        return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen, values).reshape(shape)
+            values = values * (torch.rand(count, 1, generator=generator, device="cpu") < 0.75)
+        return torch.zeros(count, experts, dtype=torch.float64, device="cpu").scatter(1, chosen, values).reshape(shape)
 
     def _experts_a_token(self, leaf: torch.Tensor, kind: Kind) -> int:
         """How many experts ``ids``, ``marks`` or ``scores`` choose for a token; of scores, how many are made to stand out."""
@@ -263,11 +266,12 @@ def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.
     """Of the example's range; around its number where it is all of one."""
     example = leaf.detach().double()
     spread = float(example.detach().std()) if leaf.numel() > 1 else 0.0
+    made = torch.empty(shape, dtype=torch.float64, device="cpu")
     if not 0 < spread < float("inf"):
-        return torch.randn(shape, dtype=torch.float64, generator=generator) + _finite(example.flatten()[0])
+        return made.normal_(generator=generator) + _finite(example.flatten()[0])
     if bool((example >= 0).all()):
-        return torch.rand(shape, dtype=torch.float64, generator=generator) * _finite(example.max())
-    return torch.randn(shape, dtype=torch.float64, generator=generator) * spread + _finite(example.mean())
+        return made.uniform_(generator=generator) * _finite(example.max())
+    return made.normal_(generator=generator) * spread + _finite(example.mean())
 
 
 def _random_ids(
@@ -277,9 +281,8 @@ def _random_ids(
     if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.dim() == 0:
         return _repeated_to(leaf, shape)
     wanted = torch.Size(shape).numel()
-    return torch.cat([torch.randperm(vocabulary, generator=generator) for _ in range(-(-wanted // vocabulary))])[
-        :wanted
-    ].reshape(shape)
+    orders = [torch.randperm(vocabulary, generator=generator, device="cpu") for _ in range(-(-wanted // vocabulary))]
+    return torch.cat(orders)[:wanted].reshape(shape)
 
 
 def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -291,3 +294,7 @@ def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _finite(value: torch.Tensor) -> float:
     return float(value.detach()) if bool(value.isfinite()) else 0.0
+
+
+def _shapes(leaves: list[Any]) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]

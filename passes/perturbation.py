@@ -121,7 +121,7 @@ def _ids_of_no_expert(inputs: FreshInputs, module: nn.Module) -> Iterator[Change
 def _without_expert(number: int) -> Callable[[Trial], None]:
     def make(trial: Trial) -> None:
         leaf = trial.leaves[number]
-        chosen = torch.rand(leaf.shape, generator=trial.generator) < 0.25
+        chosen = torch.rand(leaf.shape, generator=trial.generator, device="cpu") < 0.25
         trial.leaves[number] = leaf.masked_fill(chosen.to(leaf.device), -1)
 
     return make
@@ -130,7 +130,7 @@ def _without_expert(number: int) -> Callable[[Trial], None]:
 def _drawn(number: int, bounds: tuple[int, int]) -> Callable[[Trial], None]:
     def make(trial: Trial) -> None:
         leaf = trial.leaves[number]
-        trial.leaves[number] = torch.randint(*bounds, leaf.shape, generator=trial.generator).to(leaf)
+        trial.leaves[number] = torch.randint(*bounds, leaf.shape, generator=trial.generator, device="cpu").to(leaf)
 
     return make
 
@@ -138,7 +138,7 @@ def _drawn(number: int, bounds: tuple[int, int]) -> Callable[[Trial], None]:
 def _masking(number: int, low: float) -> Callable[[Trial], None]:
     def make(trial: Trial) -> None:
         leaf = trial.leaves[number]
-        chosen = torch.rand(leaf.shape, generator=trial.generator) < 0.5
+        chosen = torch.rand(leaf.shape, generator=trial.generator, device="cpu") < 0.5
         trial.leaves[number] = torch.where(chosen, low, 0.0).to(leaf)
 
     return make
@@ -190,7 +190,9 @@ def _asks_for_mode(kind: type) -> bool:
 
 def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:
     def make(trial: Trial) -> None:
-        random = torch.rand(tensor.shape, dtype=torch.float64, generator=trial.generator).to(tensor.device)
+        random = torch.rand(tensor.shape, dtype=torch.float64, generator=trial.generator, device="cpu").to(
+            tensor.device
+        )
         if tensor.is_floating_point():
             moved, masked = tensor * (0.5 + random) + random / 4, tensor < _MASKED
             trial.write(tensor, moved if bool(masked.all()) else torch.where(masked, random, moved))
@@ -230,7 +232,9 @@ def _other_magnitudes(inputs: FreshInputs, factors: tuple[float, ...]) -> Change
     def make(trial: Trial) -> None:
         leaf = trial.leaves[place]
         rows = leaf.shape[:-1].numel()
-        each = torch.tensor([1.0, *factors], dtype=torch.float64)[torch.arange(rows) % (len(factors) + 1)]
+        each = torch.tensor([1.0, *factors], dtype=torch.float64, device="cpu")[
+            torch.arange(rows, device="cpu") % (len(factors) + 1)
+        ]
         trial.leaves[place] = (leaf.double() * each.reshape(*leaf.shape[:-1], 1).to(leaf.device)).to(leaf.dtype)
 
     return Change("tokens of other magnitudes", make)

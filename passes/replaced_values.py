@@ -48,8 +48,8 @@ def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable
 def _chosen(value: torch.Tensor) -> torch.Tensor:
     """A quarter of the places at random, at least one; none of a single one."""
     count = max(1, value.numel() // 4) if value.numel() > 1 else 0
-    order = torch.randperm(value.numel(), generator=torch.Generator().manual_seed(value.numel()))
-    chosen = torch.zeros(value.numel(), dtype=torch.bool)
+    order = torch.randperm(value.numel(), generator=torch.Generator().manual_seed(value.numel()), device="cpu")
+    chosen = torch.zeros(value.numel(), dtype=torch.bool, device="cpu")
     chosen[order[:count]] = True
     return chosen.reshape(value.shape).to(value.device)
 
@@ -67,7 +67,9 @@ def _mask_like(value: torch.Tensor) -> torch.Tensor | None:
 
 def _scale_like(value: torch.Tensor) -> torch.Tensor:
     """Numbers between a half and three halves of the scale, none of them one."""
-    noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(value.numel() + 1), dtype=torch.float64)
+    noise = torch.rand(
+        value.shape, generator=torch.Generator().manual_seed(value.numel() + 1), dtype=torch.float64, device="cpu"
+    )
     factor = (0.5 + noise * 0.45 + (noise > 0.5)).to(value)
     return value * factor if bool((value != 0).all()) else value + factor / 8
 

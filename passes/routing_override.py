@@ -26,7 +26,7 @@ class ForcedRouting:
 
 
 def _first(rows: int, candidates: int, k: int) -> torch.Tensor:
-    return torch.arange(k).expand(rows, k).contiguous()
+    return torch.arange(k, device="cpu").expand(rows, k).contiguous()
 
 
 def _last(rows: int, candidates: int, k: int) -> torch.Tensor:
@@ -34,15 +34,15 @@ def _last(rows: int, candidates: int, k: int) -> torch.Tensor:
 
 
 def _alternating(rows: int, candidates: int, k: int) -> torch.Tensor:
-    even = (torch.arange(rows) % 2 == 0)[:, None]
+    even = (torch.arange(rows, device="cpu") % 2 == 0)[:, None]
     return torch.where(even, _first(rows, candidates, k), _last(rows, candidates, k))
 
 
 def _one_unused(rows: int, candidates: int, k: int, first_row: int = 0) -> torch.Tensor:
     if k >= candidates:
         return _first(rows, candidates, k)
-    number = torch.arange(first_row, first_row + rows)[:, None]
-    return 1 + (_step(k) * number + torch.arange(k)) % (candidates - 1)
+    number = torch.arange(first_row, first_row + rows, device="cpu")[:, None]
+    return 1 + (_step(k) * number + torch.arange(k, device="cpu")) % (candidates - 1)
 
 
 def _step(k: int) -> int:

@@ -23,7 +23,9 @@ class UntriedExperts:
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> None:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         known = [w for w in weights if id(w) in names and w.requires_grad and not isinstance(w, UpcastWeight)]
-        self._left = {names[id(w)]: torch.ones(len(w) if w.dim() > 2 else 1, dtype=torch.bool) for w in known}
+        self._left = {
+            names[id(w)]: torch.ones(len(w) if w.dim() > 2 else 1, dtype=torch.bool, device="cpu") for w in known
+        }
 
     def see(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Leaves out what has a gradient that is not zero."""

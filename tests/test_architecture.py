@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable
@@ -99,3 +100,27 @@ def test_a_plan_takes_the_walk(tmp_path):
     finally:
         dist.destroy_process_group()
     assert_in_order([step for step in steps("A plan") if step[1]], ran)
+
+
+MADE_FROM_NOTHING = frozenset(
+    "arange empty eye full linspace logspace normal ones rand randint randn randperm scalar_tensor tensor zeros".split()
+)
+"""Functions of torch that put a tensor on the process's default device unless they are told one."""
+
+
+def test_no_tensor_of_ours_is_on_the_default_device() -> None:
+    """That is the user's to choose: `torch.set_default_device("cuda")` made every analysis fail."""
+    files = [*(ROOT / "passes").rglob("*.py"), *(ROOT / "hexa_fx").rglob("*.py")]
+    assert len(files) > 200
+    unnamed = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        if file.name != "demo.py"  # where the user's model is made, too
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in MADE_FROM_NOTHING
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert not unnamed

@@ -55,7 +55,7 @@ def replaced_parameters(
     before = {key: parameter.data for key, parameter in plain.items()}
     try:
         for key, parameter in plain.items():
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
             new = chosen[key] if key in chosen else parameter.data + noise.to(parameter.data) / 8
             parameter.data = new.to(parameter.data, copy=True)
         yield {name: p.data for name, p in parameters.items() if id(p) in plain}

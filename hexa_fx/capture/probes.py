@@ -116,7 +116,7 @@ def overflow_inputs(
     if not example.is_floating_point() or example.dim() not in (2, 3) or not example.numel():
         return args, kwargs
     generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(tokens, example.shape[-1], generator=generator).to(example) * example.std()
+    noise = torch.randn(tokens, example.shape[-1], generator=generator, device="cpu").to(example) * example.std()
     one = example.reshape(-1, example.shape[-1])[0]
     alike = torch.arange(tokens, device=example.device)[:, None] % 2 == 0
     mixed = torch.where(alike, one + 0.01 * noise, noise)

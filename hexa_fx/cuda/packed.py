@@ -144,5 +144,5 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
 
 def _values(values: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """The sixteen values as elements, two in a word."""
-    elements = torch.tensor(values, dtype=torch.float32).to(dtype).view(torch.int16).tolist()
+    elements = torch.tensor(values, dtype=torch.float32, device="cpu").to(dtype).view(torch.int16).tolist()
     return unpack("8I", pack("16h", *elements))

@@ -55,11 +55,11 @@ class CompiledLayers:
         finally:
             self._saved.leave_bound()
         if not any(needs):
-            return y, torch.tensor(-1)
+            return y, torch.tensor(-1, device="cpu")
         number = next(self._numbers)
         self._calls[number] = layer, inputs, y
         self._calls.pop(number - _KEPT, None)
-        return y.detach(), torch.tensor(number)
+        return y.detach(), torch.tensor(number, device="cpu")
 
     def backward(self, number: int, grad: Tensor) -> list[Tensor]:
         """Gradients of the inputs that need one."""
@@ -109,7 +109,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     x = tensors[0]
     assert x is not None
-    return x.new_empty(x.shape, dtype=autocast or x.dtype), torch.empty((), dtype=torch.int64)
+    return x.new_empty(x.shape, dtype=autocast or x.dtype), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _backward(grad: Tensor, call: Tensor, like: list[Tensor], session: str) -> list[Tensor]:

@@ -80,4 +80,4 @@ class CapacityBatchSampler(Sampler[list[int]]):
         if not self.shuffle:
             return list(range(self.length))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return list(torch.randperm(self.length, generator=generator).tolist())
+        return list(torch.randperm(self.length, generator=generator, device="cpu").tolist())

@@ -132,7 +132,7 @@ def _combine(parameters: Sequence[nn.Parameter], group: Any, host: Any, mean: bo
     wanted = [p for p in parameters if not summed_elsewhere(p, group)]
     if not wanted or world == 1:
         return
-    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32)
+    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device="cpu")
     dist.all_reduce(present, dist.ReduceOp.MAX, group=host)  # on a device the host would wait for it
     live = [p for p, there in zip(wanted, present.tolist()) if there]
     for same_kind in _by_kind(live):

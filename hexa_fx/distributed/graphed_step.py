@@ -173,9 +173,9 @@ class GraphedStep:
 
     def _gathered(self, mine: Sequence[int]) -> list[list[int]]:
         group = self._session.everyone
-        out = [torch.empty(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+        out = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
         with self._session.guard("the agreement on a recorded step"):
-            dist.all_gather(out, torch.tensor(mine), group=group)
+            dist.all_gather(out, torch.tensor(mine, device="cpu"), group=group)
         return [part.tolist() for part in out]
 
     def _say(self, known: _Known | None, what: str) -> None:

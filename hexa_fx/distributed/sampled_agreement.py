@@ -138,7 +138,7 @@ class SampledAgreement:
 
     def _gathered(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values and gradients, (ranks, parameters, numbers), zeros where a rank has none; and the steps of the gradients."""
-        mine = torch.zeros(1 + _OTHERS, 2 * _NUMBERS + 1, dtype=torch.float64)
+        mine = torch.zeros(1 + _OTHERS, 2 * _NUMBERS + 1, dtype=torch.float64, device="cpu")
         values, gradients, steps = mine.split((_NUMBERS, _NUMBERS, 1), -1)
         for number, (_, owner, key) in enumerate(self._places):
             parameter = owner._parameters.get(key)
@@ -173,7 +173,7 @@ def _sample(parameter: Tensor | None, value: Tensor | None, cut: bool) -> Tensor
     apart = getattr(parameter, "_fsdp_flattened", False) or (isinstance(parameter, DTensor) and not cut)
     held = None if value is None or apart else local_part(value).detach()
     if held is None or held.layout != torch.strided or not held.numel():
-        return torch.zeros(_NUMBERS, dtype=torch.float64)
+        return torch.zeros(_NUMBERS, dtype=torch.float64, device="cpu")
     numbers = torch.arange(_NUMBERS, device=held.device)
     if cut and value is parameter:  # unequal slices that were mixed agree from the first element on
         return held.reshape(-1)[numbers % held.numel()]

@@ -199,14 +199,14 @@ class PartitionSession(AttachedPartition):
                 "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
                 "weight the loss by a count that is known"
             )
-        out = torch.empty(self.groups.world, dtype=torch.int64)
+        out = torch.empty(self.groups.world, dtype=torch.int64, device="cpu")
         with self._count_guard:
-            gather_even(out, torch.tensor([rows]), group=self.groups.host)
+            gather_even(out, torch.tensor([rows], device="cpu"), group=self.groups.host)
         return out.tolist()  # type: ignore[no-any-return]
 
     def total(self, count: int) -> int:
         """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
-        total = torch.tensor([sum(self.exchange_counts(count))])
+        total = torch.tensor([sum(self.exchange_counts(count))], device="cpu")
         with self._count_guard:
             for host in self.data.hosts:
                 dist.all_reduce(total, group=host)

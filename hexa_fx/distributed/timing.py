@@ -29,8 +29,8 @@ def synchronize(device: torch.device) -> None:
 
 def gathered(value: float, groups: Groups) -> tuple[float, ...]:
     """Every rank's value, exchanged over the host group."""
-    out = [torch.zeros(1, dtype=torch.float64) for _ in range(groups.world)]
-    dist.all_gather(out, torch.tensor([value], dtype=torch.float64), group=groups.host)
+    out = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(groups.world)]
+    dist.all_gather(out, torch.tensor([value], dtype=torch.float64, device="cpu"), group=groups.host)
     return tuple(float(t) for t in out)
 
 

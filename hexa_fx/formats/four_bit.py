@@ -78,7 +78,7 @@ class FourBit(Format):
 @cache
 def _pairs(values: tuple[float, ...], high_first: bool, device: str) -> Tensor:
     """The two values of every byte, (256, 2)."""
-    byte, table = torch.arange(256), torch.tensor(values, dtype=torch.float32)
+    byte, table = torch.arange(256, device="cpu"), torch.tensor(values, dtype=torch.float32, device="cpu")
     halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
     return torch.stack([table[half] for half in halves], 1).to(device)
 
@@ -144,7 +144,7 @@ def dynamic_map(device: str) -> Tensor:
     """The 256 values, in order, of 8-bit codes with an exponent of varying length (arXiv 2110.02861, section 2)."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float64, device="cpu")
         means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
         values += [*means.tolist(), *(-means).tolist()]
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)

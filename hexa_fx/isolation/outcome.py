@@ -165,7 +165,7 @@ def _gradients(
         return dict.fromkeys(wanted), ""
     generator = torch.Generator().manual_seed(seed)
     cotangents = [
-        torch.randn(leaf.shape, dtype=torch.float64, generator=generator).to(leaf.device, leaf.dtype)
+        torch.randn(leaf.shape, dtype=torch.float64, generator=generator, device="cpu").to(leaf.device, leaf.dtype)
         for leaf in outputs
     ]
     with torch._C.DisableTorchFunction():

@@ -178,7 +178,7 @@ def filled(terms: Sequence[Term], shape: Sequence[int], device: torch.device, li
 def directions(width: int, device: torch.device) -> Tensor:
     """(width, d) random directions, always the same, and kept: every expert of a list has its gradients sketched on them."""
     generator = torch.Generator().manual_seed(23)
-    return torch.randn(width, _DIRECTIONS, dtype=torch.float64, generator=generator).to(device)
+    return torch.randn(width, _DIRECTIONS, dtype=torch.float64, generator=generator, device="cpu").to(device)
 
 
 def sketch(terms: Sequence[Term], shape: Sequence[int], device: torch.device) -> Tensor:

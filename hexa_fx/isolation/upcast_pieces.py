@@ -31,7 +31,7 @@ def upcast_piece(piece: torch.Tensor) -> torch.Tensor:
     if kept is None or piece.device.type != "cpu" or piece.dtype == torch.float64:
         return piece.to(torch.float64)
     if not kept or kept[0].numel() < piece.numel():
-        kept[:] = [torch.empty(piece.numel(), dtype=torch.float64)]
+        kept[:] = [torch.empty(piece.numel(), dtype=torch.float64, device="cpu")]
     memory = kept[0][: piece.numel()]
     by_columns = piece.stride(0) < piece.stride(1)
     upcast = memory.view(piece.shape[::-1]).t() if by_columns else memory.view(piece.shape)

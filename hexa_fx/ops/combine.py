@@ -74,7 +74,7 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     skipped, routed = -1, int(offs[-1])
     if routed < n:
         inv, skipped = inv.clamp(max=routed), routed
-    bags = torch.arange(0, n, top_k, dtype=torch.int32)
+    bags = torch.arange(0, n, top_k, dtype=torch.int32, device="cpu")
     return torch._embedding_bag_forward_only(
         y if y.stride(1) == 1 else y.contiguous(), inv, bags, False, 0, False, top_k_weights, False, skipped
     )[0]

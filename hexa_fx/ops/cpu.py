@@ -50,7 +50,7 @@ def settle_allocator() -> None:
     glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs sooner or
     later. The block freed here is never touched, so it costs nothing.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 @lru_cache(maxsize=4)
@@ -171,7 +171,11 @@ def _aligned(t: Tensor) -> bool:
 def has_grouped_mm() -> bool:
     """Whether this version of torch multiplies groups of float32 on a CPU; tried once on a few numbers."""
     try:
-        y = torch._grouped_mm(torch.ones(2, 4), torch.ones(2, 4, 4), offs=torch.tensor([1, 2], dtype=torch.int32))
+        y = torch._grouped_mm(
+            torch.ones(2, 4, device="cpu"),
+            torch.ones(2, 4, 4, device="cpu"),
+            offs=torch.tensor([1, 2], dtype=torch.int32, device="cpu"),
+        )
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     return bool((y == 4).all())

@@ -94,11 +94,11 @@ def _sizes(
     least = max(1, _BYTES // dtype.itemsize)
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty_strided((1, *shape[1:]), strides, dtype=weight_dtype)
-    weight.copy_(torch.randn((1, *shape[1:]), generator=generator))
-    bias = torch.randn((1, shape[2]), generator=generator).to(weight_dtype) if has_bias else None
-    rows = torch.randn((least * _LARGER[0], shape[1]), generator=generator).to(dtype)
+    weight.copy_(torch.randn((1, *shape[1:]), generator=generator, device="cpu"))
+    bias = torch.randn((1, shape[2]), generator=generator, device="cpu").to(weight_dtype) if has_bias else None
+    rows = torch.randn((least * _LARGER[0], shape[1]), generator=generator, device="cpu").to(dtype)
     expected = _in_blocks(rows, least, weight, bias)
-    orders = [torch.randperm(len(rows), generator=generator) for _ in range(_ORDERS)]
+    orders = [torch.randperm(len(rows), generator=generator, device="cpu") for _ in range(_ORDERS)]
 
     def is_fixed(size: int) -> bool:
         return all(_same(_in_blocks(rows[order], size, weight, bias), expected[order]) for order in orders)

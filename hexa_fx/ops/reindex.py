@@ -77,7 +77,7 @@ class SortedSlots:
             for row, slot in enumerate(slots):
                 inverse[slot] = row
             return int_tensor("i", slots), int_tensor("i", inverse), int_tensor("i", self.bounds)
-        rows = torch.arange(self.slots.shape[0], dtype=torch.int32)
+        rows = torch.arange(self.slots.shape[0], dtype=torch.int32, device="cpu")
         inv = torch.empty_like(rows).scatter_(0, self.slots, rows)
         return self.slots.to(torch.int32), inv, int_tensor("i", self.bounds)
 
@@ -119,7 +119,7 @@ def _sort_few(ids: list[int], top_k: int, num_experts: int) -> SortedSlots:
 def int_tensor(code: str, values: list[int]) -> Tensor:
     """An int32 (``i``) or int64 (``q``) tensor of a few numbers, made three times as fast as by torch.tensor."""
     dtype = torch.int32 if code == "i" else torch.int64
-    return torch.frombuffer(array(code, values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(array(code, values), dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _within_range(ids: Tensor, num_experts: int) -> Tensor:
@@ -150,7 +150,7 @@ def _narrowest(num_experts: int) -> torch.dtype:
 @lru_cache(maxsize=64)
 def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
     """The numbers 0 .. E + 1; do not write to it."""
-    return torch.arange(num_experts + 2, dtype=dtype)
+    return torch.arange(num_experts + 2, dtype=dtype, device="cpu")
 
 
 def _fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

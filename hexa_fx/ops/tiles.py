@@ -95,7 +95,7 @@ def esmm_act(
 
 
 def _rows_output(tiling: Tiling, width: int) -> Tensor:
-    y = torch.empty((tiling.n, width), dtype=tiling.dtype)
+    y = torch.empty((tiling.n, width), dtype=tiling.dtype, device="cpu")
     if tiling.routed < tiling.n:
         y[tiling.routed :].zero_()
     return y
@@ -236,7 +236,7 @@ def _is_one_product(tile: Tile, x: Tensor, g: Tensor, kept: bool) -> bool:
 
 def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
     """(E, K, N), zero for the experts that no tile will write."""
-    y = torch.empty((tiling.experts, k, n), dtype=tiling.dtype)
+    y = torch.empty((tiling.experts, k, n), dtype=tiling.dtype, device="cpu")
     empty_from = 0
     for e, (start, end) in enumerate(pairwise(tiling.bounds)):
         if start == end:

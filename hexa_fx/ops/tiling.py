@@ -66,7 +66,7 @@ class Tiling:
         """A float32 (float64) buffer of zeros that tiles add to. The output has the operands' dtype."""
         found = self.buffers.get(key)
         if found is None:
-            found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide)
+            found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide, device="cpu")
             self.outputs[key] = partial(_identity if self.wide == self.dtype else _cast, found, self.dtype)
         return found
 

@@ -102,7 +102,7 @@ class RoutingLog:
                 raise InputError(f"a sequence of {length} tokens has ids of {len(array)}")
             rest = length - len(array)
             pieces += [array, array.new_zeros(rest, *array.shape[1:])]
-            live += [torch.zeros(len(array), dtype=torch.bool), torch.ones(rest, dtype=torch.bool)]
+            live += [torch.arange(len(array) + rest, device="cpu") >= len(array)]
         return cls(torch.cat(pieces), wanted, live=torch.cat(live), **options)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RoutingLog:
         if missing := [int(number) for number in sequences if not -len(self) <= int(number) < len(self)]:
             raise InputError(f"the log has no sequence {missing[0]}; it holds {len(self)}")
         pieces = [self._range(int(number)) for number in sequences]
-        rows = torch.cat([torch.arange(*piece) for piece in pieces]) if pieces else torch.arange(0)
+        rows = torch.cat([torch.arange(*piece, device="cpu") for piece in (pieces or [(0, 0)])])
         return self._taken(rows, [stop - start for start, stop in pieces])
 
     def joined(self, batch: int) -> RoutingLog:
@@ -144,7 +144,7 @@ class RoutingLog:
         order = [piece for row in range(batch) for piece in range(row, len(self), batch)]
         whole = self.select(order)
         lengths = [sum(self.lengths[row::batch]) for row in range(batch)]
-        return whole._taken(torch.arange(whole.tokens), lengths)
+        return whole._taken(torch.arange(whole.tokens, device="cpu"), lengths)
 
     def truncated(self, lengths: Sequence[int]) -> RoutingLog:
         """A log of the first ``lengths[i]`` tokens of every sequence, such as those before the end-of-text token."""
@@ -152,7 +152,7 @@ class RoutingLog:
         if len(wanted) != len(self) or min(wanted, default=0) < 0:
             raise InputError(f"{len(self)} sequences are cut to as many lengths, none negative; got {list(wanted)}")
         kept = [min(new, old) for new, old in zip(wanted, self.lengths)]
-        pieces = [torch.arange(self._range(i)[0], self._range(i)[0] + n) for i, n in enumerate(kept)]
+        pieces = [torch.arange(self._range(i)[0], self._range(i)[0] + n, device="cpu") for i, n in enumerate(kept)]
         return self._taken(torch.cat(pieces), kept)
 
     def save(self, path: str | Path) -> None:

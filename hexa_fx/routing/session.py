@@ -41,7 +41,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingLog]:
     layers = layers_of(model)
     count, top_k = len(layers), [layer.site.top_k for layer in layers]
     experts = [layer.candidates for layer in layers]
-    empty = torch.empty(0, count, max(top_k), dtype=smallest_dtype(max(experts)))
+    empty = torch.empty(0, count, max(top_k), dtype=smallest_dtype(max(experts)), device="cpu")
     found = RoutingLog(empty, (), experts, top_k, [layer.path for layer in layers])
     with _Session(model, layers, found, replay=False).running():
         yield found

@@ -248,7 +248,7 @@ def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], nat
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     rows = len(chosen)
     generator = torch.Generator().manual_seed(0)
-    order = torch.rand(rows, site.num_experts, generator=generator).argsort(1)
+    order = torch.rand(rows, site.num_experts, generator=generator, device="cpu").argsort(1)
     at_random = order[:, : site.top_k].contiguous().to(chosen.device)
     reached = _forced(level, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):

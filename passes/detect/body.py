@@ -150,9 +150,11 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
     for instance in instances:
         for contraction in instance.first:
             recorded = replay.value(contraction.node)
-            noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64)
-            wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64) < 0.3
-            spread = (torch.rand(recorded.shape, generator=generator, dtype=torch.float64) - 0.5) * 2 * reach
+            noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64, device="cpu")
+            wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64, device="cpu") < 0.3
+            spread = (
+                (torch.rand(recorded.shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5) * 2 * reach
+            )
             values = _by_feature(torch.where(wide, spread, 2 * noise), contraction.node)
             half = values.shape[1] // 2
             for column in {0, min(1, values.shape[1] - 1), half, min(half + 1, values.shape[1] - 1)}:

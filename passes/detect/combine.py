@@ -171,7 +171,7 @@ class _Probes:
         self._slot = rank_among_equals(self._tokens)
         self._rounds = int(self._slot[self._real].max()) // width + 1 if bool(self._real.any()) else 1
         generator = torch.Generator().manual_seed(5)
-        noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64)
+        noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64, device="cpu")
         self._random = noise.to(self._tokens.device) * ~self._silent(replay)[:, None]
 
     def _silent(self, replay: Replay) -> torch.Tensor:

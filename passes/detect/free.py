@@ -268,7 +268,9 @@ def _rows_of(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
     """For every row (R, D) its index among tokens (T, D), or None if one is not among them."""
     if not len(rows):
         return torch.zeros(0, dtype=torch.long, device=rows.device)
-    probe = torch.randn(tokens.shape[1], 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    probe = torch.randn(
+        tokens.shape[1], 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64, device="cpu"
+    )
     probe = probe.to(tokens.device)
     nearest = torch.cdist(rows @ probe, tokens @ probe, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
     return nearest if torch.equal(tokens[nearest], rows) else None

@@ -73,7 +73,7 @@ class RowMatcher:
     def __init__(self, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
         """tokens (T, K); matrices (E, N, K), the experts' weights."""
         generator = torch.Generator().manual_seed(7)
-        probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64)
+        probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64, device="cpu")
         self._probe = probe.to(matrices.device)
         directions = torch.bmm(matrices.transpose(1, 2), self._probe.expand(len(matrices), -1, -1))
         table = torch.einsum("tk,ekd->etd", tokens, directions)
@@ -164,7 +164,7 @@ def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance]
     token = next(instance.token for instance in instances if leader in instance.first)
     width = feature_size(leader.data)
     recorded = replay.value(node)
-    noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64)
+    noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64, device="cpu")
     replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
     rows = replay.run(replace | {node: noise.to(recorded.device)}, [leader.data])[leader.data].reshape(-1, width)
     if len(rows) != len(token):

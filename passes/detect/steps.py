@@ -282,7 +282,7 @@ def refuse_mixing(reader: StepReader) -> None:
         replace: dict[torch.fx.Node, torch.Tensor] = {}
         for node in {n for column in given for n in column}:
             value = reader.replay.value(node).clone()
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
             value[parity::2] = noise[parity::2]
             replace[node] = value
         wanted = [n for node in steps for n in reader.columns[node]]
