@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
@@ -233,11 +234,18 @@ class Comparison:
         slices: WeightSlices | None = None,
     ) -> Outcome:
         with ExitStack() as modes:
+            if self._may_leave_range(inputs, override):
+                modes.enter_context(no_device_asserts(self.subject.module))
             if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
                 modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
             return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients, slices)
+
+    def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
+        """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""
+        forced = self.inputs.given_routing or isinstance(override, RoutingOverride)
+        return forced or not self.inputs.sized_like_example(inputs)
 
     def _agree(self, found: Difference) -> bool:
         return not found.reason and max(found.forward, found.gradient) <= self.tolerance

@@ -9,8 +9,12 @@ import torch
 import torch.fx
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import hexa_fx
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.isolation.device_asserts import RaisesOnHost
+from hexa_fx.passes import comparison
 from hexa_fx.passes.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.passes.verify_settings import VerifySettings
@@ -442,3 +446,41 @@ def test_values_kept_on_the_module_are_compared():
 def test_another_random_stream_is_found():
     block = Quiet().eval()
     assert "random numbers drawn" in verify(block, chatty_rewritten(), (torch.randn(5, D),)).reason
+
+
+class NotedFailures(TorchDispatchMode):
+    """Operators of torch that failed: on a GPU an index out of range stops the device for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        try:
+            return func(*args, **(kwargs or {}))
+        except (IndexError, RuntimeError):
+            self.names.append(func.name())
+            raise
+
+
+class NumberedPlaces(ListMoE):
+    """Adds a row of a table to each output, by its place; the table is as long as the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(6, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.places[torch.arange(x.shape[1])]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_no_operator_gets_an_index_out_of_range(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it only raises, and the case is skipped."""
+    if guarded:
+        monkeypatch.setattr(comparison, "no_device_asserts", lambda module: RaisesOnHost())
+    model = NumberedPlaces()
+    with NotedFailures() as failed:
+        report = hexa_fx.optimize(model, *example()).report
+    assert report.rewritten
+    assert ("aten::index.Tensor" in failed.names) is not guarded
