@@ -46,7 +46,7 @@ class SampledAgreement:
         self._forwards = 0
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._places: list[tuple[str, nn.Module, str]] = []
-        self._last_seen = torch.zeros(0, _NUMBERS)
+        self._last_seen = torch.zeros(0, _NUMBERS, device="cpu")
         self._gradients: dict[int, Tensor] = {}
         self._of_step: dict[int, int] = {}
         self._said: set[str] = set()
