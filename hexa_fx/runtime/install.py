@@ -30,7 +30,7 @@ from hexa_fx.runtime.linear_lora import LinearLora
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names, readers
 from hexa_fx.runtime.saved_alone import give_back
-from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.traced_lora import TracedLora
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
@@ -53,6 +53,7 @@ class HexaForward:
     """
 
     __signature__ = SignatureOfOriginal()
+    __globals__ = NoGlobals()
 
     def __init__(
         self,

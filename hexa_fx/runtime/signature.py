@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from hexa_fx.runtime.guards import GuardMiss
 
@@ -70,3 +70,13 @@ class SignatureOfOriginal:
         if instance._own_original is not None:
             return inspect.signature(instance._own_original)
         return inspect.signature(type(instance.module).forward.__get__(instance.module))
+
+
+class NoGlobals:
+    """``__globals__`` of a rewritten forward: `torch.jit.script` asks for it before it compiles a function's code."""
+
+    def __get__(self, forward: object, owner: type) -> NoReturn:
+        raise AttributeError(
+            "a forward that hexa_fx rewrote has no Python code of its own for torch.jit.script; call hexa_fx.undo_ on the model "
+            "first, or use torch.jit.trace, torch.export or torch.compile, which take it"
+        )

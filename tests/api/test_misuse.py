@@ -85,6 +85,14 @@ def test_torchscript():
     assert "is TorchScript" in sentence(lambda: hexa_fx.optimize(scripted, torch.randn(2, 4)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_an_optimized_model_is_not_scripted(model):
+    with pytest.raises(
+        AttributeError, match=r"torch.jit.script; call hexa_fx.undo_ on the model first, or use torch.jit.trace"
+    ):
+        torch.jit.script(hexa_fx.optimize(model, INPUT))
+
+
 def test_a_model_made_in_inference_mode():
     with torch.inference_mode():
         model = Model()
