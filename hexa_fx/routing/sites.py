@@ -40,8 +40,8 @@ _MASKED = "its router leaves out the scores of experts by a choice of its own, w
 _OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed\.default|moe_ffn_fp8|reindex)\(")
 
 
-class _Reached(BaseException):
-    """The block's operator was called; no exception that code may catch by accident."""
+class _Reached(Exception):
+    """The block's operator was called. An exception of the kind for which torch runs hooks that are to run always."""
 
     def __init__(self, index: Tensor, weights: Tensor | None) -> None:
         super().__init__()
@@ -61,6 +61,7 @@ class _Trial(TorchFunctionMode):
     groups: frozenset[Choice] = frozenset()
     experts: int = 0
     seen: dict[Choice, Tensor] = field(default_factory=dict)
+    reached: _Reached | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -70,9 +71,11 @@ class _Trial(TorchFunctionMode):
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
         if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_fp8", "hexa::moe_ffn_sources"):
-            raise _Reached(args[1], args[2])
+            self.reached = self.reached or _Reached(args[1], args[2])
         if operator == "hexa::reindex":
-            raise _Reached(args[0], None)
+            self.reached = self.reached or _Reached(args[0], None)
+        if self.reached is not None:  # also where the block's code caught it
+            raise self.reached
         call = choosing_call(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
@@ -180,9 +183,10 @@ class _Level:
         try:
             with random_state_kept(0), torch.no_grad(), trial:
                 self.module(*self.args, **self.kwargs)
-        except _Reached as reached:
-            return reached
-        return None
+        except Exception:
+            if trial.reached is None:
+                raise
+        return trial.reached
 
 
 def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSite | str:

@@ -224,3 +224,25 @@ def test_an_evaluation_after_a_checkpoint_does_not_make_it_part_of_a_replay(qwen
         model(ids)
     loss.sum().backward()
     assert rows.grad is not None
+
+
+def test_hooks_that_always_run_do_so_while_routers_are_looked_for():
+    """As bitsandbytes has them, which count how deep calls are in each other in torch.nn.utils.parametrize."""
+    depth, block = [0], Block(lambda logits: logits.softmax(-1).topk(2)[::-1]).eval()
+
+    def enter(*_):
+        depth[0] += 1
+
+    def leave(*_):
+        depth[0] -= 1
+
+    around = nn.Sequential(block)
+    around.register_forward_pre_hook(enter)
+    around.register_forward_hook(leave, always_call=True)
+    block.register_forward_pre_hook(enter)
+    block.register_forward_hook(leave, always_call=True)
+    optimized = hexa_fx.optimize_(around, torch.randn(12, 8), CONFIG)
+    with hexa_fx.record_routing(optimized) as log:
+        optimized(torch.randn(5, 8))
+    assert log.tokens == 5
+    assert depth == [0]
