@@ -180,6 +180,8 @@ def _analyse_candidate(
         if found[0].rewritten:
             return found
         first = first or found
+        if found[0].settled:
+            break
     assert first is not None
     return first
 

@@ -35,11 +35,15 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a block was left as it is: one sentence, and the line of the user's code behind it."""
+    """Why a block was left as it is: one sentence, and the line of the user's code behind it.
+
+    ``settled``: whether it holds whatever the inputs are, and of the modules around the block too.
+    """
 
     path: str
     reason: str
     location: SourceLocation | None = None
+    settled: bool = False
 
     def __str__(self) -> str:
         where = f" ({self.location})" if self.location else ""

@@ -39,6 +39,7 @@ from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.cases import changes_itself
 from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
@@ -96,6 +97,11 @@ class BlockAnalysis:
     seconds: float = 0.0
     reads: tuple[PythonRead, ...] = ()
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is refused for what other inputs, and modules around it, would not change."""
+        return not self.rewritten and all(refusal.settled for refusal in self.refusals.values())
+
 
 @dataclass
 class _Runs:
@@ -147,7 +153,7 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     tried: list[tuple[Observation, BlockAnalysis]] = []
     for example in examples(replace(observation, args=args, kwargs=kwargs)):
         analysis = _analyse_example(example, config)
-        if analysis.rewritten:
+        if analysis.rewritten or analysis.settled:
             return analysis
         tried.append((example, analysis))
     if packed := why_packed(observation.module):
@@ -185,7 +191,7 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
-        if best.match is None or all(check.ok for check in best.checks.values()):
+        if best.match is None or analysis.settled or all(check.ok for check in best.checks.values()):
             break
     assert best is not None
     return best
@@ -296,6 +302,7 @@ def _check(
                 rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:
             cause = decided_by_count(captured[mode], rewritten[mode])
-            refusals[mode] = Refusal(observation.path, why_refused(checks[mode], observation.module, cause))
+            reason, settled = why_refused(checks[mode], observation.module, cause), changes_itself(checks[mode].cases)
+            refusals[mode] = Refusal(observation.path, reason, settled=settled)
             del rewritten[mode]
     return checks

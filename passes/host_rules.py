@@ -32,19 +32,22 @@ _IDENTITY = (
 
 
 def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
-    """A refusal if code that the rewritten graph replaces depends on what no guard can check; else None."""
+    """A refusal if code that the rewritten graph replaces depends on what no guard can check; else None.
+
+    Around the block it would be replaced just as well, so that these are settled, but for what depends on the arguments.
+    """
     inside = hooked(block, rewritten.graph)
     if inside:
-        return Refusal(captured.path, _HOOKED.format(inside))
+        return Refusal(captured.path, _HOOKED.format(inside), settled=True)
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
-            return Refusal(captured.path, _UNREADABLE.format(read, read.value.kind), read.location)
+            return Refusal(captured.path, _UNREADABLE.format(read, read.value.kind), read.location, settled=True)
     called = called_in(rewritten.graph)
     if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
-        return Refusal(captured.path, _TENSOR_HOOKS)
+        return Refusal(captured.path, _TENSOR_HOOKS, settled=True)
     several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
-        return Refusal(captured.path, _AUTOCAST)
+        return Refusal(captured.path, _AUTOCAST, settled=True)
     return None

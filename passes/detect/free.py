@@ -5,7 +5,7 @@ The runs are aligned by structure, cut where the rest is a weighted sum for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -218,9 +218,8 @@ class _Search:
             return None
         for source in token_sources(self.runs.readers[0], values[0].shape[1], self.captured, self.tags):
             whole = self.replay.value(source)
-            rows = [_rows_of(value, whole.reshape(-1, whole.shape[-1])) for value in values]
-            found = tuple(row for row in rows if row is not None)
-            if len(found) == len(rows):
+            found = _rows_of(values, whole.reshape(-1, whole.shape[-1]))
+            if found is not None:
                 return _Tokens(source, found)
         return None
 
@@ -264,16 +263,21 @@ def _operands(column: Column) -> list[Column]:
     return list(zip(*operands))
 
 
-def _rows_of(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-    """For every row (R, D) its index among tokens (T, D), or None if one is not among them."""
-    if not len(rows):
-        return torch.zeros(0, dtype=torch.long, device=rows.device)
+def _rows_of(values: Sequence[torch.Tensor], tokens: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """For every row (R, D) of each of the values its index among tokens (T, D), or None if one is not among them."""
     probe = torch.randn(
         tokens.shape[1], 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64, device="cpu"
     )
     probe = probe.to(tokens.device)
-    nearest = torch.cdist(rows @ probe, tokens @ probe, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
-    return nearest if torch.equal(tokens[nearest], rows) else None
+    projected, found = tokens @ probe, []
+    for rows in values:
+        nearest = torch.zeros(0, dtype=torch.long, device=rows.device)
+        if len(rows):
+            nearest = torch.cdist(rows @ probe, projected, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+        if not torch.equal(tokens[nearest], rows):
+            return None
+        found.append(nearest)
+    return tuple(found)
 
 
 def _instance(end: torch.fx.Node, inside: list[torch.fx.Node], expert: int, token: torch.Tensor) -> Instance:

@@ -10,6 +10,7 @@ import operator
 import threading
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture
+from hexa_fx.observers import PassEvent, listening
 from tests.runtime.handmade import D, E, ListMoE
 from tests.zoo.compare import operators_run
 
@@ -351,6 +353,32 @@ def test_what_nothing_can_check_is_refused(block: type[nn.Module], reason: str) 
     _, opt = optimized(block)
     assert not opt.report.rewritten
     assert reason in opt.report.blocks[0].reason
+
+
+class Counting(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        COUNTED["calls"] += 1
+        return super().forward(hidden)
+
+
+COUNTED = {"calls": 0}
+
+
+@pytest.mark.parametrize("block", [Timed, Hooked, Counting])
+def test_what_other_inputs_and_outer_modules_would_not_change_is_refused_once(block: type[nn.Module]) -> None:
+    """Tokens that are alike have a block recorded on others, and a refused one the modules around it: minutes for many experts."""
+    model = nn.Sequential(OrderedDict(embedding=nn.Embedding(4, D), outer=nn.Sequential(nn.Sequential(block())))).eval()
+    recorded: list[str] = []
+
+    def see(event: PassEvent) -> None:
+        if event.name in ("capture", "verify") and event.when == "before":
+            recorded.append(f"{event.name} {event.path}")
+
+    with listening(see):
+        opt = hexa_fx.optimize(model, torch.arange(40).reshape(1, -1) % 4)
+    assert opt.report.blocks[0].status == "refused"
+    assert {*recorded} <= {"capture outer.0.0", "verify outer.0.0"}
+    assert len(recorded) <= 4
 
 
 class GivenOneByOne(Given):
