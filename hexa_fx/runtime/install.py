@@ -47,8 +47,7 @@ class HexaForward:
 
     Args:
         module: the user's module, referenced weakly (the module owns this object).
-        train: what runs while ``module.training``; None runs the original.
-        eval: what runs otherwise; None runs the original.
+        train, eval: what runs while ``module.training``, and otherwise; None runs the original.
         original: the forward that the instance had of its own; None if it had the class's.
     """
 
@@ -256,8 +255,7 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
 
     Args:
         block: the original module that the rewritten graphs' targets are relative to.
-        train: the rewritten block for training mode, None to leave training as it is.
-        eval: the same for eval mode.
+        train, eval: the rewritten block for each mode, None to leave the mode as it is.
 
     Raises:
         InputError: the block is installed already, or a packed weight's name is taken.
