@@ -33,7 +33,7 @@ from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
-from hexa_fx.runtime.saved_alone import follow
+from hexa_fx.runtime.saved_alone import follow, give_back
 from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
@@ -260,6 +260,7 @@ def undo_(model: Model) -> Model:
         if is_installed(module):
             uninstall(module)
         detach(module)
+    give_back(model)
     return model
 
 

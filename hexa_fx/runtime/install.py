@@ -29,7 +29,6 @@ from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_in
 from hexa_fx.runtime.linear_lora import LinearLora
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names, readers
-from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.traced_lora import TracedLora
 from hexa_fx.sources import peft
@@ -281,7 +280,6 @@ def uninstall(block: nn.Module) -> None:
         raise InputError(f"{type(block).__name__} has no rewritten forward to remove")
     for name in {*forward.packed_names[True], *forward.packed_names[False]}:
         del block.__dict__[name]
-    give_back(block)
     del block.__dict__["forward"]
     if forward._own_original is not None:
         block.__dict__["forward"] = forward._own_original

@@ -27,9 +27,9 @@ def follow(model: nn.Module, other: nn.Module) -> None:
     save_alone(model.get_submodule(path) for path, owner in other.named_modules() if _is_asked(owner))
 
 
-def give_back(block: nn.Module) -> None:
-    """Ends it for all modules of a block: their parameters stay where they are, with storages of their own."""
-    for owner in filter(_is_asked, block.modules()):
+def give_back(model: nn.Module) -> None:
+    """Ends it for all modules of a model: their parameters stay where they are, with storages of their own."""
+    for owner in filter(_is_asked, model.modules()):
         for key in [key for key, hook in owner._state_dict_hooks.items() if hook is _alone_in]:
             del owner._state_dict_hooks[key]
         for parameter in filter(_is_part, owner.parameters(recurse=False)):

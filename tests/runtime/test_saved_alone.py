@@ -13,7 +13,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.isolation.host_memory import owns_its_storage
-from hexa_fx.runtime import saved_alone
+from hexa_fx.runtime.install import uninstall
 from tests.inspect import models
 
 QUICK = HexaConfig(verify=False, own_code_when_small=False)
@@ -94,11 +94,23 @@ def test_parameters_in_shared_memory_are_given_as_they_are() -> None:
     assert all(value.is_shared() for value in model.state_dict().values())
 
 
-def test_undone_nothing_is_left_of_it() -> None:
-    _, model = made()
+@pytest.mark.parametrize("in_place", [True, False])
+def test_undone_nothing_is_left_of_it(in_place: bool) -> None:
+    """Neither on the model that was given, where another was made of it."""
+    given, model = made(in_place)
     expected = model(models.INPUT)
-    hexa_fx.undo_(model)
-    assert all(map(owns_its_storage, model.parameters()))
-    assert b"hexa_fx" not in pickle.dumps([m.__dict__["_state_dict_hooks"] for m in model.modules()])
-    torch.testing.assert_close(model(models.INPUT), expected)
-    assert not any(map(saved_alone._is_asked, model.modules()))
+    for each in (given, model):
+        hexa_fx.undo_(each)
+        assert all(map(owns_its_storage, each.parameters()))
+        assert b"hexa_fx" not in pickle.dumps([m.__dict__["_state_dict_hooks"] for m in each.modules()])
+        torch.testing.assert_close(each(models.INPUT), expected)
+
+
+def test_a_block_that_is_tried_keeps_its_place() -> None:
+    """What was laid side by side is not moved again by the next installation."""
+    _, model = made()
+    block = model.layers[0]
+    forward, before = block.forward, [p.untyped_storage().data_ptr() for p in block.parameters()]
+    assert forward.packed_names[False]
+    uninstall(block)
+    assert [p.untyped_storage().data_ptr() for p in block.parameters()] == before
