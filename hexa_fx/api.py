@@ -173,8 +173,9 @@ def optimize_(
         attach(model, "report", report)
         attach(model, "graphs", graphs)
         if mesh is None:
+            ranks = peft.hand_over_in(model)
             find_sites(model, found.around, {block.path: block.same_as for block in report.blocks})
-            request_kernels_of_sources(report.blocks, peft.hand_over_in(model))
+            request_kernels_of_sources(report.blocks, ranks)
         trace.finish(report, graphs)
     _announce(report)
     return model

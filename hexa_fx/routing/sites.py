@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,11 @@ class _Trial(TorchFunctionMode):
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
         if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_fp8", "hexa::moe_ffn_sources"):
-            self.reached = self.reached or _Reached(args[1], args[2])
+            self._end(args[1], args[2])
         if operator == "hexa::reindex":
-            self.reached = self.reached or _Reached(args[0], None)
-        if self.reached is not None:  # also where the block's code caught it
-            raise self.reached
+            self._end(args[0], None)
+        if self.reached is not None:  # what the code around does to end
+            return func(*args, **kwargs)
         call = choosing_call(func, args, kwargs)
         if call is None:
             return func(*args, **kwargs)
@@ -86,6 +86,10 @@ class _Trial(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.seen[choice] = call.ids(result)
         return result
+
+    def _end(self, index: Tensor, weights: Tensor | None) -> NoReturn:
+        self.reached = self.reached or _Reached(index, weights)  # the first one, where the block's code caught it
+        raise self.reached
 
 
 @autocast_off()  # under it a block may have to run its own code, which says nothing about the rewritten one

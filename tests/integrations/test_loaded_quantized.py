@@ -119,6 +119,16 @@ def test_adapters_on_fp8_experts(first):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
+def test_optimize_leaves_nothing_of_peft_s_parametrizations_behind():
+    """With which PEFT would not find the parameters again."""
+    peft = pytest.importorskip("peft")
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = peft.LoraConfig(r=4, target_parameters=targets, target_modules=[])
+    model = hexa_fx.optimize_(peft.get_peft_model(nn.Sequential(Layer()), lora), torch.randn(40, D))
+    assert not [module for module in model.modules() if hasattr(module, "parametrizations")]
+    model.add_adapter("other", peft.LoraConfig(r=2, target_parameters=targets, target_modules=[]))
+
+
 def test_fp8_experts_are_multiplied_in_fp8_as_they_lie(monkeypatch, caplog):
     layer, x = Layer(), torch.randn(40, D)
     original = Layer()
