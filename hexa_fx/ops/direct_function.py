@@ -7,15 +7,23 @@ from typing import Any
 import torch
 from torch._C import _are_functorch_transforms_active
 
+from hexa_fx.errors import InputError
+
 
 class DirectFunction(torch.autograd.Function):
     """`torch.autograd.Function` for functions that transforms cannot pass through anyway, as they define no ``setup_context``.
 
     Torch first unwraps arguments that are left over from a transform which has ended. Its operators do that too.
+
+    Raises:
+        InputError: a transform is active.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        if _are_functorch_transforms_active():  # torch says why it cannot
-            return super().apply(*args)
+        if _are_functorch_transforms_active():
+            raise InputError(
+                "torch.func (grad, jacrev, vjp) does not go through operators of hexa_fx: use backward() or torch.autograd.grad, or "
+                "the original module"
+            )
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

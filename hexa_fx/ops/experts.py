@@ -66,9 +66,11 @@ def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: in
         raise InputError(
             f"{op}: counts is {checks.shape(counts)}; expected integer ({experts},), or one such row for each sender's block"
         )
-    if row_weights is not None and row_weights.shape != rows.shape[:-1]:
+    if row_weights is None:
+        return
+    if row_weights.shape != rows.shape[:-1] or not row_weights.is_floating_point():
         raise InputError(
-            f"{op}: row_weights is {checks.shape(row_weights)}; expected one a row, {tuple(rows.shape[:-1])}"
+            f"{op}: row_weights is {checks.shape(row_weights)}; expected floating, one a row, {tuple(rows.shape[:-1])}"
         )
 
 
@@ -78,4 +80,4 @@ def _expert_of(rows: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(-1) if rows.dim() == 3 else counts.reshape(-1).cumsum(0)
     places = torch.arange(rows.shape[-2], device=rows.device, dtype=ends.dtype)
     run = torch.searchsorted(ends, places.expand(rows.shape[:-1]).contiguous(), right=True)
-    return torch.where(run < ends.shape[-1], run % number, number)
+    return torch.where(run < ends.shape[-1], run % max(number, 1), number)

@@ -86,7 +86,9 @@ def moe_ffn(
 
 
 def static_of(spec: FfnSpec) -> tuple[Any, ...]:
-    """The operator's arguments behind its operands."""
+    """The operator's arguments behind its operands; raises `InputError` if that is no `FfnSpec`."""
+    if not isinstance(spec, FfnSpec):
+        raise InputError(f"spec is a {type(spec).__name__}; expected FfnSpec(activation, glu, ...)")
     return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
 
 

@@ -140,3 +140,15 @@ def test_what_does_not_fit_is_named() -> None:
         ops.experts(x[0], torch.zeros(E, dtype=torch.int64), None, *weights, GATED)
     with pytest.raises(InputError, match="row_weights is"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate[:3], *weights, GATED)
+    with pytest.raises(InputError, match="row_weights is torch.int64"):
+        ops.experts(x, torch.zeros(E, dtype=torch.int64), gate.long(), *weights, GATED)
+    with pytest.raises(InputError, match="spec is a str"):
+        ops.experts(x, torch.zeros(E, dtype=torch.int64), gate, *weights, "silu")
+
+
+def test_a_rank_that_has_no_experts() -> None:
+    x, gate, weights = operands(6)
+    y = ops.experts(x, torch.zeros(0, dtype=torch.int64), gate, *(w[:0] for w in weights), GATED)
+    y.sum().backward()
+    assert not y.any()
+    assert x.grad is None or not x.grad.any()
