@@ -6,8 +6,9 @@ of the global batch, P elements of a layer's matrices, s bytes an element:
 in the partition    as `hexa_fx.passes.cost_model`, for T r / N tokens on r devices
 between replicas    2 (1 - r / N) s P / r, an all-reduce of a device's share, which hides behind the layer's backward
 
-A collective runs at the speed inside a host if all its devices are in one, else at the speed between hosts. What hides behind the
-same products on the same link takes turns.
+Of a collective over several hosts, each of its devices takes a part from other hosts and passes it on inside its own: with g of
+its devices on a host it runs at g times what one receives from other hosts, at most at the speed inside. What hides behind the same
+products on the same link takes turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Cluster:
 
     Args:
         hosts, gpus: their number, and devices of each.
-        inside, between: bytes a second that a device receives in a collective, of one host and of several.
+        inside, between: bytes a second that a device receives in a collective of one host, and from other hosts.
         flops: FLOP/s of a device in the experts' products.
         state_bytes: of a parameter with its gradient and optimizer state.
         memory: bytes for the state of experts that a device has.
@@ -46,6 +47,10 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.hosts * self.gpus
+
+    def link(self, on_a_host: int) -> float:
+        """Bytes a second that a device receives in a collective over several hosts, with so many devices on each of them."""
+        return min(self.inside, self.between * on_a_host)
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ def _communication(
     shape: ExpertShape, tokens: int, r: int, cluster: Cluster, forward: float
 ) -> tuple[Mode, float, float]:
     """The better mode of a layer over r devices; seconds of its exchange and of the replicas' sums that nothing hides."""
-    link = cluster.inside if r <= cluster.gpus else cluster.between
-    outer = cluster.inside if cluster.hosts == 1 else cluster.between
+    link = cluster.inside if r <= cluster.gpus else cluster.link(cluster.gpus)
+    outer = cluster.inside if cluster.hosts == 1 else cluster.link(max(1, cluster.gpus // r))
     products = 3 * forward
     measured = Measured(link, 0.0, 0.0, forward, products, products)
     _, cost = layer_cost(shape, tokens, r, dtype_bytes=_ELEMENT, reduce_bytes=_ELEMENT, slots=2, measured=measured)

@@ -38,7 +38,10 @@ Inside = Annotated[
     float, typer.Option("--inside", help="With --hosts: GB/s that a device receives from its host's others.")
 ]
 Between = Annotated[
-    float, typer.Option("--between", help="With --hosts: GB/s that a device receives from other hosts.")
+    float,
+    typer.Option(
+        "--between", help="With --hosts: GB/s that a device receives from other hosts, its part of the network cards."
+    ),
 ]
 Gib = Annotated[
     float, typer.Option("--memory", help="With --hosts: GiB of each device for experts and their optimizer state.")

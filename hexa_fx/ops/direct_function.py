@@ -23,7 +23,7 @@ class DirectFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         if _are_functorch_transforms_active():
             raise InputError(
-                "torch.func (grad, jacrev, vjp) does not go through operators of hexa_fx: use backward() or torch.autograd.grad, or "
-                "the original module"
+                "torch.func (grad, jacrev, vjp) does not go through operators of hexa_fx: use backward() or torch.autograd.grad, "
+                "or the original module"
             )
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -30,13 +30,13 @@ def test_the_arithmetic_of_one_layer() -> None:
     assert all(reach.experts == pytest.approx(3 * forward) for reach in (one, two, four))
     assert [reach.state for reach in (one, two, four)] == [16 * numel, 8 * numel, 4 * numel]
     assert one.exchange == 0.0
-    assert one.gradients == pytest.approx(2 * 3 / 4 * 2 * numel / 10.0 - 2 * forward)
+    assert one.gradients == pytest.approx(2 * 3 / 4 * 2 * numel / 20.0 - 2 * forward)  # both of a host take part
     assert two.gradients == pytest.approx(2 * 1 / 2 * 2 * (numel / 2) / 10.0 - 2 * forward)
     assert four.gradients == 0.0
     routing = 2 * (8 + 2) + 2 * 2  # ids and weights there, gradients back
     assert two.modes == {"model_centric": 1}
     assert two.exchange == pytest.approx((1 / 2) * 32 * (4 * 64 * 2 + routing) / 100.0)
-    assert four.exchange == pytest.approx((3 / 4) * 64 * (4 * 64 * 2 + routing) / 10.0)
+    assert four.exchange == pytest.approx((3 / 4) * 64 * (4 * 64 * 2 + routing) / 20.0)
 
 
 def test_sums_of_replicas_wait_for_gathers_on_the_same_link() -> None:

@@ -34,7 +34,7 @@ def test_it_is_an_autograd_function() -> None:
 
 
 def test_transforms_are_refused() -> None:
-    with pytest.raises(InputError, match="torch.func"):
+    with pytest.raises(InputError, match=r"torch\.func"):
         torch.func.vmap(lambda x: Doubled.apply(x, 2.0))(torch.ones(2, 3))
 
 

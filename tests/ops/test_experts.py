@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_named() -> None:
         ops.experts(x[0], torch.zeros(E, dtype=torch.int64), None, *weights, GATED)
     with pytest.raises(InputError, match="row_weights is"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate[:3], *weights, GATED)
-    with pytest.raises(InputError, match="row_weights is torch.int64"):
+    with pytest.raises(InputError, match=r"row_weights is torch\.int64"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate.long(), *weights, GATED)
     with pytest.raises(InputError, match="spec is a str"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate, *weights, "silu")
