@@ -29,6 +29,7 @@ from hexa_fx.passes import MODES, BlockAnalysis, analyse, refused
 from hexa_fx.passes.autocast import with_dtypes
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
+from hexa_fx.passes.same_memory import in_same_memory, why_not_parted
 from hexa_fx.passes.same_run import in_mode
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.unreadable import why_hidden
@@ -123,8 +124,11 @@ def _analyse_model(
             else "the example inputs"
         )
         candidates = _observe(model, args, kwargs, what + how)
-        bar.total = len(candidates)
+        bar.total, shared = len(candidates), in_same_memory(model)
         for candidate in candidates:
+            block = candidate.levels[0]
+            if parted := why_not_parted(block.module, shared):
+                candidate = replace(candidate, reason=parted)
             analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
             analyses.append(analysis)
             reports.append(describe(analysis, same_as, inspector))

@@ -133,8 +133,8 @@ def test_a_cache_that_cannot_be_written_is_a_failure(compiler: FakeCompiler, mon
 
 def test_ranks_share_the_work_and_build_each_kernel_once(compiler: FakeCompiler) -> None:
     compiler.take(0.5)
-    ranks = [run("print(len(prebuild(SPECS)))", HEXA_FX_BUILD_JOBS="1") for _ in range(2)]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [str(len(SPECS))] * 2
+    ranks = [run("print(len(prebuild(SPECS)))", HEXA_FX_BUILD_JOBS="1") for _ in range(4)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [str(len(SPECS))] * 4
     assert compiler.runs == len(SPECS)
 
 

@@ -1,0 +1,61 @@
+"""Parameters in the same memory, by an object that two modules share or by their data alone: what was one stays one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.runtime.handmade import D, ListMoE
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+X = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(0))
+
+
+def listed(tie: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(ListMoE(), ListMoE()).eval()
+    first, second = (layer.experts for layer in model)
+    if tie == "objects":
+        second[2].w1.weight = first[1].w1.weight
+    elif tie == "data of two layers":
+        second[2].w1.weight.data = first[1].w1.weight.data
+    elif tie == "data of two experts":
+        second[2].w1.weight.data = second[0].w1.weight.data
+    elif tie == "a part of a larger one":
+        first[0].w2.weight.data = first[1].w1.weight.data.view(-1)[: first[0].w2.weight.numel()].view(D, -1)
+    elif tie == "one buffer":
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for parameter, view in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()])):
+            parameter.data = view.view_as(parameter)
+    return model
+
+
+def trained(model: nn.Module) -> torch.Tensor:
+    """What it gives after a step of gradient descent."""
+    model(X).square().sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.01 * parameter.grad)
+    return model(X).detach()
+
+
+@pytest.mark.parametrize(
+    ("tie", "rewritten"),
+    [
+        ("none", 2),
+        ("objects", 2),
+        ("one buffer", 2),
+        ("data of two layers", 0),
+        ("data of two experts", 1),
+        ("a part of a larger one", 1),
+    ],
+)
+def test_listed_experts(tie: str, rewritten: int) -> None:
+    expected = trained(listed(tie))
+    optimized = hexa_fx.optimize_(listed(tie), X, CONFIG)
+    assert len(optimized.report.rewritten) == rewritten
+    torch.testing.assert_close(trained(optimized), expected, rtol=1e-4, atol=1e-5)
+    for block in optimized.report.blocks:
+        assert block.status == "rewritten" or "lie in the same memory" in block.reason
