@@ -31,7 +31,7 @@ from hexa_fx.passes.detect.operations import (
 )
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.dormant import is_constant, leaves_out_sentinels, restricts
+from hexa_fx.passes.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
 
 Node = torch.fx.Node
 Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
@@ -203,6 +203,9 @@ class _Walk:
             self._select(node)
         elif node.op.startswith("call") and operation(node) in MOVES | SUMS | PRODUCTS and not self._is_explained(node):
             self._also("factor", node.all_input_nodes)
+        elif sets_to_zero(node) and not self._is_explained(node):
+            self._also("factor", [n for n in node.all_input_nodes if is_float(n)])
+            self._also("select", [n for n in node.all_input_nodes if not is_float(n)])
         elif operation(node) not in MADE and not self._is_explained(node) and not self._is_read_weight(node):
             self._lose(node, "factor")
 

@@ -11,7 +11,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float, literals, operation
-from hexa_fx.passes.detect.operations import CASTS, COMPARED, VIEWS, adds_dimension
+from hexa_fx.passes.detect.operations import CASTS, COMPARED, SELECTING, VIEWS, adds_dimension
 
 Node = torch.fx.Node
 
@@ -69,6 +69,13 @@ def _is_zeroing(user: Node, condition: Node, where: bool) -> bool:
     if name == "where" and len(user.args) == 3:
         return user.args[0] is condition and _is_zero(user.args[1 if where else 2])
     return name in ("mul", "mul_", "imul", "multiply") and not where
+
+
+def sets_to_zero(node: Node) -> bool:
+    """Whether an operation sets numbers to zero where a condition holds, or where it does not, and changes nothing else."""
+    if operation(node) == "where":
+        return len(node.args) == 3 and any(map(_is_zero, node.args[1:]))
+    return operation(node) in SELECTING and len(node.args) == 3 and _is_zero(node.args[2])
 
 
 def _is_zero(value: Any) -> bool:

@@ -35,7 +35,7 @@ from hexa_fx.isolation.users_code import is_users
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. copy inspect".split())
 _TREE = frozenset(
-    "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
+    "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
 _OF_MODE = frozenset({"training", "__dict__"})

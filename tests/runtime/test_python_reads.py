@@ -541,6 +541,11 @@ def decorated(function):
     return forward
 
 
+@variant(lambda m, p: m.register_buffer("more", torch.zeros(1)))
+def number_of_kept_tensors(self, x):
+    return 1.0 / len(self.state_dict())
+
+
 @variant(lambda m, p: type(m).forward.times.__setitem__(0, 2.0), forward=decorated(Block.forward))
 def decorated_forward(self, x):
     return 1.0
