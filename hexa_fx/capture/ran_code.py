@@ -65,20 +65,20 @@ class RanCode:
         return {scope for code, scopes in ran if name in (*code.co_names, *code.co_consts) for scope in scopes}
 
     def _starts(self, frame: types.FrameType) -> bool:
-        if is_users(str(frame.f_globals.get("__name__", ""))):
+        if is_users(_name(frame.f_globals)):
             self.entered(frame.f_globals)
-        noted = self._runs(frame.f_code, str(frame.f_globals.get("__name__", "")), self._scope())
+        noted = self._runs(frame.f_code, frame.f_globals, self._scope())
         if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
             self.settle(frame, *ONLY_IF)
         return noted
 
-    def _runs(self, code: types.CodeType, home: str, scope: str) -> bool:
+    def _runs(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
             return True
-        if not is_users(home) or code.co_filename.startswith(_GENERATED):
+        if not is_users(_name(namespace)) or code.co_filename.startswith(_GENERATED):
             return False
         self._ran.setdefault(id(code), (code, set()))[1].add(scope)
-        self._note(code, sys.modules.get(home), scope)
+        self._note(code, namespace, scope)
         return True
 
     def settle(self, frame: types.FrameType | None, *came_to: str) -> None:
@@ -94,17 +94,22 @@ class RanCode:
                 for asked in ONLY_IF[what]:
                     self.asks[asked] |= self._ran[id(code)][1]
 
-    def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
+    def _note(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> None:
         found = code_reads(code)
+        home = sys.modules.get(_name(namespace))
         for asked in found.asks:
             for what in (asked,) if asked not in ONLY_IF else ONLY_IF[asked] * self._came_to(code, asked):
                 self.asks[what].add(scope)
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
             self.hidden[scope] = found.hidden, "look-up of names", self._location
-        for first, *rest in found.chains if home is not None else ():
-            if first in vars(home) and not is_ours(vars(home)[first]):
+        for first, *rest in found.chains:
+            if first not in namespace or is_ours(namespace[first]):
+                continue
+            if home is not None and vars(home) is namespace:
                 self._follow(home, [first, *rest], scope)
+            elif not isinstance(namespace[first], (types.ModuleType, type, *_FUNCTIONS)):
+                self.hidden[scope] = first, "global of a Python module that is not in sys.modules", self._location
         for module, *rest in found.imports:
             if module in sys.modules and rest:
                 self._follow(sys.modules[module], rest, scope)
@@ -123,7 +128,7 @@ class RanCode:
                 value = self._read(holder, name, scope)
             self.note_state(value, scope)
             if isinstance(value, CACHED) and isinstance(value.__wrapped__, types.FunctionType):
-                self._runs(value.__wrapped__.__code__, value.__wrapped__.__module__, scope)  # perhaps not in this run
+                self._runs(value.__wrapped__.__code__, value.__wrapped__.__globals__, scope)  # perhaps not in this run
                 self._settle(value.__wrapped__.__code__, "tensor's dtype")
             holder = value
             if isinstance(holder, types.ModuleType) or _is_backend(holder):
@@ -141,6 +146,10 @@ class RanCode:
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def _name(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__", ""))
 
 
 def _may_be_set(module: str, value: Any) -> bool:
