@@ -130,7 +130,8 @@ def _stay_importable(module: types.ModuleType) -> None:
     _IMPORTABLE.append(module)
     while len(_IMPORTABLE) > 8:
         old = _IMPORTABLE.pop(0)
-        sys.modules.pop(old.__name__, None)
+        if sys.modules.get(old.__name__) is old:  # not a newer one of the same text
+            del sys.modules[old.__name__]
         linecache.cache.pop(old.__file__ or "", None)
 
 
