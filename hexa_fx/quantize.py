@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from hexa_fx.attached import has_session
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
@@ -42,15 +43,19 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
         format: ``nf4`` (4.5 bits a weight), ``nf4_double`` (4.13), ``mxfp4`` (4.25), ``fp8_block`` (8), ``int8_rows`` (8).
 
     Raises:
-        InputError: there is no such format; no block is rewritten; or the weights of a rewritten block cannot be packed. The model
-            is then unchanged.
+        InputError: there is no such format; no block is rewritten; the model is spread over devices; or the weights of a rewritten
+            block cannot be packed. The model is then unchanged.
     """
     format_of(format)
+    if any(map(has_session, model.modules())):
+        raise InputError(
+            "the model's expert weights are cut over devices, where they stay dense: call optimize_ without mesh= to pack them"
+        )
     blocks = {path: forward for path, module in model.named_modules() if (forward := installed_forward(module))}
     if not blocks:
         raise InputError(
             "quantize_experts_ packs what rewritten blocks read, and no block of this model is rewritten: call hexa_fx.optimize_ "
-            "first (spread over devices, a model keeps dense weights)"
+            "first"
         )
     places = [place for path, forward in blocks.items() for place in _places_of(path, forward, format)]
     by_weight: dict[int, list[_OwnedParameter]] = {}

@@ -350,6 +350,12 @@ def stored_twice(value):
     return torch.load(io.BytesIO(box[0])), torch.load(io.BytesIO(file.getvalue()))
 
 
+def check_what_needs_whole_weights(model):
+    for asked in (hexa_fx.undo_, lambda model: hexa_fx.quantize_experts_(model, "nf4")):
+        with pytest.raises(InputError, match="cut over devices"):
+            asked(model)
+
+
 def check_slices_in_state_dicts(model, whole):
     """A rank's own slices load, those of equal shape that another rank saved do not. It is said once that they are slices."""
     said = []
@@ -415,6 +421,7 @@ def one_block_twice(rank, world):
     with pytest.raises(PlanError, match="of the state dict is whole"):
         model.load_state_dict(whole.state_dict())
     check_slices_in_state_dicts(model, whole)
+    check_what_needs_whole_weights(model)
     with pytest.raises(InputError, match="give its session"):
         checkpoints.state_dict(model)
     with pytest.raises(InputError, match="did not cut the experts of this model"):
