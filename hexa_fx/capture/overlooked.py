@@ -1,12 +1,14 @@
 """Modules that hold what looks like experts but whose code chooses none by index: named, each with the reason.
 
 What looks like experts is a list of modules of equal shapes, or stacked weights, beside a router: a matrix with one row or
-column for each of them. Members of a list are called experts or were given rows of the same tokens. So the layers and heads of
-ordinary models are not named.
+column for each of them. Members of a list are called experts or were given rows of the same tokens, or a module that is called
+a mixture scores several slots for each. So the layers and heads of ordinary models are not named.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +38,7 @@ GROUPED = (
 )
 NOT_REACHED = "its experts did not run on the example: give an example that reaches them"
 
+_MIXTURE = re.compile("expert|moe|mixture", re.IGNORECASE)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 COMPARISONS = frozenset(
     "gt ge lt le __gt__ __ge__ __lt__ __le__ greater greater_equal less less_equal where nonzero".split()
@@ -115,15 +118,14 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     integers = packed_experts(module)
     if integers:
         return block, INTEGERS.format(integers)
-    # before the parameters are walked: every expert without tokens is such a list, of its projections
-    is_named = "expert" in path.rpartition(".")[2].lower()
-    if is_list and not is_named and not runs.of_same_tokens(members):
-        return None
-    count = len(members) if is_list else _stacked(module)
+    around, count = model.get_submodule(block), len(members) if is_list else _stacked(module)
     given = [runs.rows[member] for member in members if member in runs.rows]
-    slots = given[0] if is_list and is_named and len(set(given)) == 1 else 0
-    if not has_router(model.get_submodule(block), module, count, slots):
-        return None
+    slots = given[0] if is_list and len(set(given)) == 1 else 0
+    is_named = not is_list or "expert" in path.rpartition(".")[2].lower()
+    is_mixture = is_named or runs.of_same_tokens(members)
+    if not (is_mixture and has_router(around, module, count)):
+        may_be = count > 1 and ((is_list and is_named) or _MIXTURE.search(type(around).__name__))
+        return (block, SLOTS) if may_be and has_slots(around, module, count, slots) else None
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
     if not given:
@@ -158,19 +160,29 @@ def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
 
 
 def _stacked(module: nn.Module) -> int:
-    firsts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3]
-    return firsts[0] if len(firsts) > 1 and len(set(firsts)) == 1 else 0
+    """How many experts are stacked in parameters of the module, by their first dimensions."""
+    firsts = Counter(p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3)
+    number, times = max(firsts.items(), key=lambda item: item[1], default=(0, 0))
+    return number if times > 1 else 0
 
 
-def has_router(block: nn.Module, experts: nn.Module, count: int, slots: int = 0) -> bool:
-    """Whether the block holds, beside its experts, a parameter with a dimension that counts them, or the rows that they get.
-
-    Those are ``slots`` for each expert, in one sample or more.
-    """
+def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:
+    """Whether the block holds, beside its experts, a parameter with a dimension that counts them."""
     theirs = {id(p) for p in experts.parameters() if experts is not block or p.dim() > 2}
     own = [p for p in block.parameters() if id(p) not in theirs and p.dim() >= 2]
-    sizes = {size for parameter in own for size in parameter.shape if count > 1 and size > 0 and size % count == 0}
-    return any(size == count or slots % (size // count) == 0 < slots for size in sizes)
+    return count > 1 and any(count in parameter.shape for parameter in own)
+
+
+def has_slots(block: nn.Module, experts: nn.Module, count: int, rows: int) -> bool:
+    """Whether the block or one of its projections scores several slots for each expert; a list's get ``rows``, a stack's 0."""
+    projections = [child for child in block.children() if child is not experts and isinstance(child, nn.Linear)]
+    for parameter in (p for each in (block, *projections) for p in each.parameters(recurse=False) if p.dim() >= 2):
+        if parameter.dim() > 2 and parameter.shape[0] != count and count in parameter.shape:
+            return True
+        each = [size // count for size in parameter.shape if size > count and size % count == 0]
+        if parameter.dim() == 2 and any(rows % number == 0 and (rows > 0 or experts is block) for number in each):
+            return True
+    return False
 
 
 def _inside(path: str, paths: Iterable[str]) -> bool:

@@ -87,6 +87,34 @@ class Stacked(Router):
         )
 
 
+class SoftMoE(Router):
+    """Slots by three dimensions, of experts in a list by any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = None
+        self.phi = nn.Parameter(torch.randn(D, E, 2))
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, D)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x @ self.phi.flatten(1)
+        mixed = (scores.softmax(0).t() @ x).unflatten(0, (E, 2))
+        return scores.softmax(1) @ torch.cat([each(mixed[number]) for number, each in enumerate(self.branches)])
+
+
+class StackedMoE(Stacked):
+    """The same with stacked weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 2 * E, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        mixed = (scores.softmax(0).t() @ x).unflatten(0, (E, 2))
+        return scores.softmax(1) @ torch.relu(mixed @ self.w1).matmul(self.w2).flatten(0, 1)
+
+
 class Unreached(Listed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.gate(x).sum(-1, keepdim=True)
@@ -127,6 +155,8 @@ REASONS = {
     Stacked: overlooked.SOFT,
     Slots: overlooked.SLOTS,
     ManySlots: overlooked.SLOTS,
+    SoftMoE: overlooked.SLOTS,
+    StackedMoE: overlooked.SLOTS,
     Unreached: overlooked.NOT_REACHED,
     Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
 }
@@ -190,6 +220,21 @@ def test_layers_and_heads_are_not_experts() -> None:
             return self.classes(x) + sum(head(x)[:, :3] for head in self.heads)
 
     assert hexa_fx.explain(Layers(), X).blocks == ()
+
+
+def test_heads_in_a_mixture_are_not_experts() -> None:
+    """Of a model that has a mixture's name, on what other layers made."""
+
+    class BranchesOfMoE(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mergers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+            self.layers = nn.Sequential(nn.Sequential(nn.Linear(D, 3 * D)), nn.Sequential(nn.Linear(3 * D, D)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(merger(self.layers(x * number)) for number, merger in enumerate(self.mergers, 1))
+
+    assert hexa_fx.explain(BranchesOfMoE(), torch.randn(24, D)).blocks == ()
 
 
 def test_experts_by_another_name_are_known_by_their_tokens() -> None:
