@@ -21,7 +21,7 @@ from hexa_fx import registry
 from hexa_fx.config import HexaConfig
 
 if TYPE_CHECKING:
-    from hexa_fx.api import explain, optimize, optimize_, undo_
+    from hexa_fx.api import explain, optimize, optimize_
     from hexa_fx.distributed.profile import profile_devices
     from hexa_fx.inspection.debug import debug
     from hexa_fx.integrations.transformers import patch_transformers
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hexa_fx.quantize import quantize_experts_
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
+    from hexa_fx.undo import undo_
 
 __version__ = "0.1.0"
 __all__ = [
@@ -59,7 +60,7 @@ _HOMES = {
     "quantize_experts_": "hexa_fx.quantize",
     "record_routing": "hexa_fx.routing.session",
     "replay_routing": "hexa_fx.routing.session",
-    "undo_": "hexa_fx.api",
+    "undo_": "hexa_fx.undo",
 }
 
 

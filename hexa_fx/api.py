@@ -1,4 +1,4 @@
-"""`optimize`, `optimize_`, `explain` and `undo_`: analyse a model's MoE blocks, install the rewritten ones, take them off again."""
+"""`optimize`, `optimize_` and `explain`: analyse a model's MoE blocks and install the rewritten ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
-from hexa_fx.attached import attach, detach, has_session, note_session
+from hexa_fx.attached import attach, note_session
 from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
@@ -31,15 +31,16 @@ from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.install import install, is_installed, uninstall
+from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
-from hexa_fx.runtime.saved_alone import follow, give_back
+from hexa_fx.runtime.saved_alone import follow
 from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
 from hexa_fx.sources.packed_parameters import collecting
 from hexa_fx.tracing import tracing
+from hexa_fx.undo import whole_or_not_at_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,7 +113,9 @@ def optimize_(
     Raises:
         InputError: as for `optimize`; or an argument about the partition was given without a mesh.
         PlanError: the blocks cannot be partitioned as asked, or no block was rewritten.
-        NothingRewritten, VerificationError: as for `optimize`; the model is then unchanged.
+        NothingRewritten, VerificationError: as for `optimize`.
+        Exception: as for `optimize`. Whatever ends the call, ctrl-C too, the model then runs its own code as before; cut over
+            devices it may be left in parts.
     """
     check_model(model)
     config = _checked(config)
@@ -127,7 +130,13 @@ def optimize_(
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     adopt_loaded(model)
     inspector = Inspector()
-    with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested(config.compute):
+    with (
+        torch.inference_mode(False),
+        tracing() as trace,
+        listening(inspector.see),
+        kernels_requested(config.compute),
+        whole_or_not_at_all(model),
+    ):
         found = analyse_model(model, example_inputs, config, inspector, factors=mesh is None)
         report, rewritten = found.report, found.rewritten
         if config.strict and (error := _complaint(found)):
@@ -241,28 +250,6 @@ def explain(
         report = with_compute(found.report, {path: _said(those, config) for path, those in forms.items()}, whole)
         trace.finish(report)
     return report
-
-
-def undo_(model: Model) -> Model:
-    """Gives every block of ``model`` its own forward back, in place, and returns ``model``. Parameters keep their values.
-
-    Afterwards `optimize_` may be called again, with other inputs or after a block was edited.
-
-    Raises:
-        InputError: the model is spread over devices: its expert weights are cut, so its own code can no longer run.
-    """
-    for module in model.modules():
-        if has_session(module):
-            raise InputError(
-                "the model's expert weights are cut over devices; save it (docs/partition.md) and load it into a new model"
-            )
-    for module in model.modules():
-        peft.take_back(module)
-        if is_installed(module):
-            uninstall(module)
-        detach(module)
-    give_back(model)
-    return model
 
 
 def _checked(config: HexaConfig | None) -> HexaConfig:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx import api
 from hexa_fx.errors import InputError, NothingRewritten, VerificationError
 from hexa_fx.jit.errors import BuildError
 from hexa_fx.runtime.install import is_installed
@@ -136,6 +137,29 @@ def test_errors_reach_other_processes_as_they_are(error):
     for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(again) is type(error)
         assert (str(again), again.args, again.__notes__) == (str(error), error.args, error.__notes__)
+
+
+@pytest.mark.parametrize("where", ["install", "request_kernels_of_steps", "find_sites"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whole_or_not_at_all(model, where, error, monkeypatch):
+    """Ctrl-C, or an error of ours, between the first block and the last leaves the model as it was."""
+    calls, own = [], getattr(api, where)
+
+    def ends(*args):
+        calls.append(args)
+        if len(calls) > (where == "install"):
+            raise error
+        return own(*args)
+
+    expected, places = model(INPUT), [p.data_ptr() for p in model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(api, where, ends)
+        with pytest.raises(error):
+            hexa_fx.optimize_(model, INPUT)
+    assert not any("forward" in vars(module) or "report" in vars(module) for module in model.modules())
+    assert torch.equal(model(INPUT), expected)
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(places)
+    assert len(hexa_fx.optimize_(model, INPUT).report.rewritten) == 2
 
 
 def test_undo(model):
