@@ -1,11 +1,13 @@
 """The progress bar of everything that takes long: analysing blocks, building kernels, measuring tiles.
 
-Rank 0 draws it on standard error if that is a terminal, once two seconds have passed; ``HEXA_FX_PROGRESS=0`` switches it off. It is
-rich's, or a plain line where rich is missing. A thread draws it, so that time goes on while one step takes long.
+Rank 0 draws it on standard error if that is a terminal or a notebook, once two seconds have passed; ``HEXA_FX_PROGRESS=0``
+switches it off. It is rich's on a terminal, or a plain line where rich is missing and in notebooks. Elsewhere, in a file or a job's
+log, the same is logged at INFO now and then. A thread draws it, so that time goes on while one step takes long.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -15,10 +17,14 @@ from contextlib import contextmanager
 from typing import TextIO
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-_WIDTH = 30
+_WIDTH, _LONGEST = 30, 160
 _PATIENCE = 2.0
 """Seconds before anything is drawn."""
 _INTERVAL = 0.2
+_LOGGED = 15.0
+"""Seconds from one line in a log to the next."""
+
+log = logging.getLogger(__name__)
 
 _remarks: list[Callable[[], str]] = []
 
@@ -75,7 +81,7 @@ def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Ba
     ...         bar.advance()
     """
     stream = stream or sys.stderr
-    bar = Bar(what, total, bool(total) and may_draw() and stream.isatty())
+    bar = Bar(what, total, bool(total) and may_draw() and (_is_drawn(stream) or log.isEnabledFor(logging.INFO)))
     if not bar.shown:
         yield bar
         return
@@ -89,9 +95,31 @@ def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Ba
         thread.join()
 
 
+def _has_rich() -> bool:
+    try:
+        import rich.progress  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _is_drawn(stream: TextIO) -> bool:
+    return stream.isatty() or _is_notebook(stream)
+
+
+def _is_notebook(stream: TextIO) -> bool:
+    """Whether it is an output of Jupyter or Colab, which knows carriage returns but no codes of terminals."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
 def _draw(bar: Bar, stream: TextIO, ended: threading.Event) -> None:
     began = time.monotonic()
     if ended.wait(_PATIENCE):
+        return
+    if not _is_drawn(stream):
+        while not ended.is_set():
+            log.info("%s", _line(bar, began))
+            ended.wait(_LOGGED)
         return
     with _drawing(bar, stream, began) as draw:
         while not ended.wait(_INTERVAL):
@@ -100,9 +128,7 @@ def _draw(bar: Bar, stream: TextIO, ended: threading.Event) -> None:
 
 @contextmanager
 def _drawing(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
-    try:
-        import rich.progress  # noqa: F401
-    except ImportError:
+    if _is_notebook(stream) or not _has_rich():
         with _plain(bar, stream, began) as draw:
             yield draw
         return
@@ -125,16 +151,21 @@ def _rich(bar: Bar, stream: TextIO) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _plain(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
+    clear = f"\r{' ' * _LONGEST}\r" if _is_notebook(stream) else "\r\033[K"
+
     def draw() -> None:
-        filled = _WIDTH * bar.done // max(1, bar.total)
-        seconds = time.monotonic() - began
-        line = f"{bar.what} {'#' * filled}{'.' * (_WIDTH - filled)} {bar.done}/{bar.total} {seconds:.0f} s {bar.doing}"
-        stream.write(f"\r\033[K{line.rstrip()}")
+        stream.write(f"{clear}{_line(bar, began)[:_LONGEST]}")
         stream.flush()
 
     draw()
     try:
         yield draw
     finally:
-        stream.write("\r\033[K")
+        stream.write(clear)
         stream.flush()
+
+
+def _line(bar: Bar, began: float) -> str:
+    filled = _WIDTH * bar.done // max(1, bar.total)
+    bars, seconds = f"{'#' * filled}{'.' * (_WIDTH - filled)}", time.monotonic() - began
+    return f"{bar.what} {bars} {bar.done}/{bar.total} {seconds:.0f} s {bar.doing}".rstrip()

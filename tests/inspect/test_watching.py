@@ -198,6 +198,29 @@ def test_a_bar_with_rich():
     assert "kernel 0" in text
 
 
+@pytest.mark.usefixtures("at_once")
+def test_a_bar_in_a_notebook_has_no_codes_of_terminals():
+    kind = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    text = run(kind(), 1)
+    assert "building kernels .............................. 0/1 0 s kernel 0" in text
+    assert "\033" not in text
+    assert text.endswith(f"\r{' ' * 160}\r")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_no_terminal_gets_lines_in_its_log(caplog):
+    stream = io.StringIO()
+    with caplog.at_level(logging.INFO, "hexa_fx"), progress("building kernels", 1, stream) as bar:
+        bar.say("kernel 0")
+        end = time.monotonic() + 10
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.01)
+    assert caplog.messages[0].startswith("building kernels .............................. 0/1 0 s")
+    assert stream.getvalue() == ""
+    with progress("building kernels", 1, stream) as quiet:
+        assert not quiet.shown
+
+
 def test_no_bar_for_what_is_over_in_two_seconds():
     assert run(Terminal()) == ""
 
