@@ -130,7 +130,7 @@ def product_rows(options: argparse.Namespace) -> Iterator[Row]:
     }
     # C of the second projection, as PEFT has it
     stored = torch.randn(c2.shape[1] * rank, experts, device=options.device)
-    runs["C, turned and cast"] = lambda: ops.turned(stored, torch.bfloat16, 0.5)
+    runs["C, transposed and cast"] = lambda: ops.scaled_transpose(stored, torch.bfloat16, 0.5)
     runs["C, by torch"] = lambda: stored.t().to(torch.bfloat16).contiguous() * 0.5
     for name, record in narrow.items():
         operator = ops.esmm if isinstance(record, Esmm) else ops.estmm

@@ -24,7 +24,7 @@ _MODULES = {
     "packed_gemm": "hexa_fx.codegen.family_packed",
     "quantize_fp8": "hexa_fx.codegen.family_rows_fp8",
     "reindex": "hexa_fx.codegen.family_reindex",
-    "turned": "hexa_fx.codegen.family_rows",
+    "scaled_transpose": "hexa_fx.codegen.family_rows",
     "unpack": "hexa_fx.codegen.family_unpack",
 }
 

@@ -1,4 +1,4 @@
-"""The bandwidth-bound operators: combine, ess, activate, activate_backward and turned."""
+"""The bandwidth-bound operators: combine, ess, activate, activate_backward and scaled_transpose."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
 """Values of combine's option ``top_k`` whose loads are all in flight at once; any other k is 0, a loop."""
 
 COMBINE_THREADS = (32, 64, 128, 256)
-TURNED_SIDE = 64
-"""Rows and columns of a matrix that a block of turned takes."""
+TRANSPOSE_SIDE = 64
+"""Rows and columns of a matrix that a block of scaled_transpose takes."""
 
 
 def _check_types(spec: KernelSpec) -> Iterable[str]:
@@ -81,15 +81,15 @@ def _check_activate(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.option('warps_per_row')} warps a row; expected 1, 2 or 4"
 
 
-def _check_turned(spec: KernelSpec) -> Iterable[str]:
+def _check_transpose(spec: KernelSpec) -> Iterable[str]:
     for dtype in (spec.dtype, spec.out):
         if dtype not in FLOATS:
             yield f"element type {dtype.name}; expected bf16, f16, f32 or f64"
 
 
-def _turned_shape(spec: KernelSpec) -> LaunchShape:
+def _transpose_shape(spec: KernelSpec) -> LaunchShape:
     wide = 8 if DataType.f64 in (spec.dtype, spec.out) else 4
-    return LaunchShape(threads=256, shared_bytes=TURNED_SIDE * (TURNED_SIDE + 1) * wide)
+    return LaunchShape(threads=256, shared_bytes=TRANSPOSE_SIDE * (TRANSPOSE_SIDE + 1) * wide)
 
 
 FAMILIES = (
@@ -122,12 +122,12 @@ FAMILIES = (
         min_arch=70,
     ),
     Family(
-        name="turned",
-        template="turned.cu.j2",
-        ops=("turned",),
+        name="scaled_transpose",
+        template="scaled_transpose.cu.j2",
+        ops=("scaled_transpose",),
         args=struct.Struct("PPqqdi0P"),  # x, out, rows, columns, scale, column_tiles
-        shape=_turned_shape,
-        check=_check_turned,
+        shape=_transpose_shape,
+        check=_check_transpose,
         min_arch=70,
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from hexa_fx.cuda.modes import runs_torch_only
 
-_ROWS = ("reindex", "combine", "ess", "ess_add", "activate", "activate_backward", "turned")
+_ROWS = ("reindex", "combine", "ess", "ess_add", "activate", "activate_backward", "scaled_transpose")
 _PRODUCTS = (
     *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
     *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),

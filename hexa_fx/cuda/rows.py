@@ -1,4 +1,4 @@
-"""reindex, combine, ess, ess_add, activate, activate_backward and turned on CUDA: bandwidth-bound, static grids, no host read.
+"""reindex, combine, ess, ess_add, activate, activate_backward, scaled_transpose: bandwidth-bound, static grids, no host read.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_reindex import reindex_warps
-from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_TOP_K
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
@@ -212,14 +212,16 @@ def _launch_activation(op: str, pointers: Any, activation: str, glu: Glu, params
     launch(h, spec, (blocks, 1, 1), pointers, *strides, n, width, *constants_of(activation, params))
 
 
-@cuda_kernel("turned")
-def turned(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+@cuda_kernel("scaled_transpose")
+def scaled_transpose(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Tiles of 64 x 64, through shared memory."""
     rows, columns = x.shape
     out = x.new_empty((columns, rows), dtype=dtype)
-    tiles = ceil_div(columns, TURNED_SIDE)
-    spec = KernelSpec("turned", "turned", planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype])
-    launch(x, spec, (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (x, out), rows, columns, scale, tiles)
+    tiles = ceil_div(columns, TRANSPOSE_SIDE)
+    spec = KernelSpec(
+        "scaled_transpose", "scaled_transpose", planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype]
+    )
+    launch(x, spec, (tiles * ceil_div(rows, TRANSPOSE_SIDE), 1, 1), (x, out), rows, columns, scale, tiles)
     return out
 
 

@@ -29,7 +29,7 @@ from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (regist
 from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.packed_products import product_with as _packed_products  # noqa: F401  (registers the operators)
 from hexa_fx.ops.reindex import reindex
-from hexa_fx.ops.turned import turned
+from hexa_fx.ops.scaled_transpose import scaled_transpose
 
 __all__ = [
     "ACTIVATIONS",
@@ -49,7 +49,7 @@ __all__ = [
     "experts",
     "moe_ffn",
     "reindex",
-    "turned",
+    "scaled_transpose",
 ]
 
 registry.cuda_kernels()()  # touches no device and imports no kernel

@@ -70,8 +70,8 @@ def _multiplied_with(rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor
     """A factor in the rows' dtype, contiguous, scaled. Copies are made where they are read, so that none is kept for backward."""
     if experts_last(factor):
         matrix = factor.permute(1, 2, 0).flatten(0, 1)
-        turned: Tensor = _OPS.turned(matrix, rows.dtype, scale)
-        return turned.view(factor.shape)
+        transposed: Tensor = _OPS.scaled_transpose(matrix, rows.dtype, scale)
+        return transposed.view(factor.shape)
     cast = factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
     return cast if scale == 1 else cast * scale
 
@@ -175,5 +175,5 @@ def _as_factor(gradient: Tensor, factor: Tensor, scale: float) -> Tensor:
         cast = gradient.type_as(factor)
         return cast if scale == 1 else cast.mul_(scale)
     experts, columns, rank = factor.shape
-    turned: Tensor = _OPS.turned(gradient.flatten(1), factor.dtype, scale)
-    return turned.view(columns, rank, experts).permute(2, 0, 1)
+    transposed: Tensor = _OPS.scaled_transpose(gradient.flatten(1), factor.dtype, scale)
+    return transposed.view(columns, rank, experts).permute(2, 0, 1)

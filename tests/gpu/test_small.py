@@ -21,7 +21,7 @@ from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.ops import activations, library
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
-from hexa_fx.ops.turned import turned_any
+from hexa_fx.ops.scaled_transpose import scaled_transpose_any
 from tests.gpu import test_decode as few_tokens
 from tests.gpu.cases import (
     Routing,
@@ -104,9 +104,9 @@ def test_ess(width: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "out"), [(F32, BF16), (BF16, F32)], ids=["factor", "gradient"])
-def test_turned(dtype: torch.dtype, out: torch.dtype) -> None:
+def test_scaled_transpose(dtype: torch.dtype, out: torch.dtype) -> None:
     x = randn(130, 67, dtype=dtype)
-    assert torch.equal(torch.ops.hexa.turned(x, out, 0.3), turned_any(x, out, 0.3))
+    assert torch.equal(torch.ops.hexa.scaled_transpose(x, out, 0.3), scaled_transpose_any(x, out, 0.3))
 
 
 @pytest.mark.parametrize(("glu", "width"), [("concat", 264), ("interleaved", 37), ("none", 600)])

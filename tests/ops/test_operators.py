@@ -257,7 +257,7 @@ SAMPLES = {
         random(E, H, D), random(E, H), random(T, D), random(T * K, H), random(E, H, D), rows()[0], rows()[2], K, "nk"
     ),
     "combine": lambda: (random(T * K, D), random(T, K), rows()[1], rows()[2], K),
-    "turned": lambda: (random(T, D), torch.bfloat16, 0.5),
+    "scaled_transpose": lambda: (random(T, D), torch.bfloat16, 0.5),
     "moe_ffn": lambda: (
         random(T, D), ids("sentinels"), random(T, K), random(E, 2 * H, D), None, None, None, random(E, D, H), None,
         "silu", "concat", [], "nk", "nk", False,

@@ -62,7 +62,7 @@ def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ra
     families = {spec.family for spec in found}
     assert "unpack" in families or not format
     assert "packed_gemm" in families or format in ("", "nf4_double")
-    assert ("turned" in families) == bool(ranks)
+    assert ("scaled_transpose" in families) == bool(ranks)
     assert len(found) < 40
     for spec_ in found:
         render(spec_)

@@ -1,4 +1,4 @@
-"""turned's own text, run on the host: the reference's bits for every pair of dtypes, at ragged ends of tiles."""
+"""scaled_transpose's own text, run on the host: the reference's bits for every pair of dtypes, at ragged ends of tiles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.errors import InputError
-from hexa_fx.ops import turned
-from hexa_fx.ops.turned import turned_any
+from hexa_fx.ops import scaled_transpose
+from hexa_fx.ops.scaled_transpose import scaled_transpose_any
 from tests.codegen.emulated import emulated  # noqa: F401
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -25,18 +25,18 @@ def test_bits_are_those_of_the_reference(emulated, dtype, out):  # noqa: F811
         x = torch.randn(shape).to(dtype)
         x.view(-1)[:1] = torch.nan
         for scale in (1.0, 0.3):
-            found, expected = cuda_rows.turned(x, out, scale), turned_any(x, out, scale)
+            found, expected = cuda_rows.scaled_transpose(x, out, scale), scaled_transpose_any(x, out, scale)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_it_is_rounded_once():
     x = torch.tensor([[1 + 2**-9, 3.0]])
     expected = (x.double() * 1.3).to(BF16).t()
-    assert torch.equal(turned(x, BF16, 1.3), expected)
+    assert torch.equal(scaled_transpose(x, BF16, 1.3), expected)
     assert not torch.equal((x.to(BF16) * 1.3).t(), expected)
 
 
 def test_other_arguments_are_refused():
     for x, dtype in ((torch.randn(4, 3).t(), BF16), (torch.randn(4), BF16), (torch.randn(4, 3), torch.int32)):
-        with pytest.raises(InputError, match="turned"):
-            turned(x, dtype)
+        with pytest.raises(InputError, match="scaled_transpose"):
+            scaled_transpose(x, dtype)
