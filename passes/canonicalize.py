@@ -11,13 +11,12 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
-from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, operation
 from hexa_fx.passes.size_origins import trace_sizes
 
 
@@ -74,16 +73,10 @@ def _split(captured: CapturedBlock, node: torch.fx.Node) -> CapturedBlock:
 
 def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | None:
     """Terms, operands and result of an einsum over more than two tensors that spells out its result."""
-    equation, *given = node.args
-    operands: Sequence[Any] = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 3:
+    found = einsum_of(node)
+    if found is None or len(found[0]) < 3 or any(len(set(term)) != len(term) for term in found[0]):
         return None
-    left, _, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    repeated = any(len(set(term)) != len(term) for term in terms)
-    if repeated or not all(isinstance(operand, torch.fx.Node) for operand in operands):
-        return None
-    return terms, list(operands), result
+    return found if all(isinstance(operand, torch.fx.Node) for operand in found[1]) else None
 
 
 def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], result: str) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import CONTRACTIONS, is_tensor, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, einsum_of, is_tensor, operation
 from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
 from hexa_fx.passes.size_rules import flat
 
@@ -53,9 +53,5 @@ def _operands(node: Node) -> list[Node]:
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if operation(node) != "einsum":
         return tensors if operation(node) in _KEEPING else []
-    equation = node.args[0]
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return []
-    left, _, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    return [n for n, term in zip(tensors, terms) if len(terms) == len(tensors) and term[:-1] == result[:-1]]
+    terms, operands, result = einsum_of(node) or ([], [], "")
+    return [n for n, term in zip(operands, terms) if n in tensors and term[:-1] == result[:-1]]

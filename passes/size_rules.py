@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import is_tensor, operation
+from hexa_fx.passes.detect.graph import einsum_of, is_tensor, operation
 from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
 
 Node = torch.fx.Node
@@ -187,15 +187,9 @@ def _chosen(choice: Node, dim: int) -> Origin | None:
 
 
 def _einsum(node: Node, dim: int) -> list[Dim]:
-    equation, *operands = node.args
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return []
-    left, _, result = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(operands):
-        return []
-    letter, tensors = result[dim], [n for n in operands if isinstance(n, Node)]
-    return [Dim(n, term.index(letter)) for n, term in zip(tensors, terms) if letter in term]
+    terms, operands, result = einsum_of(node) or ([], [], "")
+    named = [(n, term) for n, term in zip(operands, terms) if isinstance(n, Node) and result[dim] in term]
+    return [Dim(n, term.index(result[dim])) for n, term in named]
 
 
 def flat(value: Any) -> Iterator[Any]:

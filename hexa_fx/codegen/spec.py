@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from hexa_fx.codegen.cutlass import DataType, KernelScheduleType, MathOperation
 from hexa_fx.errors import KernelError
 
-Layout = Literal["nk", "kn"]
-Glu = Literal["none", "concat", "interleaved", "split"]
+if TYPE_CHECKING:
+    from hexa_fx.ir import Glu, Layout
+
 Option = int | float | str | bool
 
 _ENUMS: dict[str, Any] = {

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, LINE_BYTES
-from hexa_fx.codegen.spec import Layout
 from hexa_fx.codegen.tiles_sm90 import TileSm90
-from hexa_fx.cuda.choosing import cached_choice
-from hexa_fx.cuda.operands import DTYPES, Added, ceil_div, numbers_of
+from hexa_fx.cuda.operands import DTYPES, Added, numbers_of
 from hexa_fx.cuda.planning import Piece, TensorMap
+from hexa_fx.ir import Layout
 
 _NUMBERS = numbers_of(ARGS)
 
@@ -57,13 +56,6 @@ def pack(**fields: Any) -> Piece:
     (n, experts, parts, *sizes) = (fields.pop(name, (0, 0) if name == "division" else 0) for name in NUMBERS)
     assert not fields, f"no fields of the struct: {sorted(fields)}"
     return pointers, _NUMBERS.pack(n, experts, *parts, *sizes, *constants)
-
-
-@cached_choice
-def division(top_k: int) -> tuple[int, int]:
-    """What divides by k: multiplier and shift."""
-    shift = (top_k - 1).bit_length()
-    return ceil_div(1 << (31 + shift), top_k), shift
 
 
 def line(t: Tensor) -> int:

@@ -26,13 +26,14 @@ from hexa_fx.codegen.family_decode import (
 )
 from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.key_decode import DecodeKey
-from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, contiguous
+from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
 from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
+from hexa_fx.formats.format import ceil_div
+from hexa_fx.ir import Glu, Layout
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed

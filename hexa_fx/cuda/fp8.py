@@ -16,14 +16,15 @@ from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, TILE_K, TILE_M, TILE
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
-from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, division, pack, rows_map, weight_map
+from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, pack, rows_map, weight_map
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, division
 from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
+from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8

@@ -13,9 +13,10 @@ from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
+from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
 from hexa_fx.ops.fp8_quantizing import QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.codegen.tiles_sm90 import swaps
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -21,6 +20,7 @@ from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
+from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm

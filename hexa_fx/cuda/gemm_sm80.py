@@ -12,13 +12,14 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm80 import SIZES
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Layout
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel
-from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.operands import Into, Segment, aligned, constants_of, contiguous, dense_rows, division
 from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
+from hexa_fx.formats.format import ceil_div
+from hexa_fx.ir import Layout
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -203,7 +204,5 @@ def _lines(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
 @cached_choice
 def divisor(value: int) -> tuple[int, int, int]:
     """hexa::Divisor of a number from 1 to 2^31 - 1: (value, magic, shift)."""
-    if value == 1:
-        return 1, 0, 0
-    log = 31 + (value - 1).bit_length()
-    return value, ceil_div(1 << log, value), log - 32
+    magic, shift = division(value)
+    return (value, magic, shift - 1) if value > 1 else (1, 0, 0)

@@ -19,7 +19,6 @@ from hexa_fx.cuda.arguments_sm90 import (
     added_map,
     added_maps,
     chunk_map,
-    division,
     mixed_map,
     pack,
     result_map,
@@ -27,9 +26,10 @@ from hexa_fx.cuda.arguments_sm90 import (
     weight_map,
 )
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.operands import Added, Into, Segment, aligned, ceil_div, constants_of
+from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, division
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
+from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip

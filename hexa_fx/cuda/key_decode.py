@@ -21,10 +21,11 @@ from hexa_fx.codegen.family_decode import (
     room,
     slots_of,
 )
-from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.operands import DTYPES
+from hexa_fx.ir import Glu, Layout
 
 
 class DecodeKey(NamedTuple):

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hexa_fx.codegen.family_packed import DEPTH, FAMILY, PackedTile, candidates, choose_tile, columns_of_tile
-from hexa_fx.codegen.spec import Glu, KernelSpec, Option
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.operands import DTYPES
+from hexa_fx.ir import Glu
 
 
 class PackedKey(NamedTuple):

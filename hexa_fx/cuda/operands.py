@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.spec import Layout
+from hexa_fx.formats.format import ceil_div
+from hexa_fx.ir import Layout
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.ops.rows import flip
 
@@ -116,6 +117,8 @@ def aligned(*tensors: Tensor | None) -> bool:
     return not steps & 15
 
 
-def ceil_div(a: int, b: int) -> int:
-    """Smallest whole number not below a / b."""
-    return -(-a // b)
+@cache
+def division(by: int) -> tuple[int, int]:
+    """A quotient as one multiplication, exact for 0 <= x < 2^31: the multiplier, and by how much to shift beyond 31 bits."""
+    shift = (by - 1).bit_length()
+    return ceil_div(1 << (31 + shift), by), shift

@@ -26,9 +26,10 @@ from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.key_packed import PackedKey
-from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.operands import aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.formats import FORMATS
+from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.operands import EsmmAct
 

@@ -14,7 +14,7 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import validate
 from hexa_fx.codegen.family_gemm_sm90 import TABLES, line_elements
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu, KernelSpec, Layout, Option, SpecError
+from hexa_fx.codegen.spec import KernelSpec, Option, SpecError
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.fallback import Unsupported
@@ -23,6 +23,7 @@ from hexa_fx.cuda.key_decode import DecodeKey
 from hexa_fx.cuda.key_packed import PackedKey
 from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tuned_tile
+from hexa_fx.ir import Glu, Layout
 
 HOPPER = "gather_gemm_sm90"
 

@@ -15,14 +15,16 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLED_TOP_K
-from hexa_fx.codegen.spec import Glu, KernelSpec, Option
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import cached_choice, described_card
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.errors import InputError
+from hexa_fx.formats.format import ceil_div
+from hexa_fx.ir import Glu
 from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.rows import accumulate_dtype, row_count
 

@@ -15,11 +15,11 @@ from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.operands import DTYPES, ceil_div
+from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
-from hexa_fx.formats.format import Format
+from hexa_fx.formats.format import Format, ceil_div
 from hexa_fx.formats.four_bit import FourBit, Nf4Double
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.operands import Esmm

@@ -56,6 +56,17 @@ def nodes_in(value: Any) -> list[torch.fx.Node]:
     return found
 
 
+def einsum_of(node: torch.fx.Node) -> tuple[list[str], list[Any], str] | None:
+    """Terms, operands and result of a recorded einsum; None if its equation leaves a part to torch, such as ``...``."""
+    equation, *given = node.args
+    operands: Any = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return None
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    return (terms, list(operands), result) if len(terms) == len(operands) else None
+
+
 def ancestors(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
 ) -> set[torch.fx.Node]:

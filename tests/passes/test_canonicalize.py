@@ -8,6 +8,8 @@ from torch import nn
 
 from hexa_fx.capture import capture, record_of
 from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.leading_sizes import leading_sizes
+from hexa_fx.passes.size_rules import Dim, copied_from
 
 T, E, I, D = 5, 3, 4, 6  # noqa: E741
 
@@ -73,3 +75,21 @@ def test_left_alone(equation, why):
 def _operations(captured, call) -> list[str]:
     nodes = [n for n in captured.graph.nodes if n.op != "output"][call.start : call.end]
     return [getattr(n.target, "__name__", n.target) for n in nodes if n.op not in ("get_attr", "placeholder")]
+
+
+class OverItself(nn.Module):
+    def __init__(self, as_list: bool) -> None:
+        super().__init__()
+        self.as_list = as_list
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bti,bsi->bts", [x, x]) if self.as_list else torch.einsum("bti,bsi->bts", x, x)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_sizes_of_an_einsum_are_read_however_its_operands_are_given(as_list: bool) -> None:
+    captured = capture(OverItself(as_list), (torch.randn(2, 3, 4),), {})
+    (node,) = (n for n in captured.graph.nodes if getattr(n.target, "__name__", "") == "einsum")
+    (x,) = (n for n in captured.graph.nodes if n.op == "placeholder")
+    assert copied_from(node, 2) == [Dim(x, 1)]
+    assert leading_sizes(node) is x
