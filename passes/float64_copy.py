@@ -45,13 +45,18 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
                 if in_parts
                 else _unlike(value.to(torch.float64, copy=True), generator)
             )
-            settings = {name: value for name, value in vars(parameter).items() if not isinstance(value, torch.Tensor)}
-            vars(memo[id(parameter)]).update(settings)  # which the code may ask for
+            _keep_settings(parameter, memo[id(parameter)])
     for child in block.modules():
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _unlike(value.detach().to(_upcast(value.dtype), copy=True), generator)
+                _keep_settings(value, memo[id(value)])
     return deepcopied(block, memo)
+
+
+def _keep_settings(tensor: torch.Tensor, copied: torch.Tensor) -> None:
+    """Gives a copy what was put on a tensor, which the code may ask for."""
+    vars(copied).update({name: value for name, value in vars(tensor).items() if not isinstance(value, torch.Tensor)})
 
 
 def _unlike(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
