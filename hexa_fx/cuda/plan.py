@@ -22,11 +22,11 @@ from hexa_fx.cuda.planning import (
     Operand,
     Planning,
     TorchCall,
-    contiguous_strides,
     replaced,
 )
 from hexa_fx.cuda.workspace import Part, lay_out
 from hexa_fx.ops import library
+from hexa_fx.ops.rows import contiguous_strides
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
 

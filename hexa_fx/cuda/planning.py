@@ -20,6 +20,7 @@ from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import numbers_of
 from hexa_fx.errors import KernelError
+from hexa_fx.ops.rows import contiguous_strides
 
 Shape = tuple[int, ...]
 
@@ -123,15 +124,6 @@ class Operand:
         found: list[Operand] = []
         replaced(args, found.append)
         return found[0].planning.torch(function, *args, **(kwargs or {}))
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    """Strides of elements that lie one behind the other."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def replaced(value: Any, by: Callable[[Operand], Any]) -> Any:

@@ -25,7 +25,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which experts compute on ``x``. Tensors are cast before they travel, so autocast halves the bytes."""
     if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -34,7 +34,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def to_compute_dtype(x: Tensor) -> Tensor:
     """``x`` in the dtype that the experts compute in."""
-    return x.to(compute_dtype(x))
+    return x.to(autocast_dtype(x))
 
 
 def token_counts(x: Tensor, session: str) -> list[int]:
@@ -117,7 +117,7 @@ def cache_prefetch(
 ) -> None:
     """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
     cache = find_session(session).cache
-    cache.prefetch(layer, (w1, b1, w3, b3, w2), compute_dtype(w1))
+    cache.prefetch(layer, (w1, b1, w3, b3, w2), autocast_dtype(w1))
 
 
 def cache_gather(
@@ -138,7 +138,7 @@ def cache_gather(
     weights = (w1, b1, w3, b3, w2)
     active = find_session(session)
     cache = active.cache
-    source = cache.source(layer, weights, compute_dtype(w1))
+    source = cache.source(layer, weights, autocast_dtype(w1))
     if not is_grad_enabled():
         return active.geometry(layer).views(cache.fetch(layer))
     active.saved_tensors.check_bound()

@@ -15,11 +15,11 @@ from hexa_fx.isolation.outer_products import (
     NotAPlace,
     Places,
     Term,
-    contiguous_strides,
     filled,
     reshaped,
 )
 from hexa_fx.isolation.upcast_weight import written
+from hexa_fx.ops.rows import contiguous_strides
 
 _ATEN = torch.ops.aten
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.isolation.upcast_weight import TooLarge
+from hexa_fx.ops.rows import contiguous_strides
 
 _DIRECTIONS = 4
 
@@ -121,11 +122,6 @@ class Places:
 
 PLAIN = ((1, 0), (0, 1))
 """Steps of the last two dimensions of a product that lies as it is."""
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def reshaped(term: Term, shape: Sequence[int], new: Sequence[int]) -> Iterator[Term]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.fallback import has_grouped_mm, reindex_any
+from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
@@ -50,7 +50,7 @@ def in_compute_dtype(t: T) -> T:
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, layout: str) -> Tensor:
     weight, bias = in_compute_dtype(weight.transpose(1, 2) if layout == "nk" else weight), in_compute_dtype(bias)
-    if has_grouped_mm(x, weight):
+    if takes_grouped_mm(x, weight):
         y = torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
     else:
         bounds = offs.tolist()

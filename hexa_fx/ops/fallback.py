@@ -88,7 +88,7 @@ def esfk_any(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """(n, N) of x (n, K) and weight (E, K, N). Rows without an expert are unspecified."""
-    if has_grouped_mm(x, weight):
+    if takes_grouped_mm(x, weight):
         _log_once("esmm", x.device.type, "torch's grouped matmul")
         return torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
     if _capturing(x):
@@ -110,7 +110,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     """(E, K, N), the sum of ``x[p]^T g[p]`` over each expert's rows."""
     experts = offs.shape[0] - 1
-    if has_grouped_mm(x, g) and x.shape[0] > 0:
+    if takes_grouped_mm(x, g) and x.shape[0] > 0:
         _log_once("estmm", x.device.type, "torch's grouped matmul")
         return torch._grouped_mm(x.t(), g, offs=offs[1:].contiguous())
     if _capturing(x):
@@ -125,7 +125,7 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     return y
 
 
-def has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Whether torch._grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
     if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False

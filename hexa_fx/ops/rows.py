@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import overload
 
 import torch
@@ -21,6 +24,11 @@ def flip(layout: str) -> str: ...
 def flip(layout: str) -> str:
     """The layout under which the same memory reads as the transposed weight."""
     return "kn" if layout == "nk" else "nk"
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1] if shape else ()
 
 
 def invert(v: Tensor) -> Tensor:

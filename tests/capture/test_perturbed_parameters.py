@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
+from hexa_fx.errors import CaptureError
 
 
 def node_of(block: nn.Module, x: torch.Tensor, name: str) -> torch.fx.Node:
@@ -40,7 +41,7 @@ def test_put_back_when_the_code_raises() -> None:
             raise ValueError("no")
 
     block = Raises()
-    with pytest.raises(Exception, match="no"):
+    with pytest.raises(CaptureError, match="ValueError: no"):
         capture(block, (torch.randn(2, 3),), {})
     assert bool((block.scale == 1).all())
 
