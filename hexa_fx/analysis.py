@@ -25,8 +25,9 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
-from hexa_fx.passes import MODES, BlockAnalysis, analyse, refused
+from hexa_fx.passes import analyse, refused
 from hexa_fx.passes.autocast import with_dtypes
+from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.same_memory import in_same_memory, why_not_parted

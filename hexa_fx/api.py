@@ -23,8 +23,8 @@ from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.observers import listening
-from hexa_fx.passes import BlockAnalysis, Mode
 from hexa_fx.passes.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
+from hexa_fx.passes.block_analysis import BlockAnalysis, Mode
 from hexa_fx.passes.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy

@@ -20,7 +20,7 @@ from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
 from hexa_fx.observers import muted
-from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.lowering.lower import Lowered, lower
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import Graph
 
@@ -37,6 +37,7 @@ from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
+from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.cases import changes_itself
@@ -58,9 +59,6 @@ from hexa_fx.passes.verify_settings import settings_of
 
 log = logging.getLogger(__name__)
 
-Mode = Literal["eval", "train"]
-MODES: tuple[Mode, ...] = ("eval", "train")
-
 PASSES = {
     "capture": "the block runs once on the example and is recorded as a graph",
     "canonicalize": "fused expressions are taken apart",
@@ -73,34 +71,6 @@ PASSES = {
     **{each.name: each.summary for pipeline in (CUDA, CPU) for each in pipeline.passes},
 }
 """Every pass by the name under which `hexa_fx.observers` reports it, in order."""
-
-
-@dataclass(frozen=True)
-class BlockAnalysis:
-    """What the passes made of one block.
-
-    Args:
-        path: the block's path.
-        match: the region, from the first mode in which it was found.
-        captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
-        checks: by mode, for those that were rewritten at first; empty if verification is off.
-        seconds: time of capture, detection and rewriting.
-        reads: what the runs of all modes read from Python.
-    """
-
-    path: str
-    match: MoEMatch | None
-    captured: Mapping[Mode, CapturedBlock] = field(default_factory=dict)
-    rewritten: Mapping[Mode, RewrittenBlock] = field(default_factory=dict)
-    refusals: Mapping[Mode, Refusal] = field(default_factory=dict)
-    checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
-    seconds: float = 0.0
-    reads: tuple[PythonRead, ...] = ()
-
-    @property
-    def settled(self) -> bool:
-        """Whether it is refused for what other inputs, and modules around it, would not change."""
-        return not self.rewritten and all(refusal.settled for refusal in self.refusals.values())
 
 
 @dataclass

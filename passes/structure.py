@@ -19,7 +19,7 @@ from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
 
 if TYPE_CHECKING:
-    from hexa_fx.passes import BlockAnalysis
+    from hexa_fx.passes.block_analysis import BlockAnalysis
 
 _PLAIN = (int, float, str, bool, type(None))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody

@@ -11,7 +11,7 @@ from hexa_fx.inspection.costs import Costs, costs_of
 from hexa_fx.inspection.stages import Snapshots, Stage, partition_stage, snapshots
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.observers import PassEvent, at_block, muted
-from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis
 
 log = logging.getLogger(__name__)
 

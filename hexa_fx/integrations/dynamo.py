@@ -27,7 +27,8 @@ from hexa_fx.integrations import regions
 from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.passes import MODES, BlockAnalysis, analyse
+from hexa_fx.passes import analyse
+from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require, require_finite

@@ -137,9 +137,8 @@ def _find(forward: HexaForward, training: bool, levels: Sequence[_Level]) -> Rou
             found = _at_level(forward, training, level)
         except Exception as error:  # of the user's code, on fewer tokens than the example has
             log.debug("%s: the router was not found: %s", level.call.path, error)
-            found = (
-                f"its code failed on a part of the example ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            )
+            said = str(error).partition("\n")[0]
+            found = f"its code failed on a part of the example ({type(error).__name__}: {said})"
         if isinstance(found, RoutingSite):
             return found
         reason = found if reason == _NOWHERE else reason
@@ -206,8 +205,7 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
         columns = _columns(natural.index, trial.seen, experts)
         if columns is None:
             return _NOWHERE
-        rows = len(trial.seen[columns[0][0]])
-        top_k = natural.index.numel() // rows
+        top_k = natural.index.numel() // len(trial.seen[columns[0][0]])
         site = RoutingSite(level.above, columns, (), top_k, experts)
         found = _tested(level, site, trial.seen, natural)
         level.known.append(_Seen(program.source, natural, trial.seen, found))
@@ -254,9 +252,8 @@ def _agree(index: Tensor, ids: Tensor, experts: int) -> bool:
 
 def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
-    rows = len(chosen)
     generator = torch.Generator().manual_seed(0)
-    order = torch.rand(rows, site.num_experts, generator=generator, device="cpu").argsort(1)
+    order = torch.rand(len(chosen), site.num_experts, generator=generator, device="cpu").argsort(1)
     at_random = order[:, : site.top_k].contiguous().to(chosen.device)
     reached = _forced(level, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
@@ -294,16 +291,11 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _forced(level: _Level, site: RoutingSite, ids: Tensor) -> _Reached | None:
-    forced = forced_ids(site, ids)
-    trial = _Trial(forced, frozenset(site.groups), site.columns[0][0].size)
-    return level.run(trial)
+    return level.run(_Trial(forced_ids(site, ids), frozenset(site.groups), site.columns[0][0].size))
 
 
 def forced_ids(site: RoutingSite, ids: Tensor) -> dict[Choice, Tensor]:
     """What each call of a site is to choose so that the experts are ``ids`` (rows, k); a call among groups gets all of them."""
-    if len(site.columns) == 1:
-        pieces = [ids]
-    else:
-        pieces = [ids[:, place : place + 1] for place in range(len(site.columns))]
+    pieces = [ids] if len(site.columns) == 1 else ids.split(1, 1)
     forced = {choice: piece for calls, piece in zip(site.columns, pieces) for choice in calls}
     return forced | dict.fromkeys(site.groups, ids)

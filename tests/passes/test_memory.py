@@ -16,7 +16,8 @@ from hexa_fx import passes
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation import gradient_mode, size, upcast_weight
-from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes import analyse
+from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.verify import VerificationResult, verify
 from tests.live_memory import LiveMemory
 

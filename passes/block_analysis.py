@@ -1,0 +1,43 @@
+"""What the passes hand on of one block, by the mode that it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
+from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.verify import VerificationResult
+
+Mode = Literal["eval", "train"]
+MODES: tuple[Mode, ...] = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class BlockAnalysis:
+    """What the passes made of one block.
+
+    Args:
+        path: the block's path.
+        match: the region, from the first mode in which it was found.
+        captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
+        checks: by mode, for those that were rewritten at first; empty if verification is off.
+        seconds: time of capture, detection and rewriting.
+        reads: what the runs of all modes read from Python.
+    """
+
+    path: str
+    match: MoEMatch | None
+    captured: Mapping[Mode, CapturedBlock] = field(default_factory=dict)
+    rewritten: Mapping[Mode, RewrittenBlock] = field(default_factory=dict)
+    refusals: Mapping[Mode, Refusal] = field(default_factory=dict)
+    checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
+    seconds: float = 0.0
+    reads: tuple[PythonRead, ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is refused for what other inputs, and modules around it, would not change."""
+        return not self.rewritten and all(refusal.settled for refusal in self.refusals.values())
