@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -111,7 +110,7 @@ class PartitionSession(AttachedPartition):
         """Notes what was cut, by layer."""
         self._of_layer = {path: tuple(found) for path, found in shards.items()}
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
-        self._model = weakref.ref(model)
+        self._model = ref(model)
         self._wrappers.watch(self._model, self._of_layer.values())
         self._agreement.watch(model, self.shards)
 

@@ -171,8 +171,7 @@ class _Level:
     """A module that may hold the router, ``above`` modules around the block, with a call of it."""
 
     def __init__(self, call: Observation, above: int) -> None:
-        self.call, self.above = call, above
-        self.module = call.module
+        self.call, self.above, self.module = call, above, call.module
         self.args, self.kwargs = probe_inputs(call.args, call.kwargs, TOKENS)
         self.known: list[_Seen] = []
 
