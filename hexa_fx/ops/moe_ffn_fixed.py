@@ -37,7 +37,7 @@ def _fixed_forward(*args: Any) -> tuple[Tensor, ...]:
         return training(*args)
 
 
-class _Function(ByExpertOrder):
+class _MoeFfnFixed(ByExpertOrder):
     """Another forward, and the backward of `hexa::moe_ffn`."""
 
     @staticmethod
@@ -48,7 +48,7 @@ class _Function(ByExpertOrder):
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _Function.apply(library.is_plain(keyset), *args)
+        return _MoeFfnFixed.apply(library.is_plain(keyset), *args)
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn_fixed.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

@@ -129,7 +129,7 @@ def _training(*args: Any) -> tuple[Tensor, ...]:
     return run(o, transposed=True, keep_h=not o.recompute_h)
 
 
-class _Function(DirectFunction):
+class _MoeFfnFp8(DirectFunction):
     """What it keeps besides weights: x if something needs it, h in FP8 unless it is computed again, and the routing."""
 
     @staticmethod
@@ -167,7 +167,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
             raise InputError(
                 "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
             )
-        return _Function.apply(*args[:16])
+        return _MoeFfnFp8.apply(*args[:16])
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn_fp8.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

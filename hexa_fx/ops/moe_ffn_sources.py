@@ -212,7 +212,7 @@ def _with_bias(dweights: Tensor, b2: Tensor | None, dy: Tensor, inv: Tensor, row
     return total
 
 
-class _Function(DirectFunction):
+class _MoeFfnSources(DirectFunction):
     """What it keeps besides weights: x if something needs it, h unless it is computed again, and the routing."""
 
     @staticmethod
@@ -248,7 +248,7 @@ class _Function(DirectFunction):
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _Function.apply(*args)
+        return _MoeFfnSources.apply(*args)
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn_sources.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

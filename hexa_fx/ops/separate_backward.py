@@ -27,13 +27,13 @@ _WEIGHTS = slice(2, 9)
 def moe_ffn_without_esfk(*args: Any) -> Tensor:
     """Has the arguments and value of `hexa::moe_ffn`."""
     x, top_k_index, top_k_weights, *weights = args[:9]
-    y: Tensor = _Function.apply(
+    y: Tensor = _MoeFfnSeparateBackward.apply(
         in_compute_dtype(x), top_k_index, top_k_weights, *map(in_compute_dtype, weights), *args[9:]
     )
     return y
 
 
-class _Function(torch.autograd.Function):
+class _MoeFfnSeparateBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
