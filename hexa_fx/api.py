@@ -33,7 +33,7 @@ from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
-from hexa_fx.runtime.saved_alone import follow
+from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
@@ -243,7 +243,7 @@ def explain(
     check_model(model)
     config = _checked(config)
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
-    with torch.inference_mode(False), tracing() as trace:
+    with torch.inference_mode(False), tracing() as trace, as_before(model):
         found = analyse_model(model, example_inputs, config, Inspector())
         forms = {a.path: [_finished(form, config) for form in a.rewritten.values()] for a in found.rewritten}
         whole = {path for path, finished in forms.items() if not any(any(form.small) for form in finished)}

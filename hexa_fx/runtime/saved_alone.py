@@ -6,7 +6,8 @@ Libraries take tensors of one storage for one tensor under several names: accele
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,17 @@ def save_alone(owners: Iterable[nn.Module]) -> None:
 def follow(model: nn.Module, other: nn.Module) -> None:
     """The same for the modules of ``model`` that `save_alone` was called for in ``other``, which shares its parameters."""
     save_alone(model.get_submodule(path) for path, owner in other.named_modules() if _is_asked(owner))
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Ends at its exit what was begun inside."""
+    asked = any(map(_is_asked, model.modules()))
+    try:
+        yield
+    finally:
+        if not asked:
+            give_back(model)
 
 
 def give_back(model: nn.Module) -> None:
