@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -123,6 +124,23 @@ def saturated(folder: Path) -> str:
     return table(["top-4, batch 256 a device", "ms a step", "over the faster of ours", "GiB"], rows)
 
 
+def one_gpu(folder: Path) -> str:
+    """With the libraries themselves, on one GPU: a step that fills it, and the peak of memory by k."""
+    records = json.loads((folder / "swin_one_gpu.json").read_text(encoding="utf-8"))["records"]
+    by = {(r["experiment"], r["name"], r["top_k"]): r for r in records}
+    best, counts = fastest([r for r in records if r["experiment"] == "saturated"]), range(1, 9)
+    rows = []
+    for name in TITLES:
+        full = by.get(("saturated", name, 4))
+        if full is None:
+            continue
+        cells = [_cell(by.get(("memory", name, k)), lambda r: f"{r['peak_gib']:.2f}") for k in counts]
+        step = f"{1e3 * full['step_s']:.1f} ({full['step_s'] / best:.2f})"
+        rows.append([TITLES[name], step, f"{full['peak_gib']:.1f}", *(cell.replace("not run", "") for cell in cells)])
+    head = ["", "ms a full step", "its GiB", *(f"GiB, top-{k}" for k in counts)]
+    return table(head, rows)
+
+
 def crossover(folder: Path) -> str:
     runs = {r["name"]: r for r in load(folder, "crossover") if "runs" in r}
     if set(runs) != set(OURS):
@@ -216,6 +234,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "floor": floor,
     "saturated": saturated,
+    "one_gpu": one_gpu,
     "crossover": crossover,
     "heterogeneity": heterogeneity,
     "ablation": ablation,
