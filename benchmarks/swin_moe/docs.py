@@ -126,7 +126,10 @@ def saturated(folder: Path) -> str:
 
 def one_gpu(folder: Path) -> str:
     """With the libraries themselves, on one GPU: a step that fills it, and the peak of memory by k."""
-    records = json.loads((folder / "swin_one_gpu.json").read_text(encoding="utf-8"))["records"]
+    path = folder / "swin_one_gpu.json"
+    if not path.exists():
+        return "not run"
+    records = json.loads(path.read_text(encoding="utf-8"))["records"]
     by = {(r["experiment"], r["name"], r["top_k"]): r for r in records}
     best, counts = fastest([r for r in records if r["experiment"] == "saturated"]), range(1, 9)
     rows = []
