@@ -1,5 +1,5 @@
 /* Moving about: sizes, scrolling, keys. Pictures are scrolled by the browser, so that wheels, fingers and bars work as everywhere. */
-const least = () => (narrow() ? 0.6 : 0.8), MOST = 1.3;  // below the least, text is too small to read without asking for it
+const least = () => (narrow() ? 0.6 : 0.65), MOST = 1.3;  // below the least, text is too small to read without asking for it
 const narrow = () => matchMedia("(max-width: 760px)").matches;
 const scales = {left: 1, right: 1};
 const fitted = {left: false, right: false};
