@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -126,10 +125,9 @@ def saturated(folder: Path) -> str:
 
 def one_gpu(folder: Path) -> str:
     """With the libraries themselves, on one GPU: a step that fills it, and the peak of memory by k."""
-    path = folder / "swin_one_gpu.json"
-    if not path.exists():
+    records = load(folder, "one_gpu")
+    if not records:
         return "not run"
-    records = json.loads(path.read_text(encoding="utf-8"))["records"]
     by = {(r["experiment"], r["name"], r["top_k"]): r for r in records}
     best, counts = fastest([r for r in records if r["experiment"] == "saturated"]), range(1, 9)
     rows = []

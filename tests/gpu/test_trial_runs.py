@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hexa_fx
-from tests.runtime.handmade import D, E, ListMoE
+from tests.runtime.handmade import D, E, ListMoE, NumberedPlaces
 
 pytestmark = pytest.mark.gpu
 
@@ -51,20 +51,9 @@ def test_ids_of_no_expert() -> None:
     torch.cuda.synchronize()
 
 
-class NumberedPlaces(ListMoE):
-    """Adds a row of a table to each output, by its place; the table is as long as the example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(9, D))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) + self.places[torch.arange(hidden.shape[1], device=hidden.device)]
-
-
 def test_places_past_a_table() -> None:
     torch.manual_seed(0)
-    block, x = NumberedPlaces().cuda(), torch.randn(2, 9, D, device="cuda")
+    block, x = NumberedPlaces(9).cuda(), torch.randn(2, 9, D, device="cuda")
     optimized = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)
     torch.testing.assert_close(optimized(x), block(x), rtol=1e-4, atol=1e-4)

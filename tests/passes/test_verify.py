@@ -23,6 +23,7 @@ from tests.runtime.handmade import (
     D,
     E,
     ListMoE,
+    NumberedPlaces,
     StackedExperts,
     dense_moe,
     list_rewritten,
@@ -463,23 +464,12 @@ class NotedFailures(TorchDispatchMode):
             raise
 
 
-class NumberedPlaces(ListMoE):
-    """Adds a row of a table to each output, by its place; the table is as long as the example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(6, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.places[torch.arange(x.shape[1])]
-
-
 @pytest.mark.parametrize("guarded", [True, False])
 def test_no_operator_gets_an_index_out_of_range(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it only raises, and the case is skipped."""
     if guarded:
         monkeypatch.setattr(comparison, "no_device_asserts", lambda module: RaisesOnHost())
-    model = NumberedPlaces()
+    model = NumberedPlaces(6)
     with NotedFailures() as failed:
         report = hexa_fx.optimize(model, *example()).report
     assert report.rewritten

@@ -79,6 +79,18 @@ class ListMoE(nn.Module):
         return out.reshape(hidden.shape)
 
 
+class NumberedPlaces(ListMoE):
+    """Adds a row of a table to each output, by its place; longer sequences index past the table."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(length, D))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The list's forward, and the rows."""
+        return super().forward(hidden) + self.places[torch.arange(hidden.shape[1], device=hidden.device)]
+
+
 class StackedExperts(nn.Module):
     """Stacked weights, routing given from outside."""
 
