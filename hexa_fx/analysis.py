@@ -22,7 +22,7 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import Refusal
+from hexa_fx.ir import NEVER_SMALL, Refusal
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse, refused
@@ -37,6 +37,7 @@ from hexa_fx.passes.unreadable import why_hidden
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.linear_lora import LinearLora, taken_off
+from hexa_fx.runtime.stacked_codes import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
@@ -232,6 +233,8 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
             return refused(Refusal(observation.path, reason))
     kinds = partial(linear4bit.with_kinds, module)
     rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}
+    if packed or any(reads_codes(module, weight) for form in rewritten.values() for weight in form.packed):
+        rewritten = {mode: replace(form, small=NEVER_SMALL) for mode, form in rewritten.items()}  # its own code unpacks
     if replaced:  # modules of codes give other dtypes under autocast than dense ones
         args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
         for mode, form in rewritten.items():

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
-from hexa_fx.attached import attach, note_session
+from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model
+from hexa_fx.attached import attach
 from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
-from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
+from hexa_fx.errors import HexaError, InputError, NothingRewritten, VerificationError
 from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
@@ -34,11 +33,11 @@ from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.saved_alone import as_before, follow
-from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
 from hexa_fx.sources.packed_parameters import collecting
+from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
 from hexa_fx.undo import whole_or_not_at_all
 
@@ -119,17 +118,15 @@ def optimize_(
     """
     check_model(model)
     config = _checked(config)
-    if mesh is None and (strategy != "auto" or capacities != "measure" or partition or data_mesh is not None):
-        raise InputError(
-            "strategy, capacities, partition and data_mesh say how to spread the model over devices; give mesh= too"
-        )
-    if not isinstance(partition, PartitionConfig | None):
-        raise InputError(f"partition is a {type(partition).__name__}; expected a hexa_fx.PartitionConfig")
-    if mesh is not None and example_inputs is None and (partition is None or partition.batch is None):
-        raise InputError("the example inputs stand for the global batch: give them, or PartitionConfig(batch=...)")
-    example_inputs = example_tokens(model) if example_inputs is None else example_inputs
+    spread = Spread(mesh, strategy, capacities, partition, data_mesh)
+    spread.check(example_inputs)
+    _optimize(model, example_tokens(model) if example_inputs is None else example_inputs, config, spread)
+    return model
+
+
+def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, spread: Spread) -> None:
     adopt_loaded(model)
-    inspector = Inspector()
+    inspector, alone = Inspector(), spread.mesh is None
     with (
         torch.inference_mode(False),
         tracing() as trace,
@@ -137,57 +134,46 @@ def optimize_(
         kernels_requested(config.compute),
         whole_or_not_at_all(model),
     ):
-        found = analyse_model(model, example_inputs, config, inspector, factors=mesh is None)
-        report, rewritten = found.report, found.rewritten
+        found = analyse_model(model, example_inputs, config, inspector, factors=alone)
         if config.strict and (error := _complaint(found)):
-            trace.finish(report)
+            trace.finish(found.report)
             raise error
-        if mesh is not None and not rewritten:
-            raise PlanError(f"there is nothing to spread over devices: {report}")
-        if mesh is not None:
-            # here, since it loads torch's DTensor and networkx, which only those need who have a mesh
-            from hexa_fx.passes.partition import apply_partition
-
-            args, kwargs = call_arguments(example_inputs)
-            session = apply_partition(
-                model,
-                [analysis.rewritten for analysis in rewritten],
-                mesh,
-                strategy,
-                capacities,
-                _partition_config(partition, config, args, kwargs),
-                finish=functools.partial(_finished, config=config),
-                example=lambda: model(*args, **kwargs),
-                data_mesh=data_mesh,
-                changed=note_session,
-            )
-            attach(model, "partition", session)
-            report = with_plan(report, session.plan, inspector.partitioned)
-            if config.compute != "native":
-                said = f"asked to multiply in {config.compute}; the error that this adds is not measured on blocks that are spread"
-                report = with_compute(report, {analysis.path: said for analysis in rewritten})
+        if alone:
+            report = _install_all(model, found, config)
         else:
-            installed, added = {}, {}
-            for analysis in rewritten:
-                block = model.get_submodule(analysis.path)
-                forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
-                added[analysis.path] = _added_error(block, analysis, forms, found) or _said(forms.values(), config)
-                installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
-                if packed_weights(block):  # its own code would unpack
-                    installed[analysis.path].small = {True: NEVER_SMALL, False: NEVER_SMALL}
-            whole = {path for path, forward in installed.items() if not any(map(any, forward.small.values()))}
-            report = with_forwards(with_compute(report, added, whole), installed)
-            request_kernels_of_steps(model, found.unusual_examples)
+            session = spread.apply(model, found, example_inputs, config, partial(_finished, config=config))
+            attach(model, "partition", session)
+            report = with_compute(with_plan(found.report, session.plan, inspector.partitioned), _asked(found, config))
         graphs = Graphs.of(found.analyses, inspector)
         attach(model, "report", report)
         attach(model, "graphs", graphs)
-        if mesh is None:
+        if alone:
             ranks = peft.hand_over_in(model)
             find_sites(model, found.around, {block.path: block.same_as for block in report.blocks})
             request_kernels_of_sources(report.blocks, ranks)
         trace.finish(report, graphs)
     _announce(report)
-    return model
+
+
+def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> OptimizationReport:
+    """Installs what was found rewritable, and returns the report of it."""
+    finished, installed, said = _finished_forms(found, config), {}, {}
+    for analysis in found.rewritten:
+        block, forms = model.get_submodule(analysis.path), finished[analysis.path]
+        said[analysis.path] = _added_error(block, analysis, forms, found) or _said(forms.values(), config)
+        installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
+    request_kernels_of_steps(model, found.unusual_examples)
+    return with_forwards(with_compute(found.report, said, _never_small(finished)), installed)
+
+
+def _finished_forms(found: ModelAnalysis, config: HexaConfig) -> dict[str, dict[Mode, RewrittenBlock]]:
+    """The rewritten blocks as they are installed on one device, by path and mode."""
+    return {a.path: {mode: _finished(form, config) for mode, form in a.rewritten.items()} for a in found.rewritten}
+
+
+def _never_small(finished: Mapping[str, Mapping[Mode, RewrittenBlock]]) -> set[str]:
+    """Paths of the blocks that run their own code for no size of their inputs."""
+    return {path for path, forms in finished.items() if not any(any(form.small) for form in forms.values())}
 
 
 def _finished(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
@@ -214,16 +200,12 @@ def _said(forms: Collection[RewrittenBlock], config: HexaConfig) -> str:
     return "multiplies in FP8" if any(map(computes_in_fp8, forms)) else ""
 
 
-def _partition_config(
-    given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> PartitionConfig:
-    """``given`` without what ``config`` switches off. The global batch defaults to that of the example inputs."""
-    given = given or PartitionConfig()
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
-    first = next(tensors, None)
-    batch = first.shape[0] if given.batch is None and first is not None else given.batch
-    slots = given.slots if config.shared_cache else 0
-    return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
+def _asked(found: ModelAnalysis, config: HexaConfig) -> dict[str, str]:
+    """What is said of the compute of blocks that are spread."""
+    if config.compute == "native":
+        return {}
+    said = f"asked to multiply in {config.compute}; the error that this adds is not measured on blocks that are spread"
+    return {analysis.path: said for analysis in found.rewritten}
 
 
 @collecting
@@ -245,9 +227,9 @@ def explain(
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     with torch.inference_mode(False), tracing() as trace, as_before(model):
         found = analyse_model(model, example_inputs, config, Inspector())
-        forms = {a.path: [_finished(form, config) for form in a.rewritten.values()] for a in found.rewritten}
-        whole = {path for path, finished in forms.items() if not any(any(form.small) for form in finished)}
-        report = with_compute(found.report, {path: _said(those, config) for path, those in forms.items()}, whole)
+        finished = _finished_forms(found, config)
+        said = {path: _said(forms.values(), config) for path, forms in finished.items()}
+        report = with_compute(found.report, said, _never_small(finished))
         trace.finish(report)
     return report
 

@@ -4,6 +4,7 @@ With bitsandbytes where it is installed, and with a stand-in everywhere.
 """
 
 import copy
+import importlib
 import importlib.util
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import HexaConfig
+from hexa_fx.ir import NEVER_SMALL, Small
 from hexa_fx.runtime.stacked_codes import StackedCodes
 from tests.integrations import linear4bit_stand_in as stand_in
 from tests.ops.test_moe_ffn_sources import Launches
@@ -121,6 +123,15 @@ def test_codes_lie_in_one_place_only_and_copies_copy_each_once(linear):
     assert not torch.allclose(model(x), expected)
     parameters[0].data.copy_(before)
     torch.testing.assert_close(model(x), expected)
+
+
+def test_they_never_run_their_own_code_for_being_small(linear, monkeypatch):
+    """It would unpack; `explain` says so as the report of an optimized model does."""
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: Small(999, 999))
+    model, x = made(linear)
+    for report in (hexa_fx.explain(model, x), hexa_fx.optimize_(model, x).report):
+        assert [block.small_tokens for block in report.blocks] == [NEVER_SMALL] * 2
+    assert not any(map(any, model.blocks[0].forward.small.values()))
 
 
 def test_weights_that_are_exchanged_are_seen(linear):
