@@ -58,9 +58,8 @@ class WeightEmitter:
     def vectors(self, base: str) -> torch.fx.Node:
         """(E, C) of one base, a bias or a scale; (E,) if it is one number per expert. Read once."""
         if base not in self._by_base:
-            listed = base in self._groups
-            dims = self.captured.tensor_of(self._groups[base][0] if listed else base).dim() + listed
-            node = self._stacked(base) if listed and dims == 1 else self._read(_name_of(base), [base], 0)
+            dims = self._dims(base)
+            node = self._stacked(base) if dims == 1 and base in self._groups else self._read(_name_of(base), [base], 0)
             self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
         return self._by_base[base]
 
@@ -146,10 +145,12 @@ class WeightEmitter:
 
     def _bias(self, name: str, bases: list[str]) -> torch.fx.Node:
         node = self._read(name, bases, 0)
-        if bases[0] in self._groups:
-            return node
-        shape = self.captured.tensor_of(bases[0]).shape
-        return node if len(shape) == 2 else self.graph.call_method("flatten", (node, 1))
+        return node if self._dims(bases[0]) == 2 else self.graph.call_method("flatten", (node, 1))
+
+    def _dims(self, base: str) -> int:
+        """Of all experts' parameters, stacked."""
+        listed = self._groups.get(base)
+        return self.captured.tensor_of(listed[0] if listed else base).dim() + bool(listed)
 
     def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
         """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert."""

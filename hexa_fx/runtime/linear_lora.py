@@ -21,7 +21,7 @@ from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.runtime.attribute_guards import is_within
-from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
+from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
 from hexa_fx.sources.adapters import View
@@ -256,7 +256,7 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
         plain &= noted.see(linear._parameters, "bias") is None and linear.weight.dtype in _DTYPES
     if not plain:
         raise GuardMiss(
-            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer)"
+            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer); {ADAPTED}"
         )
     for called in (a, b, dropout):
         _check_own(called, path, noted)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
+from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 
 
 def base_of(module: Any) -> Any:
@@ -53,9 +53,7 @@ class ParameterPaths:
         if not self._ready:
             self._walk()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
-            raise GuardMiss(
-                f"the submodule {self._first_exchanged()!r} was exchanged after the block was rewritten; {AGAIN}"
-            )
+            raise GuardMiss(self._said_of_exchanged())
         if any(self._hooks):
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
@@ -129,9 +127,15 @@ class ParameterPaths:
         owner = self.block.get_submodule(".".join(path[:-1]))
         return self._bases.get(id(owner), owner)
 
-    def _first_exchanged(self) -> str:
+    def _said_of_exchanged(self) -> str:
         edges = zip(self._places, self._parents, self._keys, self._children)
-        return next(place for place, parent, key, child in edges if parent.get(key) is not child)
+        place, now = next(
+            (place, parent.get(key)) for place, parent, key, child in edges if parent.get(key) is not child
+        )
+        if now is not None and base_of(now) is not now:
+            kind = f"{type(now).__module__}.{type(now).__name__}"
+            return f"{place!r} is under an adapter since the block was rewritten ({kind}); {ADAPTED}"
+        return f"the submodule {place!r} was exchanged after the block was rewritten; {AGAIN}"
 
 
 class WeightReader:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime.guards import AGAIN, GuardMiss
+from hexa_fx.runtime.guards import ADAPTED, AGAIN, GuardMiss
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
 from hexa_fx.sources.adapters import View
@@ -74,7 +74,9 @@ def _low(layer: Any, path: str, name: str) -> Low:
     scale = layer.scaling[name]
     plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
     if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
-        raise GuardMiss(f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer)")
+        raise GuardMiss(
+            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer); {ADAPTED}"
+        )
     idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p)
     if type(dropout) is not nn.Identity and (not idle or _is_changed(dropout)):
         raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training; {AGAIN}")

@@ -165,6 +165,18 @@ def test_what_is_no_low_rank_product_runs_the_block_s_own_code(options, said, to
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "helped"), [("LoHaConfig", False), ("IA3Config", True)])
+def test_adapters_of_another_kind_are_named_with_what_helps(kind, helped, tokens, caplog):
+    options = {"target_modules": ["up"], **({"feedforward_modules": []} if helped else {"r": 2})}
+    original, optimized = pair(tokens, getattr(peft, kind)(**options))
+    assert_same(original, optimized, tokens, rewritten=False)
+    said = "0 runs its original forward: 'experts.0.up' is under an adapter since the block was rewritten (peft.tuners."
+    assert said in caplog.text
+    assert "if it multiplies rows by parameters (IA3, VeRA, MiSS" in caplog.text
+    again = hexa_fx.optimize_(hexa_fx.undo_(optimized), tokens, CONFIG)
+    assert_same(original, again, tokens, rewritten=helped)
+
+
 def test_hooks_and_forwards_of_peft_s_modules_run(tokens):
     original, optimized = pair(tokens, lora())
     layers = [model.base_model.model[0].experts[1].up for model in (original, optimized)]
