@@ -1,10 +1,10 @@
-// A matrix turned round, cast and multiplied by a number: by tiles of 64 x 64 through shared memory, so that both sides move whole lines.
+// A matrix transposed, cast and multiplied by a number: by tiles of 64 x 64 through shared memory, so that both sides move whole lines.
 #pragma once
 #include <hexa_fx/types/element.cuh>
 
 namespace hexa {
 
-struct TurnedParams {
+struct ScaledTransposeParams {
   const void* x;  // (rows, columns)
   void* out;      // (columns, rows)
   long long rows, columns;
@@ -20,12 +20,12 @@ template <class A, class B> struct Either<false, A, B> {
 };
 
 template <class S, class T>
-struct Turned {
+struct ScaledTranspose {
   using F = typename Either<(sizeof(wide_t<S>) > sizeof(wide_t<T>)), wide_t<S>, wide_t<T>>::type;
   static constexpr int kThreads = 256, kSide = 64, kPitch = kSide + 1, kTileBytes = kSide * kPitch * int(sizeof(F));
   static constexpr int kStep = kThreads / kSide, kEach = kSide / kStep;
 
-  static __device__ void run(const TurnedParams& p, F* tile) {
+  static __device__ void run(const ScaledTransposeParams& p, F* tile) {
     const long long row0 = static_cast<long long>(blockIdx.x / p.column_tiles) * kSide;
     const long long column0 = static_cast<long long>(blockIdx.x % p.column_tiles) * kSide;
     const int line = threadIdx.x % kSide, first = threadIdx.x / kSide;
