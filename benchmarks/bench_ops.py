@@ -48,34 +48,26 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
     y, w1 = torch.randn(n, d, **bf16), torch.randn(experts, 2 * i, d, **bf16) / d**0.5
     w2 = torch.randn(experts, d, i, **bf16) / i**0.5
     dense, dy = torch.randn(n, d, **bf16), torch.randn(tokens, d, **bf16)
-    flops = 2.0 * n * d * i
+    flops, silu = 2.0 * n * d * i, ("silu", "concat", [])
     return {
         "reindex": (lambda: ops.reindex(index, experts), 24.0 * n, 0.0),
         "combine": (lambda: ops.combine(y, weights, inv, offs, k), 2.0 * (n + tokens) * d, 0.0),
         "ess": (lambda: ops.ess(h, None, offs, 1, None), 4.0 * n * i, 0.0),
-        "activate": (lambda: ops.activate(h, "silu", "concat", []), 6.0 * n * i, 0.0),
-        "activate_backward": (
-            lambda: ops.activate_backward(a, h, weights, v, offs, "silu", "concat", []),
-            12.0 * n * i,
-            0.0,
-        ),
+        "activate": (lambda: ops.activate(h, *silu), 6.0 * n * i, 0.0),
+        "activate_backward": (lambda: ops.activate_backward(a, h, weights, v, offs, *silu), 12.0 * n * i, 0.0),
         "dense": (lambda: dense @ w1[0].t(), 0.0, 2 * flops),
         "esmm_act sm80": (
             lambda: sm80.esmm_act(EsmmAct(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", (), True)),
             0.0,
             2 * flops,
         ),
-        "esmm_act": (
-            lambda: ops.esmm_act(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", [], True),
-            0.0,
-            2 * flops,
-        ),
+        "esmm_act": (lambda: ops.esmm_act(x, w1, None, None, None, v, offs, k, "nk", *silu, True), 0.0, 2 * flops),
         "esmm sm80": (lambda: sm80.esmm(Esmm(a, w2, None, None, offs, 1, "nk")), 0.0, flops),
         "esmm": (lambda: ops.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
         "estmm sm80": (lambda: sm80.estmm(Estmm(x, h, v, None, offs, k, "nk")), 0.0, 2 * flops),
         "estmm": (lambda: ops.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
         "esmm_act_backward": (
-            lambda: ops.esmm_act_backward(dy, w2, h, weights, v, offs, k, "kn", "silu", "concat", []),
+            lambda: ops.esmm_act_backward(dy, w2, h, weights, v, offs, k, "kn", *silu),
             0.0,
             flops,
         ),

@@ -57,7 +57,7 @@ def _error(plan: Plan, shape: ExpertShape, length: int, o: Options, rank: int) -
 
 
 def _gradient_errors(model: Stack, exact: Stack, alone: Stack, installed: Any) -> Iterator[tuple[float, float]]:
-    cuts = {shard.name: shard.chunks for shard in installed.shards}
+    cuts = {shard.name: shard.chunks for shard in installed.session.shards}
     for (name, p), q, a in zip(model.named_parameters(), exact.parameters(), alone.parameters()):
         ours, theirs, single = p.grad.float(), q.grad, a.grad.float()
         if name in cuts:

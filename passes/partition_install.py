@@ -39,7 +39,6 @@ class Installed:
         session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the
             model.
         blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
-        shards: every parameter that was cut.
         schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
         fsdp: paths of the blocks that are left whole and unbound, for `hexa_fx.distributed.fully_sharded.shard_blocks`.
         layers: the expert layers of every block, as they were before the cut.
@@ -48,7 +47,6 @@ class Installed:
 
     session: PartitionSession
     blocks: tuple[dict[Any, RewrittenBlock], ...]
-    shards: tuple[ShardedParameter, ...]
     schedules: tuple[OverlapReport, ...] = ()
     fsdp: tuple[str, ...] = ()
     layers: tuple[tuple[LayerWeights, ...], ...] = ()
@@ -94,12 +92,7 @@ def install_plan(
         PlanError: ranks hold different plans or weights, the plan is for another model, or a parameter cannot be cut.
         RankError: a rank did not arrive.
     """
-    fsdp = {layer.path for layer in plan.layers if layer.mode == "fsdp"}
-    if fsdp and is_axis(mesh):
-        raise PlanError(
-            f"{sorted(fsdp)} are planned 'fsdp', which is over all ranks of a mesh and not along one of its axes: plan them "
-            "'data' or 'model', or call fully_shard on the other axes"
-        )
+    fsdp = _planned_whole(plan, mesh)
     read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
     layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
     _check_plan(plan, [layer for _, layer in layers])
@@ -108,16 +101,7 @@ def install_plan(
     session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
     if known is None:
         _check_same_weights(model, session)
-    shards: dict[str, list[ShardedParameter]] = {}
-    for (_, layer), planned in zip(layers, plan.layers):
-        if planned.mode == "fsdp":
-            continue
-        if known is not None:
-            known.unite(layer.path)
-        lo = sum(planned.shards[: session.rank])
-        axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
-        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[session.rank], axis)
-    session.hold(model, shards)
+    session.hold(model, _cut(model, [layer for _, layer in layers], plan, session.rank, mesh, known))
     placement = Placement(session.rank, session.name, session.groups.main_name)
     done, schedules, whole, traced = [], [], [], {}
     for block in blocks:
@@ -140,8 +124,34 @@ def install_plan(
         if not here:
             log.info("%r has experts of a form that is not cut: they stay whole on every rank", path)
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
-    layers_read = tuple(map(tuple, read))
-    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole), layers_read, traced)
+    return Installed(session, tuple(done), tuple(schedules), tuple(whole), tuple(map(tuple, read)), traced)
+
+
+def _cut(
+    model: nn.Module, layers: Sequence[LayerWeights], plan: Plan, rank: int, mesh: Any, known: Known | None
+) -> dict[str, list[ShardedParameter]]:
+    """Cuts the planned layers to the slices of ``rank``, but for those that FSDP2 keeps."""
+    shards: dict[str, list[ShardedParameter]] = {}
+    for layer, planned in zip(layers, plan.layers):
+        if planned.mode == "fsdp":
+            continue
+        if known is not None:
+            known.unite(layer.path)
+        lo = sum(planned.shards[:rank])
+        axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
+        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], axis)
+    return shards
+
+
+def _planned_whole(plan: Plan, mesh: Any) -> set[str]:
+    """Paths of the layers that FSDP2 keeps."""
+    fsdp = {layer.path for layer in plan.layers if layer.mode == "fsdp"}
+    if fsdp and is_axis(mesh):
+        raise PlanError(
+            f"{sorted(fsdp)} are planned 'fsdp', which is over all ranks of a mesh and not along one of its axes: plan them "
+            "'data' or 'model', or call fully_shard on the other axes"
+        )
+    return fsdp
 
 
 def _check_plan(plan: Plan, layers: Sequence[LayerWeights]) -> None:

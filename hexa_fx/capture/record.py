@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from hexa_fx.capture.stored import UNKNOWN, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 
@@ -114,46 +114,31 @@ def _capture(
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
     """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
-    parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
-    parameters |= block.named_buffers(remove_duplicate=False)
     bound = _bind_arguments(block, args, kwargs)
     reads = PythonReads(block)
-    try:
-        with (
-            collecting.stand_ins() if collecting else nullcontext(),
-            restored(block) as snapshot,
-            replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
-            random_state_kept(seed),
-            no_device_asserts(block) if replacements else nullcontext(),
-            torch.set_grad_enabled(not as_it_is),
-        ):
-            recorder = Recorder(
-                parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
-            )
-            reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-            recorder.leave = monitor.leave if monitor else recorder.leave
-            if collecting:
-                collecting.scope = lambda: recorder.scopes[-1]
-            with noted_settings(recorder) as settings, reads.noted():
-                reads.was_set = settings.has
-                result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
-            recorder.leave("")
-            output = recorder.lift_result(result)
-            stored = tuple(stored_values(block, snapshot, settings, recorder))
-            accesses = collecting.accesses(recorder) if collecting else ()
-            kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
-            kept_before |= {id(tensor) for tensor in reads.tensors()}
-    except Exception as error:
-        if isinstance(error, CaptureError) or is_out_of_memory(error):
-            raise
-        raise CaptureError(why_not_recorded(error), path=path or type(block).__name__) from error
+    with (
+        _as_capture_error(path or type(block).__name__),
+        collecting.stand_ins() if collecting else nullcontext(),
+        _trial(block, seed, replacements, as_it_is) as (recorder, snapshot, replaced),
+    ):
+        reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
+        recorder.leave = monitor.leave if monitor else recorder.leave
+        if collecting:
+            collecting.scope = lambda: recorder.scopes[-1]
+        with noted_settings(recorder) as settings, reads.noted():
+            reads.was_set = settings.has
+            result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
+        recorder.leave("")
+        output = recorder.lift_result(result)
+        stored = tuple(stored_values(block, snapshot, settings, recorder))
+        accesses = collecting.accesses(recorder) if collecting else ()
+        kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
+        kept_before |= {id(tensor) for tensor in reads.tensors()}
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
     changed += [ChangedInPlace(*found) for found in monitor.found()] if monitor else []
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
-    recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
     inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
-    nested = frozenset(name for name, identity in recorder.met.items() if identity in inside)
     return CapturedBlock(
         block,
         path,
@@ -166,14 +151,50 @@ def _capture(
         accesses,
         tuple(changed),
         tuple(recorder.functions),
-        recalled,
-        nested,
+        _met_among(kept_before, recorder),
+        _met_among(inside, recorder),
         reads=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
         collections=tuple(reads.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         replaced=replaced,
     )
+
+
+@contextmanager
+def _trial(
+    block: nn.Module, seed: int, replacements: Replacements, as_it_is: bool
+) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
+    """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
+    parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
+    parameters |= block.named_buffers(remove_duplicate=False)
+    with (
+        restored(block) as snapshot,
+        replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
+        random_state_kept(seed),
+        no_device_asserts(block) if replacements else nullcontext(),
+        torch.set_grad_enabled(not as_it_is),
+    ):
+        recorder = Recorder(
+            parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
+        )
+        yield recorder, snapshot, replaced
+
+
+def _met_among(tensors: set[int], recorder: Recorder) -> frozenset[str]:
+    """Names of the constants that were read from these tensors, by id."""
+    return frozenset(name for name, identity in recorder.met.items() if identity in tensors)
+
+
+@contextmanager
+def _as_capture_error(path: str) -> Iterator[None]:
+    """A context whose errors are said of the block at ``path``, but for want of memory."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CaptureError) or is_out_of_memory(error):
+            raise
+        raise CaptureError(why_not_recorded(error), path=path) from error
 
 
 def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

@@ -156,26 +156,24 @@ def _detect_standard(
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     weights = WeightTable(captured, groups, tags)
-    match_of = partial(_match_of, captured, groups, replay, prefer_earliest, passed, with_steps, weights, stored)
+    match_of = partial(_match_of, weights, replay, prefer_earliest, passed, with_steps, stored)
     rows = match_rows(group_instances(contractions), captured, tags, replay, weights)
     # where rows are given to experts unknown, there may be others, such as those that a mask keeps
     return first_match((partial(match_of, source, instances) for source, instances in rows), NoRouting)
 
 
 def _match_of(
-    captured: CapturedBlock,
-    groups: ExpertGroups,
+    weights: WeightTable,
     replay: Replay,
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node],
     with_steps: bool,
-    weights: WeightTable,
     stored: tuple[Access | StoredValue, ...],
     source: torch.fx.Node,
     instances: list[Instance],
 ) -> MoEMatch:
     """The region if its tokens are the rows of ``source``."""
-    tags = weights.tags
+    captured, tags = weights.captured, weights.tags
     products = [c.node for instance in instances for c in (*instance.first, instance.second)]
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
@@ -196,16 +194,15 @@ def _match_of(
         raise Refuse("a constant on what experts give is not read together with steps on it", combine.node)
     if offset.base is not None:
         check_base(offset.base, routing.weights, ends, combine.node, replay)
-    passed_on = offset.identity
-    passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, experts, combine.node, replay)
-    weighing = [source for source in routing.after[:1] if len(source.nodes) == 1] if with_steps else []
-    of_factor = steps_of_factor(weighing[0].nodes[0], instances, combine.node, tags) if weighing else None
+    passing = how_tokens_pass(offset.identity, pairs, routing, experts, combine.node, replay)
+    weighing = [*routing.after[0].nodes] if with_steps and routing.after else []
+    of_factor = steps_of_factor(weighing[0], instances, combine.node, tags) if len(weighing) == 1 else None
     last = [instance.second.node for instance in instances]
-    branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, last, combine.node)
+    branches = shape_branches(
+        captured, tag(captured, weights.groups), set(routing.index.nodes), opaque, last, combine.node
+    )
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags)
-    idiom = _idiom([instance.second for instance in instances], captured)
-    detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return MoEMatch(
         captured,
         source,
@@ -215,10 +212,10 @@ def _match_of(
         routing,
         passing,
         branches,
-        idiom,
+        _idiom([instance.second for instance in instances], captured),
         stored,
         offset.base,
-        detached,
+        is_cut_off(source, [contraction.data for i in instances for contraction in i.first]),
         is_constant(combine.node),
         tuple(instances),
         before,

@@ -128,7 +128,7 @@ def shape_branches(
         if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             if not of_experts <= after:
                 refuse_unless_of_outputs(captured, node, of_experts, ends)
-            guards.append(ShapeBranch(node, bool(record_of(node).value), of_outputs=not of_experts <= after))
+            guards.append(ShapeBranch(node, record_of(node).value, of_outputs=not of_experts <= after))
             continue
         if of_experts:
             raise Refuse(
@@ -139,14 +139,8 @@ def shape_branches(
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
             refuse_exact_count(node)
             refuse_exact_place(node, experts)
-            continue
-        if not any(n.op == "placeholder" for n in behind):
-            continue
-        if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
-            raise Refuse(ON_DATA, node)
-        guard = _guard(node)
-        if guard is not None:
-            guards.append(guard)
+        else:
+            guards += _of_inputs(node, behind)
     return tuple(guards)
 
 
@@ -254,8 +248,17 @@ def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
     return any(user in behind and operation(user) not in SIZES for user in node.users)
 
 
-def _guard(node: torch.fx.Node) -> ShapeBranch | None:
+def _of_inputs(node: torch.fx.Node, behind: set[torch.fx.Node]) -> list[ShapeBranch]:
+    """A decision that follows from inputs beside the tokens, if from any; ``behind`` is all that it follows from.
+
+    Raises:
+        Refuse: it depends on the numbers of a float tensor.
+    """
+    if not any(n.op == "placeholder" for n in behind):
+        return []
+    if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
+        raise Refuse(ON_DATA, node)
     value = record_of(node).value
     if operation(node) in SIZES:
-        return None  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
-    return ShapeBranch(node, bool(value)) if isinstance(value, bool) else None
+        return []  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
+    return [ShapeBranch(node, value)] if isinstance(value, bool) else []

@@ -123,9 +123,8 @@ class _Search:
         routing = find_routing(pairs, *search, self.prefer_earliest)
         if offset.base is not None:
             check_base(offset.base, routing.weights, instances, combine.node, self.replay)
-        passed_on = offset.identity
         end_of = (total, combine.node, self.replay)
-        passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, *end_of)
+        passing = how_tokens_pass(offset.identity, pairs, routing, *end_of)
         reader = StepReader(
             captured=captured,
             tags=self.tags,

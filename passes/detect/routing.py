@@ -207,14 +207,16 @@ no expert was given."""
 
 
 def how_tokens_pass(
-    factor: torch.Tensor, pairs: Pairs, routing: Routing, experts: int, end: torch.fx.Node, replay: Replay
-) -> Passing:
-    """Why tokens are added to the output with ``factor`` (T,).
+    factor: torch.Tensor | None, pairs: Pairs, routing: Routing, experts: int, end: torch.fx.Node, replay: Replay
+) -> Passing | None:
+    """Why tokens are added to the output with ``factor`` (T,); None if none are.
 
     Raises:
         Refuse: they are neither those of identity experts, with the routing weights of the ids at and above ``experts``, nor all
             those that no expert was given.
     """
+    if factor is None:
+        return None
     unrouted = torch.ones_like(factor).index_fill(0, pairs.token, 0.0)
     if torch.allclose(unrouted, factor, rtol=0.0, atol=1e-6):
         return "unrouted"

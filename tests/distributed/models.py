@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hexa_fx.ops  # noqa: F401
+from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.partition import Installed, install_plan
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
@@ -155,9 +156,9 @@ def own(sizes: tuple[int, ...], rank: int) -> slice:
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
-def cut(installed: Installed, name: str, whole: Tensor) -> Tensor:
+def cut(session: PartitionSession, name: str, whole: Tensor) -> Tensor:
     """This rank's slice of a whole parameter (or gradient), or all of it if the plan did not cut it."""
-    for shard in installed.shards:
+    for shard in session.shards:
         if shard.name == name:
             parts = [whole.narrow(c.dim, c.start, c.length) for c in shard.chunks]
             return torch.cat(parts, shard.chunks[0].dim)
@@ -165,16 +166,16 @@ def cut(installed: Installed, name: str, whole: Tensor) -> Tensor:
 
 
 def gradient_pairs(
-    model: Net, whole: Net, installed: Installed, replicated: str = "sum"
+    model: Net, whole: Net, session: PartitionSession, replicated: str = "sum"
 ) -> list[tuple[Tensor, Tensor]]:
     """(partitioned, one process) gradients of every parameter; replicated ones are summed over ranks first."""
-    experts = {shard.name for shard in installed.shards}
+    experts = {shard.name for shard in session.shards}
     pairs = []
     for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters()):
         grad = p.grad.clone()
         if name not in experts and replicated == "sum":
             dist.all_reduce(grad)
-        pairs.append((grad, cut(installed, name, q.grad)))
+        pairs.append((grad, cut(session, name, q.grad)))
     return pairs
 
 

@@ -70,10 +70,10 @@ def loaded(rank, world, plan, path, total):
     (loss_sum(whole(x7), target7) / 7).backward()
     theirs.step()
     names = dict(whole.named_parameters())
-    pairs = [(p, cut(installed, n, names[n])) for n, p in model.named_parameters()]
+    pairs = [(p, cut(installed.session, n, names[n])) for n, p in model.named_parameters()]
     for name, p in model.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            pairs.append((optimizer.state[p][key], cut(installed, name, theirs.state[names[name]][key])))
+            pairs.append((optimizer.state[p][key], cut(installed.session, name, theirs.state[names[name]][key])))
     assert all(int(state["step"]) == 3 for state in optimizer.state.values())
     return largest(pairs)
 
@@ -162,7 +162,7 @@ def continued(rank, world, first, second, path):
     partly.add_param_group({"params": of_one[1:]})
     with pytest.raises(InputError, match="of which this optimizer has none after its steps"):
         checkpoint.load(path, model, session, partly)
-    return largest([(p, cut(installed, n, names[n])) for n, p in again.named_parameters() if "unused" not in n])
+    return largest([(p, cut(installed.session, n, names[n])) for n, p in again.named_parameters() if "unused" not in n])
 
 
 def test_several_optimizers_and_parameters_without_state(tmp_path):
@@ -233,7 +233,7 @@ def loaded_parameters(rank, world, plan, path):
         checkpoint.load(path, model, installed.session, optimizer_of(model))
     checkpoint.load(path, model, installed.session)
     names = dict(whole.named_parameters())
-    return largest([(p, cut(installed, n, names[n])) for n, p in model.named_parameters()])
+    return largest([(p, cut(installed.session, n, names[n])) for n, p in model.named_parameters()])
 
 
 def test_checkpoint_of_one_device_loads_into_a_plan(tmp_path):

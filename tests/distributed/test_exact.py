@@ -23,7 +23,7 @@ def errors(rank, plan, kinds, steps=1):
         y, yr = model(x0), whole(xr)
         (loss_sum(y, target[mine]) / total).backward()
         (loss_sum(yr, target) / total).backward()
-        pairs = [(y, yr[mine]), (x0.grad, xr.grad[mine]), *gradient_pairs(model, whole, installed)]
+        pairs = [(y, yr[mine]), (x0.grad, xr.grad[mine]), *gradient_pairs(model, whole, installed.session)]
         worst = max([worst, *(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())])
         assert all(a.shape == b.shape for a, b in pairs)
         model.zero_grad(), whole.zero_grad()

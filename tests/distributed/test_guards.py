@@ -48,7 +48,7 @@ def train(rank, world, plan, kinds, steps, stale=False):
         ours.step(), theirs.step()
         ours.zero_grad(), theirs.zero_grad()
     names = dict(whole.named_parameters())
-    return largest([(p, cut(installed, name, names[name])) for name, p in model.named_parameters()])
+    return largest([(p, cut(installed.session, name, names[name])) for name, p in model.named_parameters()])
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -152,7 +152,7 @@ def failing_gather(rank, world, plan):
     shared_cache.fill_slot = start_gather
     loss.backward()
     loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed))
+    return largest(gradient_pairs(model, whole, installed.session))
 
 
 def test_a_gather_that_failed_is_not_used():
@@ -202,7 +202,7 @@ def averaged(rank, world, plan, weighted):
     mean = ((model(x[mine]) - target[mine]) ** 2).sum(-1).mean()
     (weighted_loss(installed.session, mean, count) if weighted else mean / world).backward()
     ((whole(x) - target) ** 2).sum(-1).mean().backward()
-    return largest(gradient_pairs(model, whole, installed))
+    return largest(gradient_pairs(model, whole, installed.session))
 
 
 @pytest.mark.parametrize("split", ["uneven", "b0"])
@@ -300,7 +300,7 @@ def living_graph(rank, world, plan):
     mine = own(plan.batch, rank)
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed)), alive.shape
+    return largest(gradient_pairs(model, whole, installed.session)), alive.shape
 
 
 @pytest.mark.parametrize("mode", ["model", "data"])

@@ -51,14 +51,14 @@ def compared(model, whole, data, rank, loss):
     reference.backward()
     total = part.detach().clone()
     dist.all_reduce(total)
-    names, shards = dict(whole.named_parameters()), type("Installed", (), {"shards": session.shards})
+    names = dict(whole.named_parameters())
     pairs = [(total, reference.detach())]
     for name, p in model.named_parameters():
         grad = names[name].grad
         pairs.append(
             (
                 torch.zeros_like(full(p)) if p.grad is None else full(p.grad),
-                cut(shards, name, torch.zeros_like(names[name]) if grad is None else grad),
+                cut(session, name, torch.zeros_like(names[name]) if grad is None else grad),
             )
         )
     plan, report = session.plan, str(model.report)

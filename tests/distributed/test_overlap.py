@@ -143,9 +143,9 @@ def scheduled(rank, world, mode, slots, steps, seconds=None):
         mine = own(plan.batch, rank)
         loss_sum(model(x[mine]), target[mine]).backward()
         loss_sum(whole(x), target).backward()
-        worst = max(worst, largest(gradient_pairs(model, whole, installed)))
+        worst = max(worst, largest(gradient_pairs(model, whole, installed.session)))
         for p in model.parameters():
-            if all(p is not shard.parameter for shard in installed.shards):
+            if all(p is not shard.parameter for shard in installed.session.shards):
                 torch.distributed.all_reduce(p.grad)
         ours.step(), theirs.step()
         ours.zero_grad(), theirs.zero_grad()
@@ -192,7 +192,7 @@ def misplaced(rank, world, during_experts):
     except PlanError as error:
         return str(error)
     loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed))
+    return largest(gradient_pairs(model, whole, installed.session))
 
 
 def test_a_wrong_schedule_is_refused_or_only_slow():

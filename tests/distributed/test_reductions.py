@@ -33,7 +33,7 @@ def accumulated(rank, world, plan):
     for (x, target), mine in data:
         loss_sum(model(x[mine]), target[mine]).backward()
         loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed)), installed.session.reductions.deferred
+    return largest(gradient_pairs(model, whole, installed.session)), installed.session.reductions.deferred
 
 
 def test_sums_are_deferred_and_accumulate():
@@ -50,9 +50,9 @@ def hooked(rank, world, plan):
     model.layers[2].w2.register_post_accumulate_grad_hook(lambda p: added.append(p.grad.clone()))
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    pairs = gradient_pairs(model, whole, installed)
-    pairs.append((seen["w1"], cut(installed, "layers.1.w1", whole.layers[1].w1.grad)))
-    pairs.append((added[0], cut(installed, "layers.2.w2", whole.layers[2].w2.grad)))
+    pairs = gradient_pairs(model, whole, installed.session)
+    pairs.append((seen["w1"], cut(installed.session, "layers.1.w1", whole.layers[1].w1.grad)))
+    pairs.append((added[0], cut(installed.session, "layers.2.w2", whole.layers[2].w2.grad)))
     return largest(pairs), installed.session.reductions.deferred
 
 
@@ -70,10 +70,10 @@ def asked_for(rank, world, plan):
     found = torch.autograd.grad(loss_sum(model(x[mine]), target[mine]), [ours[name] for name in names])
     expected = torch.autograd.grad(loss_sum(whole(x), target), [theirs[name] for name in names])
     untouched = all(p.grad is None for p in model.parameters())
-    pairs = [(g, cut(installed, name, e)) for name, g, e in zip(names, found, expected)]
+    pairs = [(g, cut(installed.session, name, e)) for name, g, e in zip(names, found, expected)]
     loss_sum(model(x[mine]), target[mine]).backward(inputs=[ours["layers.0.w1"], ours["layers.0.b1"]])  # and not w2
     only = [name for name, p in ours.items() if p.grad is not None]
-    pairs.append((ours["layers.0.w1"].grad, cut(installed, "layers.0.w1", expected[0])))
+    pairs.append((ours["layers.0.w1"].grad, cut(installed.session, "layers.0.w1", expected[0])))
     return largest(pairs), untouched, only
 
 
@@ -100,7 +100,7 @@ def interrupted(rank, world, plan):
     model.zero_grad()
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    pairs = gradient_pairs(model, whole, installed)
+    pairs = gradient_pairs(model, whole, installed.session)
     handle = model.layers[1].register_forward_pre_hook(lambda *_: fail(None))
     with pytest.raises(ValueError, match="by the user"):
         model(x[mine])

@@ -52,7 +52,7 @@ def accumulate(rank, world, plan, norm_type):
     names = dict(whole.named_parameters())
     assert shards
     installed = type("I", (), {"shards": shards})
-    return largest([(p, cut(installed, n, names[n])) for n, p in model.named_parameters()] + norms)
+    return largest([(p, cut(installed.session, n, names[n])) for n, p in model.named_parameters()] + norms)
 
 
 @pytest.mark.parametrize("mode", list(MODES))
@@ -98,7 +98,7 @@ def wrapped(rank, world, plan, how):
     names = dict(whole.named_parameters())
     for name, p in model.named_parameters():
         grad = p.__dict__.get("whole_grad", p.grad)
-        pairs.append((grad, cut(installed, name, names[name].grad)))
+        pairs.append((grad, cut(installed.session, name, names[name].grad)))
     return largest(pairs)
 
 
@@ -153,7 +153,7 @@ def recomputed(rank, world, plan):
             h = checkpoint(layer, h, use_reentrant=False)
     loss_sum(h, target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed)), sum(kept), installed.session.cache.gathers
+    return largest(gradient_pairs(model, whole, installed.session)), sum(kept), installed.session.cache.gathers
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -181,7 +181,7 @@ def autocast(rank, world, plan):
     dtypes = {str(slot.dtype) for slot in cache.slots if slot.dtype is not None}
     errors = [
         float((a - b).norm() / b.norm().clamp(min=1e-6))
-        for a, b in gradient_pairs(model, whole, installed)
+        for a, b in gradient_pairs(model, whole, installed.session)
         if a.numel()
     ]
     return max(errors), dtypes, {p.grad.dtype for p in model.parameters()}
@@ -229,7 +229,7 @@ def inference_then_training(rank, world, plan):
         second = model(x[mine])
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    pairs = [(second, whole(x)[mine]), *gradient_pairs(model, whole, installed)]
+    pairs = [(second, whole(x)[mine]), *gradient_pairs(model, whole, installed.session)]
     return largest(pairs), float((first - second).abs().max())
 
 
@@ -257,7 +257,7 @@ def frozen(rank, world, plan):
     for net in (model, whole):
         for p in net.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    return largest(gradient_pairs(model, whole, installed))
+    return largest(gradient_pairs(model, whole, installed.session))
 
 
 @pytest.mark.parametrize("slots", [1, 2])

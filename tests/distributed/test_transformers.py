@@ -66,7 +66,6 @@ def five_steps(rank, world, name, strategy, capacities):
 
     config = PartitionConfig(batch=5, tile=4, slots=2)
     session = optimized(model, data(4), strategy=strategy, capacities=capacities, config=config)
-    shards = type("Installed", (), {"shards": session.shards})
     ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-3)
     pairs = []
@@ -86,7 +85,7 @@ def five_steps(rank, world, name, strategy, capacities):
         ours.step(), theirs.step()
         ours.zero_grad(), theirs.zero_grad()
     names = dict(whole.named_parameters())
-    pairs += [(full(p.detach()), cut(shards, n, names[n])) for n, p in model.named_parameters()]
+    pairs += [(full(p.detach()), cut(session, n, names[n])) for n, p in model.named_parameters()]
     assert [n for n, _ in model.named_parameters()] == list(names)
     return largest(pairs), session.plan.describe()
 
@@ -138,8 +137,8 @@ def exported(rank, world, slots, strategy):
         weighted_loss(session, loss, len(mine)).backward()
         loss_of(whole, ids).backward()
     sync_gradients(module, session)
-    names, shards = dict(whole.named_parameters()), type("Installed", (), {"shards": session.shards})
-    pairs = [(p.grad, cut(shards, name, names[name].grad)) for name, p in module.named_parameters()]
+    names = dict(whole.named_parameters())
+    pairs = [(p.grad, cut(session, name, names[name].grad)) for name, p in module.named_parameters()]
     first = installed.schedules[0]
     return largest(pairs), session.plan.batch, len(pairs), starts[0] < attention[0], first.gathers, first.critical_path
 
