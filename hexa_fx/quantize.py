@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.install import HexaForward, installed_forward
+from hexa_fx.runtime.paths import base_of
+from hexa_fx.runtime.readers import reader_of
 from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import collecting, set_packed
 
@@ -64,6 +67,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
     for alike in by_weight.values():
         _pack(alike, format)
     for forward in blocks.values():
+        _read_anew(forward)
         forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}  # its own code would unpack
     ranks = peft.hand_over_in(model)
     held = [value for module in model.modules() for value in vars(module).values()]
@@ -73,7 +77,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
 
 
 def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_OwnedParameter]:
-    """The parameters that hold the block's expert weights.
+    """The parameters that hold the block's expert weights: stacked ones, and those of listed experts.
 
     Raises:
         InputError: they cannot be packed.
@@ -83,11 +87,6 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
             f"{path or 'the block'} does not run hexa::moe_ffn as it is (batch_invariant, compute, an ablation, or experts of an "
             "unusual form), which alone reads packed weights"
         )
-    if forward.packed_names[True] or forward.packed_names[False]:
-        raise InputError(
-            f"{path or 'the block'} has a parameter for each expert; quantize_experts_ packs stacked ones (E, ., .), as "
-            "transformers 5 has them"
-        )
     made = [training for training, program in forward.programs.items() if program is not None]
     found = {training: forward.matrices[training] for training in made}
     if not all(found.values()):
@@ -96,11 +95,42 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
             "quantize_experts_ packs weights that are multiplied as they are"
         )
     layouts = {name: layout for weights in found.values() for name, layout in weights.items()}
-    return [_place(path, forward.module, name, layout == "kn", format) for name, layout in layouts.items()]
+    parts = {name: forward.lora.weights[name].parts for name in layouts if name in forward.lora.weights}
+    named = [(name, layout) for name, layout in layouts.items() if name not in parts]
+    for name, listed in parts.items():
+        named += [(matrix, layouts[name]) for part in listed for matrix in part]
+    places = [_place(path, forward.module, name, layout == "kn", format) for name, layout in named]
+    for listed in parts.values():
+        _check_beside(path, forward.module, [part[0] for part in listed], format)
+    return places
+
+
+def _check_beside(path: str, block: nn.Module, names: Sequence[str], format: FormatName) -> None:
+    """Whether the matrices of an expert that are read as one may lie beside each other.
+
+    Raises:
+        InputError: a block of the format would hold rows of two.
+    """
+    for name in names[:-1]:
+        rows, columns = block.get_parameter(_under_adapters(block, name)).shape
+        together = format_of(format).rows_together(columns)
+        if not together or rows % together:
+            why = f"{together} rows share scales, and it has {rows}" if together else "each has scales of its own"
+            raise InputError(
+                f"{path}.{name} and {names[-1]} are read as one matrix, and cannot be packed as {format} beside each other: {why}; "
+                f"{', '.join(n for n, f in FORMATS.items() if (t := f.rows_together(columns)) and not rows % t)} can"
+            )
+
+
+def _under_adapters(block: nn.Module, name: str) -> str:
+    """Where a parameter is, which may have come to be under an adapter."""
+    owner, _, last = name.rpartition(".")
+    found = block.get_submodule(owner)
+    return name if base_of(found) is found else f"{owner}.base_layer.{last}"
 
 
 def _place(path: str, block: nn.Module, name: str, transposed: bool, format: FormatName) -> _OwnedParameter:
-    *modules, last = name.split(".")
+    *modules, last = _under_adapters(block, name).split(".")
     owner = block.get_submodule(".".join(modules))
     weight = owner._parameters.get(last)
     where = f"{path}.{name}".lstrip(".")
@@ -112,17 +142,23 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool, format: For
         raise InputError(
             f"{where} is packed as {weight.format} already; another format packs the dense weights, of the model loaded anew"
         )
-    shape = weight.transpose(1, 2).shape if transposed else weight.shape
+    if not weight.is_floating_point():
+        raise InputError(
+            f"{where} is {weight.dtype}, packed already by what loaded the model; hexa_fx.optimize_ reads it as it is"
+        )
+    matrices = weight if weight.dim() == 3 else weight[None]
+    shape = matrices.transpose(1, 2).shape if transposed else matrices.shape
     reason = format_of(format).why_not(shape)
     if reason:
         fits = [n for n, f in FORMATS.items() if not f.why_not(shape)]
         raise InputError(
             f"{where} of shape {tuple(weight.shape)} cannot be packed as {format}: {reason}; {', '.join(fits)} can"
         )
-    broken = next((number for number, matrix in enumerate(weight) if not matrix.float().isfinite().all()), None)
+    broken = next((number for number, matrix in enumerate(matrices) if not matrix.float().isfinite().all()), None)
     if broken is not None:
+        expert = f" in expert {broken}" if weight.dim() == 3 else ""
         raise InputError(
-            f"{where} holds NaN, infinity or what float32 cannot hold in expert {broken}, which scales would spread or hide"
+            f"{where} holds NaN, infinity or what float32 cannot hold{expert}, which scales would spread or hide"
         )
     return _OwnedParameter(owner, last, transposed)
 
@@ -135,3 +171,11 @@ def _pack(places: list[_OwnedParameter], format: FormatName) -> None:
         made = nn.Parameter(QuantizedWeight.of(weight, format, places[0].transposed), requires_grad=False)
     for owner, name, _ in places:
         set_packed(owner, name, made)
+
+
+def _read_anew(forward: HexaForward) -> None:
+    """Has a block read the matrices of listed experts as they are now."""
+    module = forward.module
+    for name, weight in forward.lora.weights.items():
+        module.__dict__[name] = reader = reader_of(module, weight)
+        reader.see_through(forward.lora.bases)

@@ -20,7 +20,7 @@ SPREAD = (
 )
 QUANTISED = (
     "it holds quantised weights, which cannot be read as matrices ({}); a block is rewritten if the quantiser leaves its modules "
-    "as they are (llm_int8_skip_modules, modules_to_not_convert); hexa_fx.quantize_experts_ packs stacked experts after "
+    "as they are (llm_int8_skip_modules, modules_to_not_convert); hexa_fx.quantize_experts_ packs dense experts after "
     "hexa_fx.optimize_"
 )
 SCRIPTED = (

@@ -28,6 +28,9 @@ class Blocks(Format):
         high, wide = self.block
         return ((experts, ceil_div(rows, high), 1 if wide is None else ceil_div(columns, wide)),)
 
+    def rows_together(self, columns: int) -> int:
+        return self.block[0]
+
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
 

@@ -52,6 +52,10 @@ class Format(ABC):
         """Why a weight (E, R, C) cannot be packed; empty if it can."""
         return ""
 
+    def rows_together(self, columns: int) -> int:
+        """Of what a matrix of so many columns has a multiple of rows if another's may follow in the same expert; 0 if none may."""
+        return 1
+
     def packed_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of the packed tensor of a weight (E, R, C)."""
         experts, rows, columns = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -93,6 +94,9 @@ class Nf4(FourBit):
             return f"blocks of {self.block} values must fill an expert's matrix, and two values a byte of a row"
         return ""
 
+    def rows_together(self, columns: int) -> int:
+        return self.block // math.gcd(self.block, columns)
+
     def scale_shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         experts, rows, columns = shape
         return ((experts, rows * columns // self.block),)
@@ -113,6 +117,9 @@ class Nf4(FourBit):
 @dataclass(frozen=True)
 class Nf4Double(Nf4):
     """NF4 whose scales are quantised, too: ``map[code] * nested + offset``, in blocks of 256 scales (QLoRA, section 3)."""
+
+    def rows_together(self, columns: int) -> int:
+        return 0
 
     def scale_shapes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         experts, blocks = super().scale_shapes(shape)[0]

@@ -1,15 +1,15 @@
-"""A weight with a low-rank addition, as an operand: operators that know it use the factors, everything else gets the sum."""
+"""A weight with a low-rank addition, as an operand."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from hexa_fx.ops.formed import Formed
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ def say_once(reason: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class AdaptedWeight:
+class AdaptedWeight(Formed):
     """``weight + scale * left @ right``, which is formed only where something asks for it that does not know this class.
 
     Args:
@@ -47,23 +47,3 @@ class AdaptedWeight:
         if layout == "nk":
             return self.right, self.left
         return self.left.transpose(1, 2), self.right.transpose(1, 2)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*map(_formed, args), **{name: _formed(value) for name, value in (kwargs or {}).items()})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in type(self).__dataclass_fields__:  # of one that is being made
-            raise AttributeError(name)
-        return getattr(self.dense(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.dense()[index]
-
-
-def _formed(value: Any) -> Any:
-    if isinstance(value, AdaptedWeight):
-        return value.dense()
-    return type(value)(map(_formed, value)) if type(value) in (list, tuple) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 
+Place: TypeAlias = "tuple[QuantizedWeight, int] | None"
+"""What matrices lie in, and the number of this one among them."""
+
 
 @cache
 def _say_once(operation: str, shape: tuple[int, ...]) -> None:
@@ -25,13 +28,13 @@ def _say_once(operation: str, shape: tuple[int, ...]) -> None:
 
 
 class QuantizedWeight(Tensor):
-    """A frozen weight (E, ., .) of a floating-point ``dtype`` whose memory is packed.
+    """A frozen weight (E, ., .) of a floating-point ``dtype`` whose memory is packed; or one expert's matrix (., .).
 
     Taking an expert's matrix from it unpacks that one. Copies, moves to a device and conversions keep it packed; a conversion
     changes in which dtype it is read. Any other operation unpacks all of it, which is logged once.
 
     Args:
-        packed, scales: as ``format`` (a name of `hexa_fx.formats.FORMATS`) says.
+        packed, scales: as ``format`` (a name of `hexa_fx.formats.FORMATS`) says; of one matrix without the experts' dimension.
         dtype: in which it is read.
         transposed: whether the matrices that are packed are the weight's, transposed. Formats share scales along rows, and rows are
             to be those of (N, K).
@@ -41,14 +44,18 @@ class QuantizedWeight(Tensor):
     scales: tuple[Tensor, ...]
     format: str
     transposed: bool
+    place: Place
+    """Of one of many matrices that were moved beside each other."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls, packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, transposed: bool = False
     ) -> QuantizedWeight:
-        experts, rows, columns = format_of(format).shape_of(packed)
-        shape = (experts, columns, rows) if transposed else (experts, rows, columns)
+        alone = packed.dim() == 2
+        experts, rows, columns = format_of(format).shape_of(packed[None] if alone else packed)
+        matrix = (columns, rows) if transposed else (rows, columns)
+        shape = matrix if alone else (experts, *matrix)
         made: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=packed.device
         )
@@ -59,15 +66,26 @@ class QuantizedWeight(Tensor):
         self.packed, self.scales, self.format, self.transposed = packed, tuple(scales), format, transposed
         for number, scale in enumerate(self.scales):
             setattr(self, f"scale{number}", scale)
+        self.place = None
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The packed tensor and its scales."""
+        return (self.packed, *self.scales)
+
+    def lie_in(self, held: Sequence[Tensor]) -> None:
+        """Takes these in place of equal ones."""
+        packed, *scales = held
+        self._hold(packed, scales, self.format, self.transposed)
 
     @classmethod
     def of(cls, weight: Tensor, format: str, transposed: bool = False) -> QuantizedWeight:
-        """A dense weight (E, ., .), packed expert by expert.
+        """A dense weight (E, ., .), packed expert by expert; or a matrix.
 
         Raises:
             InputError: the format does not take this shape, or there is no such format.
         """
-        packed, *scales = format_of(format).pack_all(weight.transpose(1, 2) if transposed else weight)
+        packed, *scales = _packed(weight, format, transposed)
         return cls(packed, scales, format, weight.dtype, transposed)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -80,8 +98,15 @@ class QuantizedWeight(Tensor):
 
     def dense(self) -> Tensor:
         """All of it, unpacked."""
+        if self.dim() == 2:
+            return self._stacked().expert(0)
         matrices = format_of(self.format).dense(self.packed, self.scales, self.dtype)
         return matrices.transpose(1, 2) if self.transposed else matrices
+
+    def _stacked(self) -> QuantizedWeight:
+        """A matrix as that of the only expert."""
+        packed, *scales = (each[None] for each in self.held)
+        return QuantizedWeight(packed, scales, self.format, self.dtype, self.transposed)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -114,14 +139,15 @@ class QuantizedWeight(Tensor):
 
     def share_memory_(self) -> QuantizedWeight:
         """Moves what it holds to shared memory."""
-        for held in (self.packed, *self.scales):
+        for held in self.held:
             held.share_memory_()
+        self.place = None
         return self
 
     @property
     def stored_bytes(self) -> int:
         """What it takes in memory."""
-        return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
+        return sum(t.numel() * t.element_size() for t in self.held)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["packed", *(f"scale{n}" for n in range(len(self.scales)))], (self.format, self.dtype, self.transposed)
@@ -152,9 +178,9 @@ class QuantizedWeight(Tensor):
                 return weight._with(func, args[1:], kwargs)
             if func is _ATEN.copy_.default:
                 return weight._overwrite(args[1])
-            if func is _ATEN.select.int and args[1] == 0:
+            if func is _ATEN.select.int and args[1] == 0 and weight.dim() == 3:
                 return weight.expert(args[2] % weight.shape[0])
-            if func is _ATEN.unbind.int and (len(args) == 1 or args[1] == 0):
+            if func is _ATEN.unbind.int and (len(args) == 1 or args[1] == 0) and weight.dim() == 3:
                 return [weight.expert(number) for number in range(weight.shape[0])]
         if func._schema.is_mutable:
             raise InputError(
@@ -162,7 +188,8 @@ class QuantizedWeight(Tensor):
                 "it was packed from"
             )
         found = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, QuantizedWeight)]
-        _say_once(func.name(), tuple(found[0].shape))
+        if found[0].dim() == 3:
+            _say_once(func.name(), tuple(found[0].shape))
         args, kwargs = pytree.tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -170,28 +197,37 @@ class QuantizedWeight(Tensor):
         """The same numbers as another object, perhaps elsewhere or read in another dtype."""
         dtype = kwargs.get("dtype") or self.dtype
         kept = {key: value for key, value in kwargs.items() if key not in ("dtype", "memory_format")}
-        packed, *scales = (func(t, *args, **kept) for t in (self.packed, *self.scales))
+        packed, *scales = (func(t, *args, **kept) for t in self.held)
         return QuantizedWeight(packed, scales, self.format, dtype, self.transposed)
 
     def _overwrite(self, source: Tensor) -> QuantizedWeight:
         if not isinstance(source, QuantizedWeight):
-            numbers = source.to(self.device)
+            numbers, own = source.to(self.device), self if self.dim() == 3 else self._stacked()
+            matrices = numbers.view(own.shape)
             # DDP copies to weights what it read from them, and packing again may round scales again.
-            if all(torch.equal(self.expert(n).to(numbers.dtype), matrix) for n, matrix in enumerate(numbers)):
+            if all(torch.equal(own.expert(n).to(numbers.dtype), matrix) for n, matrix in enumerate(matrices)):
                 return self
-            packed, *scales = format_of(self.format).pack_all(numbers.transpose(1, 2) if self.transposed else numbers)
+            held = _packed(numbers, self.format, self.transposed)
         elif (source.format, source.transposed) == (self.format, self.transposed):
-            packed, *scales = source.packed, *source.scales
+            held = source.held
         else:
             raise InputError(f"a weight packed as {source.format} cannot be copied to one packed as {self.format}")
-        for own, other in zip((self.packed, *self.scales), (packed, *scales), strict=True):
-            own.copy_(other)
+        for mine, other in zip(self.held, held, strict=True):
+            mine.copy_(other)
         return self
 
 
 _SAME = frozenset(
     {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._to_copy.default, _ATEN.empty_like.default}
 )
+
+
+def _packed(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, ...]:
+    """The packed tensor of a dense weight or matrix, and its scales."""
+    matrices = weight.transpose(-1, -2) if transposed else weight
+    if weight.dim() == 3:
+        return format_of(format).pack_all(matrices)
+    return tuple(each[0] for each in format_of(format).pack_all(matrices[None]))
 
 
 def _restored(

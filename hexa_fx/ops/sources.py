@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.adapted_weight import AdaptedWeight
+from hexa_fx.ops.formed import Formed, PackedStack
 from hexa_fx.ops.projection import DENSE
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
@@ -18,7 +19,7 @@ _OPS = torch.ops.hexa
 
 def is_source(weight: Any) -> bool:
     """Whether a weight is packed or has an addition."""
-    return isinstance(weight, AdaptedWeight | QuantizedWeight)
+    return isinstance(weight, Formed | QuantizedWeight)
 
 
 def moe_ffn(*args: Any) -> Any:
@@ -61,14 +62,14 @@ def _source(weight: Any, layout: str) -> _Source:
     adapted = isinstance(weight, AdaptedWeight)
     base = weight.weight if adapted else weight
     factors, scale = (weight.factors(layout), weight.scale) if adapted else ((None, None), 1.0)
-    if not isinstance(base, QuantizedWeight):
+    if not isinstance(base, QuantizedWeight | PackedStack):
         return _Source(base, (), DENSE, factors, scale, layout)
     return _Source(base.packed, base.scales, base.format, factors, scale, flip(layout) if base.transposed else layout)
 
 
 def esmm(x: Tensor, weight: Any, *rest: Any) -> Any:
     """`hexa::esmm` with a weight that is packed."""
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, QuantizedWeight | PackedStack):
         *rows, layout = rest
         layout = flip(layout) if weight.transposed else layout
         return _OPS.esmm_packed.default(x, weight.packed, weight.scales, weight.format, *rows, layout)

@@ -69,7 +69,7 @@ def said_of(weight: Any) -> str:
     """What a foreign tensor is, and what helps."""
     return (
         f"now a {type(weight).__module__}.{type(weight).__name__}, which only the block's own code reads; "
-        "hexa_fx.quantize_experts_ packs stacked experts for the operators"
+        "hexa_fx.quantize_experts_ packs dense experts for the operators"
     )
 
 

@@ -68,7 +68,7 @@ class HexaForward:
         self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
         graphs = {True: train and train.graph, False: eval and eval.graph}
         self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
-        self.matrices = {mode: matrices_of(graph) if graph else {} for mode, graph in graphs.items()}
+        self.matrices = {mode: matrices_of(g, self.packed_names[mode]) if g else {} for mode, g in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()

@@ -8,6 +8,9 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_codes import StackedCodes, reads_codes
+from hexa_fx.runtime.stacked_parts import StackedParts, is_packed
+
+Reader = PackedExperts | StackedCodes | StackedParts
 
 
 def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
@@ -15,7 +18,7 @@ def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
     return () if rewritten is None else tuple(weight.name for weight in rewritten.packed)
 
 
-def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, PackedExperts | StackedCodes]:
+def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, Reader]:
     """The readers of all stacked weights of a block's rewritten forwards, by attribute.
 
     Raises:
@@ -29,8 +32,11 @@ def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, Packe
             raise InputError(
                 f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
             )
-    return {name: _reader(block, weight) for name, weight in weights.items()}
+    return {name: reader_of(block, weight) for name, weight in weights.items()}
 
 
-def _reader(block: nn.Module, weight: PackedWeight) -> PackedExperts | StackedCodes:
+def reader_of(block: nn.Module, weight: PackedWeight) -> Reader:
+    """The reader of a stacked weight, as its parameters are now."""
+    if is_packed(block, weight):
+        return StackedParts(block, weight)
     return StackedCodes(block, weight) if reads_codes(block, weight) else PackedExperts(block, weight)

@@ -45,7 +45,7 @@ def give_back(model: nn.Module) -> None:
         for key in [key for key, hook in owner._state_dict_hooks.items() if hook is _alone_in]:
             del owner._state_dict_hooks[key]
         for parameter in filter(_is_part, owner.parameters(recurse=False)):
-            parameter.data = _with_own_storage(parameter.detach())
+            parameter.data = with_own_storage(parameter.detach())
 
 
 def _is_asked(owner: nn.Module) -> bool:
@@ -57,7 +57,7 @@ def _alone_in(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: An
         value = state.get(prefix + name)
         if type(value) is Tensor and _is_part(value):
             state[prefix + name] = alone = value.detach()
-            alone.data = _with_own_storage(value)  # which keeps the version that it shares with the parameter
+            alone.data = with_own_storage(value)  # which keeps the version that it shares with the parameter
 
 
 def _is_part(value: Any) -> bool:
@@ -68,8 +68,8 @@ def _is_part(value: Any) -> bool:
     return value.numel() > 0 and value.is_contiguous() and not owns_its_storage(value) and not in_shared_memory
 
 
-def _with_own_storage(value: Tensor) -> Tensor:
-    """The same memory, which it keeps alive."""
+def with_own_storage(value: Tensor) -> Tensor:
+    """A tensor on the same memory, which it keeps alive, that has a storage for itself."""
     start = value.storage_offset() * value.element_size()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         part: UntypedStorage = value.untyped_storage()[start : start + value.numel() * value.element_size()]

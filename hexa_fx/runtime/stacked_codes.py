@@ -7,6 +7,7 @@ experts' codes. Each parameter keeps a storage of its own over its part, since b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
+from hexa_fx.runtime.stacked_parts import StackedParts
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import packed_parameters
 
@@ -39,6 +41,10 @@ class StackedCodes(WeightReader):
         """
         if is_compiling():
             raise GuardMiss("torch.compile goes through bitsandbytes' own code only")
+        return self.stacked()
+
+    def stacked(self) -> QuantizedWeight:
+        """As a call outside of a compiler."""
         parameters = self._paths.tensors()
         if self._packed is None or not self._in_place(parameters):
             self._packed = self._pack(parameters)
@@ -51,7 +57,7 @@ class StackedCodes(WeightReader):
             GuardMiss: as a call.
         """
         self.check()
-        self()
+        self.stacked()
 
     def _in_place(self, parameters: Sequence[Tensor]) -> bool:
         return len(parameters) == len(self._lies) and all(
@@ -111,5 +117,9 @@ def reads_codes(block: nn.Module, weight: PackedWeight) -> bool:
 
 def packed_weights(block: nn.Module) -> list[QuantizedWeight]:
     """The packed weights that an installed block reads now."""
-    readers = [value for value in vars(block).values() if isinstance(value, StackedCodes)]
-    return [*packed_parameters(block).values(), *(reader() for reader in readers)]
+    stacked = [weight for weight in packed_parameters(block).values() if weight.dim() == 3]
+    for reader in vars(block).values():
+        if isinstance(reader, StackedCodes | StackedParts):
+            with suppress(GuardMiss):  # its own code runs
+                stacked.append(reader.stacked())
+    return stacked

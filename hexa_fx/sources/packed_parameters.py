@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -31,15 +31,18 @@ def set_packed(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
         owner.register_load_state_dict_pre_hook(_load)
 
 
-def matrices_of(graph: torch.fx.Graph) -> dict[str, str]:
-    """Paths of the weights that a rewritten graph's experts multiply by, with their layouts; empty if one is not read as it is."""
+def matrices_of(graph: torch.fx.Graph, stacked: Collection[str] = ()) -> dict[str, str]:
+    """What a rewritten graph's experts multiply by, with layouts: paths of weights, and names of ``stacked`` ones.
+
+    Empty if one of them is not read as it is.
+    """
     found: dict[str, str] = {}
     for node in graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default):
         for operand, layout in ((3, 12), (5, 12), (7, 13)):
             weight = node.args[operand]
             if weight is None:
                 continue
-            if not isinstance(weight, torch.fx.Node) or weight.op != "get_attr":
+            if not isinstance(weight, torch.fx.Node) or (weight.op != "get_attr" and weight.target not in stacked):
                 return {}
             found[str(weight.target)] = str(node.args[layout])
     return found
@@ -92,7 +95,7 @@ def _keys(prefix: str, name: str, weight: QuantizedWeight) -> list[str]:
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, weight in _own(module).items():
         if state.pop(prefix + name, None) is not None:
-            state.update(zip(_keys(prefix, name, weight), (weight.packed, *weight.scales), strict=True))
+            state.update(zip(_keys(prefix, name, weight), weight.held, strict=True))
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -240,9 +240,11 @@ class Listed(nn.Module):
         return out
 
 
-def test_lists_and_sizes_that_do_not_fit():
+def test_sizes_that_do_not_fit():
     x, index, weights = torch.randn(20, 20), torch.rand(20, E).argsort(1)[:, :2], torch.rand(20, 2)
-    with pytest.raises(InputError, match="a parameter for each expert"):
+    with pytest.raises(
+        InputError, match=r"experts.0.0.weight of shape \(12, 20\) cannot be packed as nf4: blocks of 64"
+    ):
         hexa_fx.quantize_experts_(hexa_fx.optimize(Listed(20), (x, index, weights)), "nf4")
     block = Experts().float()
     block.first = nn.Parameter(torch.randn(E, 2 * H, 20))

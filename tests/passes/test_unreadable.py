@@ -158,7 +158,7 @@ def test_quantised_experts_are_left_and_the_others_are_rewritten():
     said = report.blocks[1].reason
     assert "experts.0." in said
     assert "is a bitsandbytes.nn.modules.Linear4bit" in said
-    assert "hexa_fx.quantize_experts_ packs stacked experts after hexa_fx.optimize_" in said
+    assert "hexa_fx.quantize_experts_ packs dense experts after hexa_fx.optimize_" in said
 
 
 def test_what_quantised_weights_are_called():

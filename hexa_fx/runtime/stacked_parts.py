@@ -1,0 +1,134 @@
+"""Reads the packed matrices of listed experts (a `QuantizedWeight` each) as one packed weight, without a second copy of them.
+
+As in `hexa_fx.runtime.packing`, the user's parameters stay the same objects, and only their memory moves: each keeps a storage of
+its own over its part of what all of them hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hexa_fx.formats import format_of
+from hexa_fx.ir import PackedWeight
+from hexa_fx.ops.formed import PackedStack
+from hexa_fx.ops.quantized_weight import Place, QuantizedWeight
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.paths import WeightReader, base_of
+from hexa_fx.runtime.saved_alone import with_own_storage
+
+Stack = TypeVar("Stack", QuantizedWeight, PackedStack)
+
+
+class StackedParts(WeightReader):
+    """A weight that is read as a `QuantizedWeight` (E, ., .)."""
+
+    def _bind(self, block: nn.Module) -> None:
+        super()._bind(block)
+        self._packed: QuantizedWeight | None = None
+        self._places: list[Place] = []
+
+    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight | PackedStack:
+        """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
+
+        Raises:
+            GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
+        """
+        if is_compiling():
+            return self._joined(self._paths.tensors_in_trace(), PackedStack)
+        return self.stacked()
+
+    def stacked(self) -> QuantizedWeight:
+        """As a call outside of a compiler."""
+        parameters = self._paths.tensors()
+        if self._packed is None or not self._in_place(parameters):
+            self._packed = self._pack(parameters)
+        return self._packed
+
+    def refresh(self) -> None:
+        """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.
+
+        Raises:
+            GuardMiss: as a call.
+        """
+        if is_compiling():
+            return
+        self.check()
+        self.stacked()
+
+    def _in_place(self, parameters: Sequence[Tensor]) -> bool:
+        return len(parameters) == len(self._places) and all(
+            getattr(parameter, "place", None) is place for parameter, place in zip(parameters, self._places)
+        )
+
+    def _pack(self, parameters: Sequence[Tensor]) -> QuantizedWeight:
+        parts = self._in_parts(parameters)
+        packed = self._where_they_lie(parameters)
+        if packed is None:
+            with torch.inference_mode(False), torch.no_grad():
+                packed = self._joined(parameters, QuantizedWeight)
+                _move(parts, packed)
+        self._places = [parameter.place for part in parts for parameter in part]
+        return packed
+
+    def _where_they_lie(self, parameters: Sequence[Tensor]) -> QuantizedWeight | None:
+        """What another block with the same experts has moved them to, if that is how they are read here."""
+        places: list[Place] = [getattr(parameter, "place", None) for parameter in parameters]
+        first, experts = places[0], len(self.weight.parts[0])
+        if first is None or first[0].shape[0] != experts:
+            return None
+        of_one = all(place is not None and place[0] is first[0] for place in places)
+        return first[0] if of_one and [place[1] for place in places if place] == [*range(len(places))] else None
+
+    def _joined(self, parameters: Sequence[Tensor], kind: type[Stack]) -> Stack:
+        parts = self._in_parts(parameters)
+        first = parts[0][0]
+        held = [[_beside(rows) for rows in zip(*(p.held for p in alike))] for alike in zip(*parts)]
+        codes, *scales = (torch.stack(list(of_all)) for of_all in zip(*held))
+        packed = codes.view(format_of(first.format).dtype)
+        return kind(packed, tuple(scales), first.format, first.dtype, first.transposed)
+
+    def _in_parts(self, parameters: Sequence[Tensor]) -> list[list[QuantizedWeight]]:
+        packed = [parameter for parameter in parameters if isinstance(parameter, QuantizedWeight)]
+        first = packed[0] if packed else None
+        kinds = {(p.format, p.transposed, p.dtype, p.device, p.shape[1:]) for p in packed}
+        if len(packed) < len(parameters) or first is None or len(kinds) > 1 or first.dim() != 2:
+            raise GuardMiss(f"the experts' matrices of {self.weight.name!r} are no longer packed alike")
+        experts = len(self.weight.parts[0])
+        parts = [packed[start : start + experts] for start in range(0, len(packed), experts)]
+        if any(len({p.shape for p in part}) > 1 for part in parts):
+            raise GuardMiss(f"the experts' matrices of {self.weight.name!r} differ in shape")
+        return parts
+
+
+def _move(parts: Sequence[Sequence[QuantizedWeight]], packed: QuantizedWeight) -> None:
+    """Lets parameters lie in what was made of them."""
+    begins, number = [0 for _ in packed.held], count()
+    for part in parts:
+        for expert, parameter in enumerate(part):
+            parameter.lie_in([_part(*each, expert) for each in zip(packed.held, parameter.held, begins)])
+            parameter.place = packed, next(number)
+        begins = [begin + len(own) if own.dim() else 0 for begin, own in zip(begins, part[0].held)]
+
+
+def _beside(rows: Sequence[Tensor]) -> Tensor:
+    """One tensor of the rows of several. Elements are handed over as bytes, which every device takes."""
+    plain = [r.view(torch.uint8) if r.dim() and r.itemsize == 1 else r for r in rows]
+    return torch.cat(plain) if len(plain) > 1 else plain[0]
+
+
+def _part(whole: Tensor, own: Tensor, begin: int, expert: int) -> Tensor:
+    """The part of an expert's share in ``whole`` that ``own`` is equal to."""
+    share = whole[expert]
+    return with_own_storage(share[begin : begin + len(own)] if own.dim() else share)
+
+
+def is_packed(block: nn.Module, weight: PackedWeight) -> bool:
+    """Whether the matrices of listed experts are packed."""
+    path, _, name = weight.parts[0][0].rpartition(".")
+    return isinstance(base_of(block.get_submodule(path))._parameters.get(name), QuantizedWeight)
