@@ -66,9 +66,8 @@ def esmm(given: Esmm | EsmmLowRank, into: Segment | None = None) -> Tensor:
 def esmm_act(given: EsmmAct | EsmmActLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
     o, added = _with_second(given)
-    if into is None:
-        h, a = o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
-        into = Segment(h, o.rows, True, a)
+    h, n = (o.rows if o.keep_h else 0, o.width), o.rows
+    into = into or Segment(o.x.new_empty(h), n, True, o.x.new_empty((n, o.inner)))
     assert into.act is not None
     _rows("esmm_act", o, into, added)
     return into.out, into.act
@@ -120,12 +119,9 @@ def esmm_act_backward(
     o, added = _with_second(given)
     dy, weight, h, inner, n = o.dy, o.weight, o.h, o.inner, o.v.shape[0]
     scale = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
-    dh, a, rows, last, dots = h, h, n, True, None
-    if into is None:
-        dh, a = h.new_empty(h.shape), h.new_empty((n, inner))
-    else:
-        assert into.act is not None
-        dh, a, rows, last, dots = into.out, into.act, into.rows, into.last, into.dots
+    into = into or Segment(h.new_empty(h.shape), n, True, h.new_empty((n, inner)))
+    dh, rows, last, a, dots = into
+    assert a is not None
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
     sizes, glu = (rows, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu

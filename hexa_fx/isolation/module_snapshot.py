@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.isolation.lookup import REGISTRIES
 from hexa_fx.isolation.module_tree import named_modules
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 
 
@@ -136,7 +136,7 @@ class _Kept:
 
 def _kept_by(module: nn.Module) -> _Kept:
     own = module.__dict__
-    registries = _dicts(map(own.get, _REGISTRIES))  # TorchScript has its own
+    registries = _dicts(map(own.get, REGISTRIES))  # TorchScript has its own
     hooks = _dicts(map(own.get, _HOOKS))
     registered = [(held, dict(held)) for held in registries]
     return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.random_state import random_state_kept, random_states
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 
@@ -90,10 +90,9 @@ def observe(
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
-        devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     with random_state_kept(seed), torch.set_grad_enabled(gradients):
         result = _unfolded(call(*args, **kwargs))
-        streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
         values = {name: tensor.detach().clone() for name, tensor in values.items()}

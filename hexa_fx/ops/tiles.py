@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import cpu, fixed_order
-from hexa_fx.ops.activations import ACTIVATIONS, Activation, Params, gate_and_up, weighted_backward
+from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.tiling import Tile, Tiling
@@ -106,23 +106,13 @@ def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: Sequence[
     act, dtype, wide = ACTIVATIONS[activation], h.dtype, tile.tiling.wide
     if dtype != wide:
         return activate(tile, h.to(wide), activation, glu, params).to(dtype)
-    if fixed_order.is_fixed():
-        return _activate_fixed(h, act, glu, params)
+    run = fixed_order.elementwise if fixed_order.is_fixed() else lambda function, *whole: function(*whole)
     if glu == "none":
-        return act.forward(h, params)
+        return run(lambda part: act.forward(part, params), h)
     gate, up = gate_and_up(h, glu)
     if act.pair:
-        return act.forward(gate, up, params or act.params)
-    return act.forward(gate, params).mul_(up)
-
-
-def _activate_fixed(h: Tensor, act: Activation, glu: str, params: Params) -> Tensor:
-    if glu == "none":
-        return fixed_order.elementwise(lambda part: act.forward(part, params), h)
-    gate, up = gate_and_up(h, glu)
-    if act.pair:
-        return fixed_order.elementwise(lambda g, u: act.forward(g, u, params or act.params), gate, up)
-    return fixed_order.elementwise(lambda part: act.forward(part, params), gate).mul_(up)
+        return run(lambda g, u: act.forward(g, u, params or act.params), gate, up)
+    return run(lambda part: act.forward(part, params), gate).mul_(up)
 
 
 def activate_backward(

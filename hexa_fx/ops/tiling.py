@@ -64,11 +64,8 @@ class Tiling:
 
     def accumulator(self, key: str, rows: int, columns: int) -> Tensor:
         """A float32 (float64) buffer of zeros that tiles add to. The output has the operands' dtype."""
-        found = self.buffers.get(key)
-        if found is None:
-            found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide, device="cpu")
-            self.outputs[key] = partial(_identity if self.wide == self.dtype else _cast, found, self.dtype)
-        return found
+        make = partial(torch.zeros, (rows, columns), dtype=self.wide, device="cpu")
+        return self.buffer(key, make, lambda sums: sums.to(self.dtype))
 
 
 def route(top_k_index: Tensor, num_experts: int, like: Tensor) -> Tiling:
@@ -199,9 +196,5 @@ def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Gro
         yield batch
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype)
-
-
-def _identity(t: Tensor, *_: object) -> Tensor:
+def _identity(t: Tensor) -> Tensor:
     return t
