@@ -25,6 +25,7 @@ def allocate(
     step: int = 1,
     caps: Sequence[int] | None = None,
     fixed: Sequence[float] | None = None,
+    least: int = 0,
 ) -> tuple[int, ...]:
     """Split ``total`` units over devices so that the slowest device finishes as early as possible.
 
@@ -37,6 +38,7 @@ def allocate(
             shares follow the speed as they would without steps.
         caps: most units a device can hold (memory).
         fixed: time a device spends whatever its share, in the unit of ``seconds * units``.
+        least: units that every device gets.
 
     Returns:
         One share a device, summing to ``total`` exactly.
@@ -47,14 +49,14 @@ def allocate(
     count = len(seconds)
     caps = [total] * count if caps is None else list(caps)
     fixed = [0.0] * count if fixed is None else list(fixed)
-    _check(seconds, total, tile, step, caps, fixed)
+    _check(seconds, total - least * count, tile, step, caps, fixed)
 
     def finish(i: int, share: int) -> tuple[float, float, int]:
         """When a device is done with a share, then what breaks ties."""
         return fixed[i] + seconds[i] * step * -(-share // step), fixed[i] + seconds[i] * share, i
 
-    shares = [0] * count
-    queue = [finish(i, tile) for i in range(count) if caps[i] >= tile]
+    shares, total = [least] * count, total - least * count
+    queue = [finish(i, least + tile) for i in range(count) if caps[i] >= least + tile]
     heapq.heapify(queue)
     for _ in range(total // tile):
         if not queue:
@@ -96,10 +98,18 @@ class Affine:
         return cls(tuple(fixed), tuple(each))
 
     def split(
-        self, total: int, units: float = 1.0, *, tile: int = 1, step: int = 1, caps: Sequence[int] | None = None
+        self,
+        total: int,
+        units: float = 1.0,
+        *,
+        tile: int = 1,
+        step: int = 1,
+        caps: Sequence[int] | None = None,
+        least: int = 0,
     ) -> tuple[int, ...]:
         """`allocate` with these times, where one of the ``total`` is so many units."""
-        return allocate([t * units for t in self.each], total, tile=tile, step=step, caps=caps, fixed=self.fixed)
+        times = [t * units for t in self.each]
+        return allocate(times, total, tile=tile, step=step, caps=caps, fixed=self.fixed, least=least)
 
 
 @dataclass(frozen=True)
@@ -110,11 +120,13 @@ class DeviceCosts:
         seconds: t_i of the same task.
         by_tokens: of so many tokens with all channels (Eq. 1).
         by_channels: of all tokens with so many channels (Eq. 2).
+        measured: whether they were, so that they are not exact enough to leave a device out.
     """
 
     seconds: tuple[float, ...]
     by_tokens: Affine
     by_channels: Affine
+    measured: bool = False
 
     @classmethod
     def proportional(cls, seconds: Sequence[float]) -> DeviceCosts:

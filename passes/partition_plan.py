@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -24,6 +25,8 @@ from hexa_fx.passes.cost_model import Measured
 from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 def partition_model(
@@ -80,7 +83,14 @@ def partition_model(
     plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
-    return Plan.from_json(box[0])
+    made = Plan.from_json(box[0])
+    if idle := [rank for rank, samples in enumerate(made.batch) if not samples]:
+        log.warning(
+            "of the %d samples of the global batch ranks %s get none, and have to call the model with an empty batch: plan with a "
+            "larger one (PartitionConfig(batch=...)), or leave these devices out",
+            *(sum(made.batch), idle),
+        )
+    return made
 
 
 def _spelled(capacities: object) -> object:

@@ -127,10 +127,14 @@ def plan_layers(
 
 
 def batch_shares(costs: DeviceCosts, batch: int, tokens: int | None) -> tuple[int, ...]:
-    """B_i (Eq. 1). Times count as proportional to the share where nobody knows the ``tokens`` of the batch."""
+    """B_i (Eq. 1). Times count as proportional to the share where nobody knows the ``tokens`` of the batch.
+
+    Where times were measured every device gets a sample, if there are so many: not all models take an empty batch.
+    """
+    least = 1 if costs.measured and batch >= len(costs.seconds) else 0
     if tokens is None or batch == 0:
-        return DeviceCosts.proportional(costs.seconds).by_tokens.split(batch)
-    return costs.by_tokens.split(batch, tokens / batch)
+        return DeviceCosts.proportional(costs.seconds).by_tokens.split(batch, least=least)
+    return costs.by_tokens.split(batch, tokens / batch, least=least)
 
 
 def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:

@@ -69,7 +69,8 @@ class Bindings:
         def refuse(*_: Any, **__: Any) -> Any:
             raise PlanError(
                 f"{label!r} was called in a way it was not recorded for{forward.why}. Its expert weights are cut, so its "
-                "original forward cannot run: build the model anew, and call optimize_ on it as it will be, with inputs like these"
+                "original forward cannot run: call it as it was recorded (backward() or torch.autograd.grad, not torch.func), or "
+                "build the model anew and call optimize_ on it as it will be, with inputs like these"
             )
 
         self._set(forward.__dict__, "_own_original", refuse)

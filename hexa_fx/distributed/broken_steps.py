@@ -14,7 +14,8 @@ from typing import Any
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
-from hexa_fx.distributed.groups import Groups, marks_of_ranks
+from hexa_fx.distributed.groups import Groups, groups_named, marks_of_ranks
+from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.errors import RankError
 
 _PATIENCE = 30.0
@@ -25,11 +26,17 @@ _backwards: set[tuple[str, int]] = set()
 
 
 def in_backward_of(group: str) -> None:
-    """Called in backward by what communicates over a process group."""
+    """Called before anything communicates that backward does, or the forward that it runs again. Does nothing outside of backward.
+
+    Raises:
+        RankError: other ranks are elsewhere.
+    """
     running = group, _current_graph_task_id()
-    if running not in _backwards:
+    if running not in _backwards and running[1] != -1:
         _backwards.add(running)
         Variable._execution_engine.queue_callback(functools.partial(_backwards.discard, running))
+        if (groups := groups_named(group)) is not None:
+            meet(groups, Place.BACKWARD)
 
 
 class BrokenSteps:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
 from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.distributed.pieces import Piece, pieces_of
 from hexa_fx.distributed.saved_optimizers import Optimizers, give_back, listed, state_by_name, without_unsaved
 from hexa_fx.distributed.session import PartitionSession
@@ -196,6 +197,7 @@ def is_first(session: PartitionSession | None) -> bool:
 def together(session: PartitionSession | None, when: str) -> None:
     if session is None:
         return
+    meet(session.groups, Place.CHECKPOINT)
     session.join(when)
     for host in session.data.hosts:
         with session.guard(when):

@@ -30,8 +30,8 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
 
 __all__ = [
-    *("all_gather_v", "all_reduce", "all_reduce_", "count_traffic", "fill_slot", "finish", "gather_even"),
-    *("reduce_scatter_v", "start_gather", "start_scatter", "wait"),
+    *("all_gather_v", "all_reduce", "all_reduce_", "count_traffic", "fill_slot", "finish", "reduce_scatter_v"),
+    *("start_gather", "start_scatter", "wait"),
 ]
 
 Works = list[Any]
@@ -131,8 +131,8 @@ class _Scatter(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        in_backward_of(ctx.group)
         with guarded("the backward of a reduce-scatter", ctx.group):
+            in_backward_of(ctx.group)
             return wait(all_gather_v(grads[0], ctx.sizes, ctx.group)), None, None
 
 
@@ -144,8 +144,8 @@ class _Reduce(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        in_backward_of(ctx.group)
         with guarded("the backward of an all-reduce", ctx.group):
+            in_backward_of(ctx.group)
             return wait(all_reduce(grads[0], ctx.group)), None
 
 
@@ -211,9 +211,6 @@ def _wrong_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> ValueE
     # here torch's own collectives would hang, abort the process or finish with wrong data, depending on the backend
     return ValueError(f"{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
 
-
-# torch 2.13 renames it; 2.11 knows only the old name.
-gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What torch.distributed's functions of these names call, without their type and group checks.
 _GATHER, _SCATTER = AllgatherOptions(), ReduceScatterOptions()

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hexa_fx.distributed.axes import local_part, summed_elsewhere
 from hexa_fx.distributed.collectives import all_reduce_
+from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.distributed.session import PartitionSession, open_sessions
 from hexa_fx.errors import InputError
 
@@ -99,6 +100,7 @@ def sync_gradients(model: nn.Module, session: PartitionSession, *, only_experts:
         only_experts: where DDP combines the others, everywhere.
     """
     cut, others = _experts_and_others(model, session)
+    meet(session.groups, Place.SYNC)
     others = [] if only_experts else others
     mean = session.plan.data_parallel == "mean"
     with session.guard("the sum of replicated gradients"):

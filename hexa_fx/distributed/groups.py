@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hexa_fx.errors import PlanError, RankError
 
+# torch 2.13 renames it; 2.11 knows only the old name.
+gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _LONGEST_ARRIVAL = timedelta(minutes=5)
 _arrivals: Counter[str] = Counter()
 

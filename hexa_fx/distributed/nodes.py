@@ -44,7 +44,9 @@ def token_counts(x: Tensor, session: str) -> list[int]:
 
 def check_tokens(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
     """Returns ``x`` if it has as many rows as the plan fixed for this rank; else raises `PlanError`."""
-    rank = find_session(session).groups.rank
+    active = find_session(session)
+    in_backward_of(active.groups.main_name)
+    rank = active.groups.rank
     if x.shape[0] != tokens[rank]:
         raise PlanError(
             f"rank {rank} has {x.shape[0]} tokens, the plan fixed {list(tokens)}: plan with static_tokens=False to let "

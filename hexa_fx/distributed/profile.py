@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hexa_fx.allocation import KERNEL_COLUMNS, Affine, DeviceCosts
 from hexa_fx.cuda.modes import kernels_awaited
-from hexa_fx.distributed.collectives import gather_even
-from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.groups import Groups, gather_even, make_groups
 from hexa_fx.distributed.timing import gathered, room, timed
 from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
@@ -108,7 +107,8 @@ def profile_costs(
     low, high = bench.tokens_of(share / 4), bench.tokens_of(share)
     by_tokens = Affine.through((low, times["few tokens"]), (high, times["tokens"]), scale=bench.fixed_scale)
     low, high = bench.channels_of(0.125), bench.channels_of(0.5)
-    return DeviceCosts(times["tokens"], by_tokens, Affine.through((low, times["eighth"]), (high, times["half"])))
+    by_channels = Affine.through((low, times["eighth"]), (high, times["half"]))
+    return DeviceCosts(times["tokens"], by_tokens, by_channels, measured=True)
 
 
 @dataclass(frozen=True)

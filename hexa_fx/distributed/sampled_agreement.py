@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.lockstep import is_capturing
 from hexa_fx.distributed.optimizer_states import before_every_step
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.distributed.slice_states import not_ours
@@ -72,7 +73,7 @@ class SampledAgreement:
             PlanError: the slices of two ranks, or their gradients, have become equal.
         """
         self._forwards += 1
-        if self._forwards & (self._forwards - 1) or not self._places or _capturing():
+        if self._forwards & (self._forwards - 1) or not self._places or is_capturing():
             return
         values, gradients, steps = self._gathered()
         self._refuse("", _near(values[:, 0]))
@@ -127,7 +128,7 @@ class SampledAgreement:
     def note_gradients(self, optimizer: Optimizer) -> None:
         """Called before a step of any optimizer."""
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if steps & (steps - 1) or _capturing():
+        if steps & (steps - 1) or is_capturing():
             return
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for number, (_, owner, key) in enumerate(self._places):
@@ -162,10 +163,6 @@ def _note_gradients(optimizer: Optimizer, *_: Any) -> None:
     if not is_compiling():
         for agreement in _watching:
             agreement.note_gradients(optimizer)
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _sample(parameter: Tensor | None, value: Tensor | None, cut: bool) -> Tensor:

@@ -18,12 +18,13 @@ from torch.compiler import is_compiling
 from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
-from hexa_fx.distributed.broken_steps import BrokenSteps
-from hexa_fx.distributed.collectives import all_reduce_, gather_even
+from hexa_fx.distributed.broken_steps import BrokenSteps, in_backward_of
+from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.lockstep import Place, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
@@ -187,25 +188,24 @@ class PartitionSession(AttachedPartition):
         if rank_failures.any_lost:
             rank_failures.check(where, self.groups)
 
-    def exchange_counts(self, rows: int) -> list[int]:
+    def exchange_counts(self, rows: int, place: Place = Place.LAYER) -> list[int]:
         """Every rank's ``rows``, exchanged over the host group.
 
         Raises:
             PlanError: a CUDA graph is being captured, which would hold the counts of this step for ever.
+            RankError: other ranks are elsewhere.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise PlanError(
                 "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
                 "weight the loss by a count that is known"
             )
-        out = torch.empty(self.groups.world, dtype=torch.int64, device="cpu")
-        with self._count_guard:
-            gather_even(out, torch.tensor([rows], device="cpu"), group=self.groups.host)
-        return out.tolist()  # type: ignore[no-any-return]
+        in_backward_of(self.groups.main_name)
+        return meet(self.groups, place, rows)
 
     def total(self, count: int) -> int:
         """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
-        total = torch.tensor([sum(self.exchange_counts(count))], device="cpu")
+        total = torch.tensor([sum(self.exchange_counts(count, Place.COUNT))], device="cpu")
         with self._count_guard:
             for host in self.data.hosts:
                 dist.all_reduce(total, group=host)

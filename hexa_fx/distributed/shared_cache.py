@@ -20,9 +20,11 @@ from torch import Tensor
 from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collectives import fill_slot
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.distributed.slots import CachedLayer, GatherSource, SavedSlot, Slot, SlotRows
 from hexa_fx.errors import PlanError
 
@@ -72,7 +74,7 @@ class SharedCache:
         self._sources: dict[int, GatherSource] = {}
         self._places: dict[int, SlotRows] = {}
         self._pass = 0
-        self._last = -1
+        self._last = len(self.layers)
 
     # --- what the nodes of the graph call -------------------------------------------------------------------------
 
@@ -91,7 +93,9 @@ class SharedCache:
             PlanError: the weights changed after they were gathered.
         """
         index, backward = self._index[path], in_backward()
-        if not backward:
+        if backward:
+            in_backward_of(self.groups.main_name)
+        else:
             self._enter(index)
         slot, dtype = self._slot_of[index], self._sources[index].dtype
         if self._is_ready(slot, index, dtype, backward):
@@ -146,6 +150,8 @@ class SharedCache:
         slot = self._slot_of[saved.layer]
         if saved.layer not in self._sources:
             self._check_fresh(slot, saved.layer, saved.versions)
+        if not slot.busy or slot.layer != saved.layer:
+            in_backward_of(self.groups.main_name)
         if slot.layer != saved.layer or slot.dtype != saved.dtype:
             self._fill(saved.layer)
         elif slot.works or not slot.busy:
@@ -174,7 +180,7 @@ class SharedCache:
         self._sources.clear()
         self._places.clear()
         self._pass += 1
-        self._last = -1
+        self._last = len(self.layers)
         for slot in self.slots:
             slot.layer, slot.busy, slot.prefetched = -1, False, False
 
@@ -207,6 +213,7 @@ class SharedCache:
         self._last = index
 
     def _new_pass(self) -> None:
+        meet(self.groups, Place.FORWARD)
         self._pass += 1
         self._last = -1
         for slot in self.slots:  # those of frozen weights have no backward to release them

@@ -39,7 +39,7 @@ class Wrappers:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kind: type | None = None
         self._shards: tuple[ShardedParameter, ...] = ()
-        self._firsts: list[tuple[ShardedParameter, str]] = []
+        self._firsts: list[tuple[ShardedParameter, str, tuple[int, ...]]] = []
         self._others: list[tuple[nn.Module, str]] = []
         self._fine: set[str] = set()
         self._known: WeakSet[nn.Module] = WeakSet()
@@ -48,8 +48,8 @@ class Wrappers:
         """Notes what was cut of a model, by layer."""
         cut = [layer for layer in layers if layer]
         self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
-        self._firsts = [(layer[0], layer[0].name.rpartition(".")[2]) for layer in cut]
-        self._fine = {shard.name for shard, _ in self._firsts if isinstance(shard.original, DTensor)}
+        self._firsts = [(layer[0], layer[0].name.rpartition(".")[2], tuple(layer[0].original.shape)) for layer in cut]
+        self._fine = {shard.name for shard, *_ in self._firsts if isinstance(shard.original, DTensor)}
         # Nothing tells over which ranks FSDP averages; over those that the plan sums over it does where there are no others.
         if len(self._summed) == dist.get_world_size() > 1:
             others = other_parameters(held, self._shards) if (held := model()) is not None else ()
@@ -59,14 +59,23 @@ class Wrappers:
         """Called when a forward of the model begins.
 
         Raises:
-            PlanError: DDP, FSDP or FSDP2 works on experts over ranks of the partition, or averages what the plan sums.
+            PlanError: DDP, FSDP or FSDP2 works on experts over ranks of the partition, or averages what the plan sums; or whole
+                weights are in place of slices.
         """
-        for shard, name in self._firsts:
+        for shard, name, shape in self._firsts:
             held = shard.owner._parameters.get(name)
             if getattr(held, "_fsdp_flattened", name in shard.owner.__dict__):
                 raise PlanError(
                     f"FullyShardedDataParallel has flattened {shard.name!r} with the rest of the model: use fully_shard (FSDP2), "
                     "or ignored_states=hexa_fx.distributed.gradients.expert_parameters(session)"
+                )
+            if held is not None and (
+                held.shape != shape or isinstance(shard.original, DTensor) > isinstance(held, DTensor)
+            ):
+                raise PlanError(
+                    f"{shard.name!r} is {tuple(held.shape)} here, a {type(held).__name__}; this rank's slice is {shape}, a "
+                    f"{type(shard.original).__name__}: torch.func.functional_call and assignments take slices, of the names "
+                    "and kinds that model.named_parameters() has; hexa_fx.distributed.checkpoint.load takes whole weights"
                 )
             if held is not shard.original and shard.name not in self._fine:
                 self._check_sharded(shard)

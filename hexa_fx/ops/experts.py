@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
@@ -34,9 +36,9 @@ def experts(
     Args:
         rows: (R, D), first those of expert 0, then those of expert 1, and so on. Or (S, R, D): one such block from each of S
             senders, each with room of its own.
-        counts: integer, rows of each expert, at most R in all (nobody looks), on the device of ``rows``: (E,), or (S, E) for S
+        counts: integer, rows of each expert, 0 or more and at most R in all, on the device of ``rows``: (E,), or (S, E) for S
             senders, whose rows may also lie right behind one another in an (R, D). No sorting by expert is needed then, nor
-            sorting back.
+            sorting back. Nobody looks at them on a GPU, where one below 0 counts as 0; on a CPU it is refused.
         row_weights: in any floating dtype, one a row, or None, which means 1.
         w1, b1, w3, b3, w2, b2, spec: as for `hexa_fx.ops.moe_ffn`, of the E experts that are here.
 
@@ -66,6 +68,9 @@ def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: in
         raise InputError(
             f"{op}: counts is {checks.shape(counts)}; expected integer ({experts},), or one such row for each sender's block"
         )
+    seen = type(counts) is Tensor and counts.is_cpu and not is_compiling() and not _len_torch_dispatch_stack()
+    if seen and bool((counts < 0).any()):
+        raise InputError(f"{op}: counts has {int(counts.min())}; expected the number of rows of each expert, 0 or more")
     if row_weights is None:
         return
     if row_weights.shape != rows.shape[:-1] or not row_weights.is_floating_point():
@@ -77,6 +82,7 @@ def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: in
 def _expert_of(rows: Tensor, counts: Tensor) -> Tensor:
     """Expert of every row; E, which contributes nothing, for rows that nobody counted."""
     number = counts.shape[-1]
+    counts = counts.clamp(min=0)
     ends = counts.cumsum(-1) if rows.dim() == 3 else counts.reshape(-1).cumsum(0)
     places = torch.arange(rows.shape[-2], device=rows.device, dtype=ends.dtype)
     run = torch.searchsorted(ends, places.expand(rows.shape[:-1]).contiguous(), right=True)

@@ -336,6 +336,36 @@ def test_weights_that_were_replaced():
         assert worst < 1e-12
 
 
+def other_parameters(rank, world, mode):
+    """torch.func.functional_call with this rank's slices, and then with whole weights."""
+    plan = make_plan(world, "uneven", MODES[mode][:2], TWO, slots=2)
+    model, whole = Net(TWO), Net(TWO)
+    session = install(model, plan).session
+    session.follow(model)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    worst = 0.0
+    for factor in (1.0, 2.0):
+        ours, theirs = (
+            {name: (p.detach() * factor).requires_grad_() for name, p in net.named_parameters()}
+            for net in (model, whole)
+        )
+        loss_sum(torch.func.functional_call(model, ours, (x[mine],)), target[mine]).backward()
+        loss_sum(torch.func.functional_call(whole, theirs, (x,)), target).backward()
+        pairs = [
+            (ours[f"layers.{i}.w1"].grad, cut(session, f"layers.{i}.w1", theirs[f"layers.{i}.w1"].grad)) for i in (0, 1)
+        ]
+        worst = max(worst, largest(pairs))
+    with pytest.raises(PlanError, match="functional_call and assignments take slices"):
+        torch.func.functional_call(model, theirs, (x[mine],))
+    return worst
+
+
+@pytest.mark.parametrize("mode", ["data", "model"])
+def test_functional_call_takes_slices(mode):
+    assert max(run(2, other_parameters, mode)) < 1e-10
+
+
 def routing_is_gathered(rank, world, plan):
     model = Net(TWO)
     installed = install_plan(model, rewritten(model), plan)

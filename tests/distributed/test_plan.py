@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hexa_fx.allocation import Affine, DeviceCosts, allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, data_centric_bytes, layer_cost, model_centric_bytes
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 SHAPE = ExpertShape(num_experts=8, hidden_size=64, intermediate_size=256, matrices=3, top_k=2)
@@ -58,6 +58,15 @@ def test_allocation_of_unequal_devices():
     assert allocate([1.0, 1.0], 100, tile=64) == (64, 36)
     assert even(10, 4) == (3, 3, 2, 2)
     assert allocate([1, 1], 10, fixed=[4, 0]) == (3, 7)
+    assert allocate([1, 1, 9], 10, least=1) == (5, 4, 1)
+
+
+def test_measured_devices_all_get_a_sample():
+    slow = Affine((0.0, 50.0), (1.0, 1.0))
+    given, measured = (DeviceCosts((1.0, 50.0), slow, slow, measured) for measured in (False, True))
+    for tokens in (None, 8):  # of 4 samples
+        assert [batch_shares(costs, 4, tokens) for costs in (given, measured)] == [(4, 0), (3, 1)]
+        assert batch_shares(measured, 1, tokens) == (1, 0)
 
 
 def test_begun_steps_count_as_whole_ones():

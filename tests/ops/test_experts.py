@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hexa_fx import ops
 from hexa_fx.errors import InputError
@@ -115,6 +116,14 @@ def test_compiles_without_breaks_for_any_counts(dtype: torch.dtype) -> None:
             torch.testing.assert_close(a, b)
 
 
+def test_counts_below_zero_count_as_none_where_nobody_looks() -> None:
+    x, gate, weights = operands(6, requires_grad=False)
+    traced = make_fx(lambda counts: ops.experts(x, counts, gate, *weights, GATED))(torch.tensor([3, 0, 1, 2]))
+    torch.testing.assert_close(
+        traced(torch.tensor([3, -2, 1, 2])), ops.experts(x, torch.tensor([3, 0, 1, 2]), gate, *weights, GATED)
+    )
+
+
 def test_counts_never_reach_the_host() -> None:
     x, gate, weights = operands(10, requires_grad=False)
     with torch.device("meta"):
@@ -142,6 +151,8 @@ def test_what_does_not_fit_is_named() -> None:
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate[:3], *weights, GATED)
     with pytest.raises(InputError, match=r"row_weights is torch\.int64"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate.long(), *weights, GATED)
+    with pytest.raises(InputError, match=r"counts has -2; .* 0 or more"):
+        ops.experts(x, torch.tensor([3, -2, 0, 4]), None, *weights, GATED)
     with pytest.raises(InputError, match="spec is a str"):
         ops.experts(x, torch.zeros(E, dtype=torch.int64), gate, *weights, "silu")
 

@@ -1,0 +1,70 @@
+"""Makes sure that all ranks are at the same place of a step before they start what pairs up with anything.
+
+Collectives of equal sizes pair up whatever they were meant for. A rank that makes one forward more than the others, in an
+evaluation or in `generate`, would take the gathers of their backward for those of its forward, of other layers: wrong
+numbers, a process that Gloo aborts, or a wait for ever. So hosts tell each other where they are when a pass and when a backward
+begins.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from hexa_fx.distributed.collective_errors import guarded
+from hexa_fx.distributed.groups import Groups, gather_even
+from hexa_fx.errors import RankError
+
+
+class Place(IntEnum):
+    """Where hosts meet."""
+
+    FORWARD = 0
+    LAYER = 1
+    BACKWARD = 2
+    COUNT = 3
+    SYNC = 4
+    CHECKPOINT = 5
+
+
+_SAID = {
+    Place.FORWARD: "the beginning of a forward",
+    Place.LAYER: "the forward of a layer",
+    Place.BACKWARD: "a backward",
+    Place.COUNT: "the count of a step's samples or tokens",
+    Place.SYNC: "the sum of a step's gradients",
+    Place.CHECKPOINT: "a checkpoint",
+}
+
+
+def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
+    """Waits until all hosts are at this place, and returns the number that each of them brought.
+
+    Raises:
+        RankError: on all ranks, if some are at another place; or a rank is lost.
+    """
+    if groups.world == 1 or is_capturing():
+        return [number]
+    out = torch.empty((groups.world, 2), dtype=torch.int64, device="cpu")
+    with guarded(_SAID[place], groups):
+        gather_even(out, torch.tensor([[place, number]], device="cpu"), group=groups.host)
+    places, numbers = out.t().tolist()
+    if places.count(place) != groups.world:
+        raise _apart(places, groups.rank)
+    return numbers  # type: ignore[no-any-return]
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded, which hosts that meet would not be in."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _apart(places: list[int], rank: int) -> RankError:
+    where = {place: [r for r, at in enumerate(places) if at == place] for place in dict.fromkeys(places)}
+    said = ", ".join(f"ranks {ranks} at {_SAID[Place(place)]}" for place, ranks in where.items())
+    return RankError(
+        f"the ranks of the partition have come apart, {said} (this is rank {rank}): every rank makes as many forwards and "
+        "backwards as the others. One that has run out of samples calls the model with an empty batch, or all stop when the first "
+        "one has; generate() takes synced_gpus=True"
+    )
