@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
+from hexa_fx.isolation.choices import ChoiceCounter, choosing_call, with_groups
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
-from hexa_fx.routing.choices import ChoiceCounter, choosing_call, with_groups
 from hexa_fx.runtime.install import HexaForward
 
 log = logging.getLogger(__name__)

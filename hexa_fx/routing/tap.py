@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import Choice, RoutingSite
+from hexa_fx.isolation.choices import ChoiceCounter, ChoosingCall, choosing_call, with_groups
 from hexa_fx.routing.calls import ModelCall
-from hexa_fx.routing.choices import ChoiceCounter, ChoosingCall, choosing_call, with_groups
 
 
 class RoutingTap(TorchFunctionMode):
