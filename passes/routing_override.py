@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.isolation.choices import ChoosingCall, choosing_call
+
 
 @dataclass(frozen=True)
 class ForcedRouting:
@@ -185,33 +187,28 @@ class RoutingOverride(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        force = _FORCED.get(getattr(func, "__name__", ""))
-        scores = args[0] if args else kwargs.get("input")
-        if force is None or not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or "out" in kwargs:
-            return func(*args, **kwargs)
-        result = force(self, scores, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
-        if result is None:
-            return func(*args, **kwargs)
+        call = choosing_call(func, args, kwargs or {})
+        if call is None or not self._forces(call):
+            return func(*args, **(kwargs or {}))
         self.forced += 1
-        return result
+        return call.forced(self._choice(call))
 
-    def choice(self, scores: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-        """The forced places along ``dim``, in the shape of ``scores`` but with length k there.
+    def _forces(self, call: ChoosingCall) -> bool:
+        return call.name == "topk" or (call.name != "multinomial" and self.num_experts in (None, call.size))
+
+    def _choice(self, call: ChoosingCall) -> torch.Tensor:
+        """(rows, k) forced places; of a sort all of them, the others following the forced one in order.
 
         A place that the router has masked out, such as the first choice when it looks for the second, is skipped.
         """
-        size = scores.shape[dim]
-        moved = scores.detach().movedim(dim, -1)
-        chosen = self.routing.choose(moved.shape[:-1].numel(), size, k).to(scores.device)
+        k = call.width if call.name == "topk" else 1
+        scores = call.scores.detach().movedim(call.dim, -1).reshape(-1, call.size)
+        chosen = self.routing.choose(len(scores), call.size, k).to(scores.device)
         if k == 1:
-            chosen = _first_open(chosen, moved.reshape(-1, size))
-        return chosen.reshape(*moved.shape[:-1], k).movedim(-1, dim)
-
-    def along_experts(self, scores: torch.Tensor, dim: Any) -> bool:
-        if not isinstance(dim, int) or scores.dim() == 0:
-            return False
-        return self.num_experts in (None, scores.shape[dim])
+            chosen = _first_open(chosen, scores)
+        if call.name in ("sort", "argsort"):
+            chosen = (chosen + torch.arange(call.size, device=scores.device)) % call.size
+        return chosen
 
 
 def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -225,56 +222,4 @@ def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return order.gather(1, first)
 
 
-def _topk(
-    override: RoutingOverride, scores: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> Any:
-    index = override.choice(scores, int(k), dim)
-    return torch.return_types.topk((scores.gather(dim, index), index))
-
-
-def _argmax(override: RoutingOverride, scores: torch.Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-    if not override.along_experts(scores, dim):
-        return None
-    index = override.choice(scores, 1, dim)
-    return index if keepdim else index.squeeze(dim)
-
-
-def _max(override: RoutingOverride, scores: torch.Tensor, dim: Any = None, keepdim: bool = False) -> Any:
-    if not override.along_experts(scores, dim):
-        return None
-    index = override.choice(scores, 1, dim)
-    values = scores.gather(dim, index)
-    return torch.return_types.max((values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim)))
-
-
-def _order(override: RoutingOverride, scores: torch.Tensor, dim: int, descending: bool) -> torch.Tensor | None:
-    """A permutation that starts (ends, if ascending) with the forced expert, the others following in order."""
-    if not override.along_experts(scores, dim):
-        return None
-    size = scores.shape[dim]
-    places = torch.arange(size, device=scores.device).reshape(-1, *[1] * ((scores.dim() - 1 - dim) % scores.dim()))
-    order = (override.choice(scores, 1, dim) + places) % size
-    return order if descending else order.flip(dim)
-
-
-def _sort(
-    override: RoutingOverride, scores: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool = False
-) -> Any:
-    index = _order(override, scores, dim, descending)
-    return None if index is None else torch.return_types.sort((scores.gather(dim, index), index))
-
-
-def _argsort(
-    override: RoutingOverride, scores: torch.Tensor, dim: int = -1, descending: bool = False, stable: bool = False
-) -> Any:
-    return _order(override, scores, dim, descending)
-
-
 _PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm", "addmm", "einsum"})
-_FORCED: dict[str, Callable[..., Any]] = {
-    "topk": _topk,
-    "argmax": _argmax,
-    "max": _max,
-    "sort": _sort,
-    "argsort": _argsort,
-}
