@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -93,19 +94,20 @@ def render(spec: KernelSpec, node: str = "") -> KernelSource:
 def headers_hash(text: str) -> str:
     """Hash of those of our headers that `text` includes, directly or not: a changed algorithm is a changed kernel."""
     digest = hashlib.sha256()
-    for name in sorted(_included(text)):
-        digest.update(name.encode() + b"\0" + (INCLUDE_DIR / name).read_bytes() + b"\0")
+    for name, header in sorted(included([text]).items()):
+        digest.update(f"{name}\0{header}\0".encode())
     return digest.hexdigest()
 
 
-def _included(text: str) -> set[str]:
-    found: set[str] = set()
-    pending = [text]
+def included(texts: Iterable[str]) -> dict[str, str]:
+    """Those of our headers that some texts include, directly or not, by name."""
+    found: dict[str, str] = {}
+    pending = list(texts)
     while pending:
         for name in _INCLUDE.findall(pending.pop()):
             if name not in found:
-                found.add(name)
-                pending.append((INCLUDE_DIR / name).read_text())
+                found[name] = (INCLUDE_DIR / name).read_text(encoding="utf-8")
+                pending.append(found[name])
     return found
 
 

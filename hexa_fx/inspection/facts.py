@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
 
@@ -25,26 +24,25 @@ class Facts:
     layout: str
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """(name, value) pairs for a heading."""
-        sizes = (("E", self.num_experts), ("k", self.top_k), ("D", self.hidden_size), ("I", self.intermediate_size))
-        weights = f"{self.weights} {self.layout}".strip()
+        """(name, value) pairs for a heading, of what is known."""
         named = (
             ("written as", self.idiom),
-            *((n, str(v)) for n, v in sizes),
+            ("E", self.num_experts),
+            ("k", self.top_k),
+            ("D", self.hidden_size),
+            ("I", self.intermediate_size),
             ("expert", self.expert),
-            ("weights", weights),
+            ("weights", f"{self.weights} {self.layout}".strip()),
         )
-        return tuple((name, value) for name, value in named if value)
+        return tuple((name, str(value)) for name, value in named if value)
 
 
 def facts_of(analysis: BlockAnalysis) -> Facts | None:
     """The facts of an analysis; None if no mixture was found."""
-    return None if analysis.match is None else _facts(analysis.match)
-
-
-def _facts(match: MoEMatch) -> Facts:
+    match = analysis.match
+    if match is None:
+        return None
     body = match.body
-    free = isinstance(body, FreeBody)
     return Facts(
         idiom=match.idiom,
         num_experts=match.num_experts,
@@ -52,7 +50,7 @@ def _facts(match: MoEMatch) -> Facts:
         hidden_size=body.hidden_size,
         intermediate_size=body.intermediate_size,
         expert=", ".join(body.operations) if isinstance(body, FreeBody) else formula(body),
-        activation="" if free else body.activation,  # type: ignore[union-attr]
+        activation="" if isinstance(body, FreeBody) else body.activation,
         weights=body.form,
         layout="" if isinstance(body, FreeBody) else _layout(body),
     )

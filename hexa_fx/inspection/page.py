@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hexa_fx.codegen.render import included
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.kernels import KernelUse
@@ -19,7 +19,6 @@ from hexa_fx.inspection.text import amount, cost_rows
 from hexa_fx.inspection.view import NodeView
 
 SCRIPTS = ("theme.js", "highlight.js", "page.js", "detail.js", "moving.js")
-_INCLUDE = re.compile(r"#\s*include\s*[<\"](hexa_fx/[^>\"]+)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def page(blocks: Sequence[PageBlock], title: str) -> str:
         str(number): _block(block, pictures[number], numbers) for number, block in enumerate(blocks)
     }
     data["sources"] = {numbers[spec]: text for spec, text in sources.items()}
-    data["headers"] = dict(_headers(sources.values()))
+    data["headers"] = included(sources.values())
     shown = [
         {
             "path": block.path,
@@ -137,17 +136,3 @@ def _kernels(block: PageBlock, numbers: Mapping[str, str]) -> Iterator[dict[str,
             "source": numbers.get(kernel.spec),
             "keys": sorted(key for key in linked if key.startswith("l:") or kernel.direction == "forward"),
         }
-
-
-def _headers(sources: Any) -> Iterator[tuple[str, str]]:
-    """Our own headers that the kernels include, directly or not."""
-    from hexa_fx.templates import INCLUDE_DIR
-
-    seen: set[str] = set()
-    pending = list(sources)
-    while pending:
-        for name in _INCLUDE.findall(pending.pop()):
-            if name not in seen:
-                seen.add(name)
-                pending.append((INCLUDE_DIR / name).read_text(encoding="utf-8"))
-                yield name, pending[-1]

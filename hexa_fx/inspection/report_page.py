@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
+from hexa_fx.inspection.facts import Facts
 from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.text import cost_rows, exchanges, gathered, measured_on, runs_with
 
@@ -47,17 +49,8 @@ def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
     ]
 
 
-def _facts(block: BlockReport) -> list[tuple[str, str]]:
-    named = [
-        ("written as", block.idiom),
-        ("E", block.num_experts),
-        ("k", block.top_k),
-        ("D", block.hidden_size),
-        ("I", block.intermediate_size),
-        ("expert", block.expert),
-        ("weights", f"{block.weights} {block.layout}".strip()),
-    ]
-    return [(name, str(value)) for name, value in named if value]
+def _facts(block: BlockReport) -> tuple[tuple[str, str], ...]:
+    return Facts(**{field.name: getattr(block, field.name) for field in fields(Facts)}).pairs()
 
 
 def _notes(block: BlockReport) -> list[str]:

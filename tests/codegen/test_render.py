@@ -72,7 +72,7 @@ def test_the_graph_node_is_no_part_of_the_key() -> None:
 def test_a_changed_header_is_a_changed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     before = render(ESMM).key
     module = importlib.import_module("hexa_fx.codegen.render")  # its name in the package is the function's
-    monkeypatch.setattr(module, "_included", lambda text: {"hexa_fx/rows/combine.cuh"})
+    monkeypatch.setattr(module, "included", lambda texts: {"hexa_fx/rows/combine.cuh": "// other"})
     assert render(ESMM).key != before
 
 
