@@ -235,7 +235,8 @@ def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[tor
     values = values_on_meta(gm, inputs)
     for node, value in values.items():
         known.setdefault(node.name, value)
-    known.setdefault("dy", known.get("y"))
+    if "y" in known:
+        known.setdefault("dy", known["y"])
     return values
 
 

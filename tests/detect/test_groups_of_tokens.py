@@ -95,6 +95,10 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)
+    (shown,) = optimized.graphs.values()
+    used = shown.kernels(90)
+    assert {use.direction for use in used} == {"forward", "backward"}
+    assert not any(use.fallback for use in used), "sizes of modules that run twice are told apart"
     perturb(block, optimized)
     for size in ((3, 5), (1, 1), (1, 6), (5, 1), (0, 4), (4, 0)):
         assert operators_run(optimized, (_tokens(*size),))
