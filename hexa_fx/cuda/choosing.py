@@ -117,7 +117,8 @@ collection = _collection.get
 def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
     """A context in which this thread's operators choose kernels without launching any; yields the specs.
 
-    Their results are uninitialised. Other threads launch as ever, so autograd runs backward in this thread meanwhile.
+    Their results are uninitialised, but for those of reindex. Other threads launch as ever, so autograd runs backward in this
+    thread meanwhile.
 
     Args:
         card: choose for this card, and accept operands on the meta device, so that no GPU is needed. An operator without a

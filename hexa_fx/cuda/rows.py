@@ -18,8 +18,8 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLE
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.choosing import cached_choice, described_card
-from hexa_fx.cuda.fallback import Unsupported
+from hexa_fx.cuda.choosing import cached_choice, collection, described_card
+from hexa_fx.cuda.fallback import Unsupported, generic
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.errors import InputError
@@ -47,10 +47,17 @@ _MAX_BLOCKS = 64
 
 
 def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A stable counting sort: one launch up to 4096 slots, two beyond."""
+    """A stable counting sort: one launch up to 4096 slots, two beyond.
+
+    Where kernels are only collected, the sort is computed all the same: torch's operators behind it read rows by it, and a device
+    stops at an index out of range.
+    """
     if ids_are_checked():
         _check_ids(top_k_index, num_experts)
-    return _reindex(top_k_index, num_experts)  # type: ignore[no-any-return]
+    result = _reindex(top_k_index, num_experts)
+    if isinstance(top_k_index, Operand) or collection() is None or described_card() is not None:
+        return result  # type: ignore[no-any-return]
+    return generic("reindex")(top_k_index, num_experts)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("reindex")

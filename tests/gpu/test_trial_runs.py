@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hexa_fx
+from hexa_fx.cuda import fallback as cuda_fallback
 from tests.runtime.handmade import D, E, ListMoE, NumberedPlaces
 
 pytestmark = pytest.mark.gpu
@@ -75,3 +76,37 @@ def test_probabilities_of_nan() -> None:
     hexa_fx.optimize(block, (x,), hexa_fx.HexaConfig(own_code_when_small=False))
     torch.cuda.synchronize()
     assert torch.arange(E, device="cuda").sum().item() == E * (E - 1) // 2
+
+
+class NormedRows(nn.Module):
+    """Experts with a norm behind each, which run as operators one by one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 5)
+        self.up = nn.ModuleList(nn.Linear(width, 16) for _ in range(5))
+        self.down = nn.ModuleList(nn.Linear(16, width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            token, slot = torch.where(ids == number)
+            y = down(nn.functional.silu(up(x[token])))
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("training", [True, False])
+def test_asking_which_kernels_operators_launch_reads_no_rows_by_chance(dtype: torch.dtype, training: bool) -> None:
+    """There are no products in float64: torch's operators read the rows, in a run that launches nothing."""
+    torch.manual_seed(0)
+    block, x = NormedRows(12).to("cuda", dtype).train(training), torch.randn(9, 12, device="cuda", dtype=dtype)
+    optimized = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.cuda.synchronize()
+    assert optimized.report.rewritten, str(optimized.report)
+    cuda_fallback.fallbacks.clear()  # of float64
+    torch.testing.assert_close(optimized(x), block(x), rtol=1e-4, atol=1e-4)
+    cuda_fallback.fallbacks.clear()
