@@ -12,14 +12,14 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
-from hexa_fx.ir import InputGuard, PythonRead, RewrittenBlock
+from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.fold_views import fold_rows, fold_views
-from hexa_fx.passes.kept_calls import KeptNodes, keep, refuse_late_conditions
+from hexa_fx.passes.kept_calls import KeptNodes, keep, reads_of_replaced, refuse_late_conditions
 from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
@@ -92,14 +92,9 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(self.match, self._removed(kept), self._added(), len(packed))
         guards, experts = self._guards(captured, by_rows), self.match.num_experts
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, self._reads())
-
-    def _reads(self) -> tuple[PythonRead, ...]:
-        """What was read from Python by code that the new graph does not call."""
-        called = called_in(self.graph)
-        return tuple(
-            read for read in self.match.captured.reads if not all(is_within(scope, called) for scope in read.scopes)
-        )
+        routing = [node for match in self.match.regions for node in match.routing.nodes]
+        reads = reads_of_replaced(captured, kept, called_in(self.graph), routing)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, reads)
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""

@@ -120,6 +120,47 @@ def test_the_attributes_that_are_asked(pair):
     assert not {("", "unread"), ("called", "top_k"), ("drop", "p")} & found, "what is called asks for itself"
 
 
+class Choosing(nn.Module):
+    """A router that is called as it is; its choice is read from outside, or only what it makes of it."""
+
+    def __init__(self, gives_ids: bool) -> None:
+        super().__init__()
+        self.weight, self.top_k, self.gives_ids = nn.Linear(D, E), K, gives_ids
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.weight(flat)
+        chosen, indices = logits.topk(self.top_k)
+        gates = torch.full_like(logits, -torch.inf).scatter(-1, indices, chosen).softmax(-1)
+        return (gates, indices) if self.gives_ids else (gates,)
+
+
+class Masked(Loop):
+    def __init__(self, gives_ids: bool) -> None:
+        super().__init__()
+        self.gate = Choosing(gives_ids)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        gates, *given = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token = ((given[0] == e).any(-1) if given else gates[:, e] > 0).nonzero()[:, 0]
+            out.index_add_(0, token, expert(flat[token]) * gates[token, e, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("gives_ids", [True, False])
+def test_how_many_experts_a_router_chooses_may_change(gives_ids):
+    torch.manual_seed(0)
+    model = Masked(gives_ids).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    assert operators_run(optimized, (inputs(),))
+    for top_k in (1, 3):
+        model.gate.top_k = optimized.gate.top_k = top_k
+        assert compare(model, optimized, (inputs(),)).within(1e-10)
+        assert not operators_run(optimized, (inputs(),))
+
+
 class NumberOfBuffer(Loop):
     """A buffer as a plain number."""
 
