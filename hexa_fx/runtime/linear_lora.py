@@ -24,9 +24,9 @@ from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
+from hexa_fx.runtime.traced_lora import KINDS
 from hexa_fx.sources.adapters import View
 
-_KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLIED = (3, 5, 7)
@@ -204,7 +204,7 @@ def _at(block: nn.Module, path: str, noted: _Noted) -> nn.Module | None:
 
 
 def _is_lora(module: nn.Module) -> bool:
-    return (type(module).__module__, type(module).__name__) in _KINDS
+    return (type(module).__module__, type(module).__name__) in KINDS
 
 
 def _origin(kind: type) -> str:

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from hexa_fx.formats.four_bit import NF4
 from hexa_fx.ir import PackedWeight
+from hexa_fx.ops.formed import PackedStack
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
@@ -33,15 +34,13 @@ class StackedCodes(WeightReader):
         self._packed: QuantizedWeight | None = None
         self._lies: list[tuple[Tensor, int, Tensor]] = []
 
-    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight:
+    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight | PackedStack:
         """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
 
         Raises:
-            GuardMiss: an expert or parameter was replaced by something that cannot be stacked, or a compiler traces the call.
+            GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
         """
-        if is_compiling():
-            raise GuardMiss("torch.compile goes through bitsandbytes' own code only")
-        return self.stacked()
+        return self._in_trace() if is_compiling() else self.stacked()
 
     def stacked(self) -> QuantizedWeight:
         """As a call outside of a compiler."""
@@ -56,8 +55,27 @@ class StackedCodes(WeightReader):
         Raises:
             GuardMiss: as a call.
         """
+        if is_compiling():
+            self._seen_in_trace()
+            return
         self.check()
         self.stacked()
+
+    def _in_trace(self) -> PackedStack:
+        """As `_pack`, but that nothing is moved."""
+        parameters, count = self._seen_in_trace(), len(self.weight.parts[0])
+        parts = [parameters[start : start + count] for start in range(0, len(parameters), count)]
+        codes = [torch.cat([linear4bit.codes_of(p) for p in alike]) for alike in zip(*parts)]
+        scales = [torch.cat([linear4bit.scales_of(p.quant_state) for p in alike]) for alike in zip(*parts)]
+        return PackedStack(torch.stack(codes), (torch.stack(scales),), NF4.name, parameters[0].quant_state.dtype)
+
+    def _seen_in_trace(self) -> list[Any]:
+        parameters: list[Any] = self._paths.tensors_in_trace()
+        for path, parameter in zip(self._paths.paths, parameters):
+            state = getattr(parameter, "quant_state", None)
+            if state is None or linear4bit.why_not(parameter) or getattr(state, "packing_format_for_cpu", False):
+                raise GuardMiss(f"{'.'.join(path)} is no 4-bit weight that is read as it is now")
+        return parameters
 
     def _in_place(self, parameters: Sequence[Tensor]) -> bool:
         return len(parameters) == len(self._lies) and all(

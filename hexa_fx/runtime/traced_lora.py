@@ -13,7 +13,8 @@ from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
 from hexa_fx.sources.adapters import View
 
-_PLAIN = "peft.tuners.lora.layer", "Linear"
+KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+"""Where PEFT has the classes of linear layers with LoRA, and their names."""
 
 
 class TracedLora:
@@ -59,7 +60,7 @@ def _at(known: dict[str, Any], path: str) -> Any:
 def _active(layer: Any, path: str) -> list[Low]:
     if "base_layer" not in layer._modules:
         return []
-    if (type(layer).__module__, type(layer).__name__) != _PLAIN or _is_changed(layer):
+    if (type(layer).__module__, type(layer).__name__) not in KINDS or _is_changed(layer):
         raise GuardMiss(f"PEFT's {path!r} is no LoRA on a plain linear layer, or has hooks or a forward of its own")
     if layer._disable_adapters and layer.merged_adapters:
         raise GuardMiss(f"adapters that are merged into {path!r} were disabled; its own code takes them out")
@@ -73,6 +74,7 @@ def _low(layer: Any, path: str, name: str) -> Low:
     a, b, dropout = (layer._modules[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     scale = layer.scaling[name]
     plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
+    plain = plain and getattr(layer, "cast_input_dtype_enabled", True)
     if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
         raise GuardMiss(
             f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer); {ADAPTED}"

@@ -272,3 +272,20 @@ def test_a_model_in_bfloat16(linear, in_bfloat16):
     assert len(hexa_fx.optimize_(model, x, ALWAYS).report.rewritten) == 2
     for found, wanted in zip(outcome(model, x), expected, strict=True):
         assert (found - wanted).float().norm() < 0.02 * wanted.float().norm()
+
+
+def test_a_compiler_gets_codes_in_one_graph(linear):
+    model, x = made(linear, compress_statistics=True)
+    expected = outcome(model, x)
+    hexa_fx.optimize_(model, x, ALWAYS)
+    code = []
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=lambda graph, _: code.append(graph.code) or graph.forward, fullgraph=True)
+    torch.testing.assert_close(outcome(compiled, x), expected, rtol=1e-4, atol=1e-5)
+    assert [text.count("torch.ops.hexa.moe_ffn_sources") for text in code] == [2]
+    weight = model.blocks[0].experts[1].up.weight
+    with torch.no_grad():
+        weight.data.view(torch.uint8).fill_(0x5A)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert not torch.allclose(compiled(x), expected[0])
+    torch.compiler.reset()
