@@ -148,6 +148,15 @@ def _group_of(mesh: Any) -> Any:
     return mesh.get_group()
 
 
+def check_there(groups: Groups) -> None:
+    """Raises `PlanError` if the process groups were destroyed. New ones have their names, and perhaps other ranks."""
+    if groups.host not in dist.distributed_c10d._world.pg_map:
+        raise PlanError(
+            "the process groups of this partition were destroyed: close the session before (model.partition.close()), and after "
+            "init_process_group build the model anew, optimize_ it and load a checkpoint"
+        )
+
+
 def is_axis(mesh: Any) -> bool:
     """Whether a mesh is one dimension of a DeviceMesh of several."""
     return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().ndim > 1

@@ -23,7 +23,7 @@ from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
-from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.groups import Groups, check_there, make_groups
 from hexa_fx.distributed.lockstep import Place, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
@@ -162,6 +162,7 @@ class PartitionSession(AttachedPartition):
         """Called when a forward of the whole model begins."""
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
+        check_there(self.groups)
         if self._steps.found():
             self._steps.agree()
             self.invalidate()
@@ -173,8 +174,7 @@ class PartitionSession(AttachedPartition):
         self._steps.in_forward = True
 
     def _end(self, *_: Any) -> None:
-        if not is_compiling():
-            self._steps.in_forward = False
+        self._steps.in_forward &= is_compiling()
 
     def guard(self, where: str) -> AbstractContextManager[None]:
         """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.

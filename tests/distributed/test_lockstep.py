@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan
 
 from hexa_fx.distributed.gradients import loss_weight, sync_gradients
-from hexa_fx.errors import RankError
+from hexa_fx.errors import PlanError, RankError
 
 TWO = [KINDS["concat"]] * 2
 
@@ -29,6 +30,28 @@ def apart(rank: int, world: int, mode: str, what: str) -> str:
     with pytest.raises(RankError, match="have come apart") as error, torch.set_grad_enabled(rank == 0):
         others[what]() if rank == 0 else model(x)
     return str(error.value)
+
+
+def made_again(rank: int, world: int, mode: str) -> None:
+    """A model of process groups that are gone, of whose names there are others by now."""
+    model = Net(TWO)
+    session = install(model, make_plan(world, "even", MODES[mode][:2], TWO, static=True)).session
+    session.follow(model)
+    x, _ = batch(3)
+    model(x)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    dist.new_group()
+    with pytest.raises(PlanError, match="process groups of this partition were destroyed"):
+        model(x)
+    session.close()
+
+
+@pytest.mark.parametrize("mode", ["data", "model"])
+def test_process_groups_that_are_gone(mode: str) -> None:
+    assert start(2, made_again, mode) == [("ok", None)] * 2
 
 
 @pytest.mark.parametrize("mode", ["data", "model"])
