@@ -231,8 +231,10 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
     for form in analysis.rewritten.values():
         if reason := linear4bit.why_not_in(module, form, analysis.reads):
             return refused(Refusal(observation.path, reason))
+    if not packed + replaced:
+        return analysis
     kinds = partial(linear4bit.with_kinds, module)
-    rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}
+    rewritten = analysis.with_forms(lambda form: replace(form, reads=kinds(form.reads)))
     if packed or any(reads_codes(module, weight) for form in rewritten.values() for weight in form.packed):
         rewritten = {mode: replace(form, small=NEVER_SMALL) for mode, form in rewritten.items()}  # its own code unpacks
     if replaced:  # modules of codes give other dtypes under autocast than dense ones

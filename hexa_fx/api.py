@@ -168,7 +168,7 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> 
 
 def _finished_forms(found: ModelAnalysis, config: HexaConfig) -> dict[str, dict[Mode, RewrittenBlock]]:
     """The rewritten blocks as they are installed on one device, by path and mode."""
-    return {a.path: {mode: _finished(form, config) for mode, form in a.rewritten.items()} for a in found.rewritten}
+    return {a.path: a.with_forms(partial(_finished, config=config)) for a in found.rewritten}
 
 
 def _never_small(finished: Mapping[str, Mapping[Mode, RewrittenBlock]]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +36,12 @@ class BlockAnalysis:
     checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
     seconds: float = 0.0
     reads: tuple[PythonRead, ...] = ()
+
+    def with_forms(self, change: Callable[[RewrittenBlock], RewrittenBlock]) -> dict[Mode, RewrittenBlock]:
+        """``change`` of what is rewritten, by mode. What both modes share is changed once, and stays the same in both."""
+        forms = {id(form): form for form in self.rewritten.values()}
+        made = {number: change(form) for number, form in forms.items()}
+        return {mode: made[id(form)] for mode, form in self.rewritten.items()}
 
     @property
     def settled(self) -> bool:

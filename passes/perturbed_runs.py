@@ -82,8 +82,7 @@ class PerturbedRuns:
                 return VerificationCase(name, "skipped", detail="the original makes nothing of it")
             return self._compared(name, trial, spec, perturbation)
         finally:
-            with torch.no_grad():
-                trial.undo()
+            trial.undo()
 
     def _leaves_others(self, before: list[Any], trial: Trial, spec: pytree.TreeSpec) -> bool:
         """Whether the original gives tokens whose ids were not changed what it gave them before."""
@@ -105,6 +104,7 @@ class PerturbedRuns:
         trial, spec = self._trial(Perturbation(()))
         original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients=False)
         other = self._outcome(self.forward.rewritten, trial, trial.leaves, spec, gradients=False)
+        trial.undo()
         if isinstance(original, Exception) or isinstance(other, GuardMiss):
             return VerificationCase("", "skipped")
         if isinstance(other, Exception):
@@ -159,10 +159,7 @@ class PerturbedRuns:
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
                 return observe(call, module, state, (args, kwargs), self.seed, gradients, slices)
 
-        try:
-            return tried(run)
-        finally:
-            state.restore()
+        return tried(run)
 
     def _moves(self, original: Outcome, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> float:
         """How far the original's results move when the inputs do by a few roundings."""

@@ -43,7 +43,7 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
     return dataclasses.replace(
         analysis,
         path=path,
-        rewritten={mode: dataclasses.replace(block, path=path) for mode, block in analysis.rewritten.items()},
+        rewritten=analysis.with_forms(lambda form: dataclasses.replace(form, path=path)),
         refusals={mode: dataclasses.replace(refusal, path=path) for mode, refusal in analysis.refusals.items()},
         seconds=0.0,
     )

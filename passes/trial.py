@@ -46,7 +46,10 @@ class Trial:
         self.before.append((tensor, tensor.detach().clone()))
         tensor.detach().copy_(new)
 
+    @torch.no_grad()
     def undo(self) -> None:
+        if self.state is not None:
+            self.state.restore()
         while self.modes:
             module = self.modes.pop()
             module.training = not module.training

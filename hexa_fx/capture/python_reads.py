@@ -39,6 +39,8 @@ _TREE = frozenset(
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
 _OF_MODE = frozenset({"training", "__dict__"})
+_QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
+"""What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 _DEEPEST = 12
 
@@ -195,7 +197,7 @@ class PythonReads:
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(holder: Any, name: str) -> Any:
-            if not self._busy and (not name.startswith("__") or name == "__dict__"):
+            if name not in _QUIET and not self._busy and (not name.startswith("__") or name == "__dict__"):
                 self._note(holder, name, sys._getframe(1))
             return plain(holder, name)
 

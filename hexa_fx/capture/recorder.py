@@ -137,18 +137,21 @@ class Recorder(TorchFunctionMode):
     @untold
     def lift(self, value: Any) -> Any:
         """``value`` with tensors and symbolic numbers replaced by their nodes."""
+        return self._lifted(value)
+
+    def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_for(value)
         if isinstance(value, SYMBOLIC):
             return value.node.argument()
         if isinstance(value, slice):
-            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
+            return slice(self._lifted(value.start), self._lifted(value.stop), self._lifted(value.step))
         if isinstance(value, dict):
-            return {key: self.lift(item) for key, item in value.items()}
+            return {key: self._lifted(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.lift(item) for item in value]
+            return [self._lifted(item) for item in value]
         if isinstance(value, tuple):
-            items = map(self.lift, value)
+            items = map(self._lifted, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.records import record_of
-from hexa_fx.capture.sharpen import is_coarse, sharpened
+from hexa_fx.capture.sharpen import is_coarse, sharpened, with_tensors
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
@@ -179,14 +178,12 @@ class Replay:
 
     def _recorded(self, node: torch.fx.Node) -> Any:
         """A recorded value, floating point as float64."""
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda t: self._upcast(t) if t.is_floating_point() else t,
-            record_of(node).value,
-        )
+        return with_tensors(self._upcast, record_of(node).value)
 
     def _upcast(self, value: torch.Tensor) -> torch.Tensor:
-        """Weights as `CapturedBlock.in_float64`, and what was computed as a copy."""
+        """Weights as `CapturedBlock.in_float64`, and what was computed as a copy; integers as they are."""
+        if not value.is_floating_point():
+            return value
         limit = self._captured.whole_bytes
         is_weight = limit is not None and (8 * value.numel() > limit or memory_of(value) in self._parameters)
         return self._captured.in_float64(value) if is_weight else value.double()

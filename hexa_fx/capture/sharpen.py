@@ -52,9 +52,14 @@ def sharpened(
                 continue
             recorded, values[node] = upcast(node), execute(node, values)
             if not _alike(values[node], recorded):
-                values[node] = pytree.tree_map_only(torch.Tensor, _copied, recorded)
-            found[node] = pytree.tree_map_only(torch.Tensor, _copied, values[node])  # before later writes
+                values[node] = with_tensors(_copied, recorded)
+            found[node] = with_tensors(_copied, values[node])  # before later writes
     return found
+
+
+def with_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """A recorded value with ``change`` of its tensors in their place. Nearly every value is a tensor, at which pytree is slow."""
+    return change(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, change, value)
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,8 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(value: Any, recorded: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(recorded, torch.Tensor):
+        return _is_near(value, recorded)
     ours, theirs = pytree.tree_leaves(value), pytree.tree_leaves(recorded)
     return len(ours) == len(theirs) and all(map(_is_near, ours, theirs))
 

@@ -71,7 +71,9 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     saved: int | None
     after_saved: int | None
     try:
-        saved, after_saved, why = _measured(captured, captured.block.forward), _measured(captured, new, new.weights), ""
+        state = ModuleState(captured.block)
+        saved = _measured(captured, state, captured.block.forward)
+        after_saved, why = _measured(captured, state, new, new.weights), ""
     except Exception as error:  # the block's own: it cannot run with gradients, say
         log.debug("memory of %s was not measured", captured.path, exc_info=error)
         saved = after_saved = None
@@ -108,9 +110,14 @@ def tokens_of(captured: CapturedBlock, case: FfnCase | None) -> int:
 # -- memory kept for backward ------------------------------------------------------------------------------------------
 
 
-def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises."""
-    state = ModuleState(captured.block)
+def _measured(
+    captured: CapturedBlock, state: ModuleState, forward: Callable[..., Any], weights: Sequence[torch.Tensor] = ()
+) -> int:
+    """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises.
+
+    Args:
+        state: of the block, to which it is put back.
+    """
     try:
         with random_state_kept(), torch.enable_grad():
             return _kept(captured, forward, weights)

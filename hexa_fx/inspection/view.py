@@ -209,6 +209,8 @@ def _detail(node: torch.fx.Node) -> str:
 
 
 def _holds_node(value: Any) -> bool:
+    if isinstance(value, (torch.fx.Node, str, int, float, type(None))):
+        return isinstance(value, torch.fx.Node)
     found: list[torch.fx.Node] = []
     torch.fx.map_arg(value, found.append)
     return bool(found)

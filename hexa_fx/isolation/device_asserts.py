@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.module_tree import tensors_of
 from hexa_fx.ops.dispatch_mode import DispatchMode
 
 _KNOWN = frozenset({"aten", "prims", "prim", "hexa"})
@@ -24,7 +24,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 def no_device_asserts(module: nn.Module) -> AbstractContextManager[Any]:
     """The mode for a trial run of a module that is on a GPU; no mode for others."""
-    return RaisesOnHost() if any(map(_is_cuda, tensors_of(module))) else nullcontext()
+    held = chain(module.parameters(), module.buffers()) if torch.cuda.is_initialized() else ()
+    return RaisesOnHost() if any(map(_is_cuda, held)) else nullcontext()
 
 
 class RaisesOnHost(DispatchMode):

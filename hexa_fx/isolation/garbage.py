@@ -14,7 +14,7 @@ _frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
 
 @contextmanager
 def collections_are_cheap() -> Iterator[None]:
-    """Inside, collections pass over what was there before, and full ones are a tenth as frequent, in the whole process.
+    """Inside, collections pass over what was there before, and they are a thirtieth as frequent, in the whole process.
 
     Analysis makes so many objects that full collections come several times in a row, each through everything that torch and the
     model hold: a sixth of its time for a list of 256 experts. Where something is frozen already it stays so, and nothing else is.
@@ -23,7 +23,7 @@ def collections_are_cheap() -> Iterator[None]:
     of the next calls of the model, which take milliseconds.
     """
     before, freezes = gc.get_threshold(), not gc.get_freeze_count()
-    gc.set_threshold(*before[:2], 10 * before[2])
+    gc.set_threshold(30 * before[0], *before[1:])
     if freezes:
         gc.freeze()
     token = _frozen.set(freezes or _frozen.get())

@@ -33,7 +33,9 @@ class ModuleSnapshot:
         modules = [module for _, module in named_modules(root)]
         self._kept = {id(module): _kept_by(module) for module in modules}
         # All dicts of all modules in one row, so that a look at whether anything changed is no loop of Python's.
-        self._dicts = [held for kept in self._kept.values() for held in kept.dicts]
+        dicts = [held for kept in self._kept.values() for held in kept.dicts]
+        self._empty = [held for held in dicts if not held]  # nearly all of those for hooks
+        self._dicts = [*filter(None, dicts)]
         self._keys = [*map(tuple, self._dicts)]
         self._items = [*itertools.chain.from_iterable(map(dict.values, self._dicts))]
         buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
@@ -53,7 +55,11 @@ class ModuleSnapshot:
     def changed(self) -> set[int]:
         """Ids of the modules with other attributes, hooks, parameters, buffers or modules, or with these in another order."""
         now = itertools.chain.from_iterable(map(dict.values, self._dicts))
-        if [*map(tuple, self._dicts)] == self._keys and all(map(operator.is_, now, self._items)):
+        if (
+            not any(self._empty)
+            and [*map(tuple, self._dicts)] == self._keys
+            and all(map(operator.is_, now, self._items))
+        ):
             return set()
         return {number for number, kept in self._kept.items() if kept.is_changed()}
 

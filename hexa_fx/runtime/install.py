@@ -60,7 +60,9 @@ class HexaForward:
         eval: RewrittenBlock | None,
         original: Callable[..., Any] | None = None,
     ) -> None:
-        self.programs = {True: _program(train), False: _program(eval)}
+        same = train is eval  # then what is made of it serves both
+        self.programs = {True: _program(train)}
+        self.programs[False] = self.programs[True] if same else _program(eval)
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
         self.packed_names = {True: packed_names(train), False: packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
@@ -77,10 +79,8 @@ class HexaForward:
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
         self.why = ""  # ... the original ran when it last did
-        self.attributes = {
-            True: AttributeGuards.of(module, train, original),
-            False: AttributeGuards.of(module, eval, original),
-        }
+        self.attributes = {True: AttributeGuards.of(module, train, original)}
+        self.attributes[False] = self.attributes[True] if same else AttributeGuards.of(module, eval, original)
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:

@@ -29,7 +29,7 @@ def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(api, "analyse_model", stopped)
     with pytest.raises(KeyboardInterrupt):
         call(nn.Linear(4, 4), torch.randn(2, 4))
-    assert inside == [(*before[:2], 10 * before[2])]
+    assert inside == [(30 * before[0], *before[1:])]
     assert gc.get_threshold() == before
 
 

@@ -1,0 +1,119 @@
+"""What the analysis of a list of experts does not do for each of them, or not twice."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture.copies import deepcopied
+from hexa_fx.capture.python_reads import PythonReads
+from hexa_fx.isolation.held_objects import MODULE_STATE
+from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.runtime.install import installed_forward
+from tests.zoo.common import SwiGLU, TopKGate
+
+
+class Listed(nn.Module):
+    def __init__(self, dropout: float | None = None) -> None:
+        super().__init__()
+        self.gate = TopKGate(8, 4, 2)
+        self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
+        self.experts = nn.ModuleList(SwiGLU(8, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return self.dropout(out)
+
+
+@pytest.mark.parametrize(("dropout", "shared"), [(None, True), (0.5, False)])
+def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropout: float | None, shared: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Listed(dropout).eval(), torch.randn(12, 8)
+    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
+    forward = installed_forward(opt)
+    assert forward is not None
+    assert (forward.attributes[True] is forward.attributes[False]) is shared
+    assert (forward.programs[True] is forward.programs[False]) is shared
+    for training in (True, False):
+        model.train(training)
+        opt.train(training)
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(opt(x), expected)
+        assert not forward.why
+
+
+def test_one_read_of_the_settings_serves_both_modes_and_is_renewed() -> None:
+    torch.manual_seed(0)
+    model, x = Listed().eval(), torch.randn(12, 8)
+    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False, own_code_when_small=False))
+    opt.experts[2].register_forward_hook(lambda module, args, output: output * 2)
+    for training in (True, False):
+        opt.train(training)
+        torch.testing.assert_close(opt(x), type(opt).forward(opt, x))
+        assert "hooks" in installed_forward(opt).why
+
+
+def test_dicts_of_hooks_are_copied_without_copys_detours(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, rebuilt, plain = Listed(), Counter[str](), copy._reconstruct  # type: ignore[attr-defined]
+
+    def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
+        rebuilt[type(x).__name__] += 1
+        return plain(x, *args, **kwargs)
+
+    block.experts[0].register_forward_hook(print)
+    monkeypatch.setattr(copy, "_reconstruct", counted)
+    copied = deepcopied(block, {})
+    assert rebuilt["OrderedDict"] == 1
+    assert list(copied.experts[0]._forward_hooks.values()) == [print]
+    for one, two in zip(block.modules(), copied.modules()):
+        for name, held in vars(one).items():
+            assert type(vars(two)[name]) is type(held)
+            assert vars(two)[name] is not held or not isinstance(held, dict)
+
+
+@pytest.mark.parametrize("registry", ["_forward_hooks", "_buffers", "_backward_pre_hooks"])
+def test_what_is_put_into_an_empty_dict_is_seen_and_taken_out(registry: str) -> None:
+    block = Listed()
+    snapshot = ModuleSnapshot(block)
+    assert not snapshot.changed()
+    held = getattr(block.experts[1], registry)
+    held["new"] = torch.ones(2)
+    assert snapshot.changed() == {id(block.experts[1])}
+    snapshot.restore()
+    assert ("new" in held) is (registry == "_buffers")
+
+
+def test_what_torch_asks_of_its_dicts_of_hooks_is_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, plain = Counter[str](), PythonReads._note
+
+    def counted(self: PythonReads, holder: Any, name: str, frame: Any) -> None:
+        noted[name] += 1
+        plain(self, holder, name, frame)
+
+    monkeypatch.setattr(PythonReads, "_note", counted)
+    hexa_fx.explain(Listed(), torch.randn(12, 8), hexa_fx.HexaConfig(verify=False))
+    assert noted["experts"]
+    assert not {name for name in noted if "hooks" in name} & MODULE_STATE
+
+
+def test_a_block_is_put_back_once_for_each_run_and_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, calls = Listed().eval(), torch.randn(12, 8), Counter[str]()
+    restore, now = ModuleState.restore, ModuleState.now
+    monkeypatch.setattr(ModuleState, "restore", lambda self: (calls.update(["restore"]), restore(self))[1])
+    monkeypatch.setattr(ModuleState, "now", lambda self: (calls.update(["now"]), now(self))[1])
+    hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True))
+    assert calls["now"] < calls["restore"] <= calls["now"] + 10
