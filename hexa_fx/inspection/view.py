@@ -11,10 +11,12 @@ from typing import Any, Literal
 
 import torch
 import torch.fx
+from torch.utils._dtype_abbrs import dtype_abbrs
 
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.work import flops_of, moved_bytes
 from hexa_fx.ir import SourceLocation
+from hexa_fx.passes.detect.graph import nodes_in
 
 Kind = Literal["input", "parameter", "call", "module", "output"]
 Role = Literal["input", "weight", "router", "dispatch", "up", "act", "down", "combine", "region", "collective", "other"]
@@ -25,19 +27,6 @@ _KINDS: dict[str, Kind] = {
     "call_module": "module",
     "output": "output",
 }
-_SHORT = {
-    "float64": "f64",
-    "float32": "f32",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-    "bool": "b8",
-}
-
 _RELEASED = re.compile(r";\s+[\w\s=]+= None$")
 _ASSIGNED = re.compile(r"\s+(\w+)(?:: [^=]+)? = ")
 
@@ -55,9 +44,8 @@ class TensorType:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> TensorType:
-        name = str(value.dtype).removeprefix("torch.")
-        shape = tuple(int(n) for n in value.shape)
-        return cls(_SHORT.get(name, name), shape, value.numel() * value.element_size())
+        name = dtype_abbrs.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return cls(name, tuple(int(n) for n in value.shape), value.numel() * value.element_size())
 
 
 @dataclass(frozen=True)
@@ -173,8 +161,7 @@ def _node(
     value = values.get(node)
     results = value if isinstance(value, (tuple, list)) else (value,)
     types = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in results) if node in values else ()
-    read: list[torch.fx.Node] = []
-    torch.fx.map_arg((node.args, node.kwargs), read.append)
+    read = nodes_in((node.args, node.kwargs))
     op = op_name(node)
     operands = [values.get(n) for n in read]
     counted = node.op in ("call_function", "call_method")
@@ -211,9 +198,7 @@ def _detail(node: torch.fx.Node) -> str:
 def _holds_node(value: Any) -> bool:
     if isinstance(value, (torch.fx.Node, str, int, float, type(None))):
         return isinstance(value, torch.fx.Node)
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg(value, found.append)
-    return bool(found)
+    return bool(nodes_in(value))
 
 
 def _types(node: NodeView) -> str:

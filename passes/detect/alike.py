@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, live_nodes, operation
+from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, live_nodes, operation
 from hexa_fx.passes.detect.tags import ALL, Tag
 
 Column = tuple[torch.fx.Node, ...]
@@ -82,24 +82,13 @@ def _signatures(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> d
     """Gives equal numbers to nodes that compute the same from their run's rows and their expert's parameters."""
     found: dict[torch.fx.Node, Hashable] = {}
     numbers: dict[Hashable, int] = {}
+    of_node = partial(_operand, tags=tags, found=found)
     for node in captured.graph.nodes:
         if node.op == "output" or not in_one_expert(node, tags):
             continue
-        parts = (node.op, operation(node), _part(node.args, tags, found), _part(node.kwargs, tags, found))
+        parts = (node.op, operation(node), in_words((node.args, node.kwargs), of_node))
         found[node] = numbers.setdefault(parts, len(numbers))
     return found
-
-
-def _part(value: Any, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Hashable]) -> Hashable:
-    if isinstance(value, torch.fx.Node):
-        return _operand(value, tags, found)
-    if isinstance(value, (tuple, list)):
-        return tuple(_part(item, tags, found) for item in value)
-    if isinstance(value, slice):
-        return ("slice", *(_part(item, tags, found) for item in (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return tuple((key, _part(item, tags, found)) for key, item in value.items())
-    return repr(value)
 
 
 def _operand(

@@ -99,8 +99,7 @@ def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
     order = [node for node in captured.graph.nodes if node.op != "output"]
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        outputs: set[torch.fx.Node] = set()
-        torch.fx.map_arg(call.output, outputs.add)
+        outputs = {*nodes_in(call.output)}
         inside.update(node for node in order[call.start : call.end] if node not in outputs)
     return frozenset(inside)
 
@@ -156,25 +155,26 @@ def twins(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     """For every node the first one that computes the same from the same values."""
     first: dict[Hashable, torch.fx.Node] = {}
     found: dict[torch.fx.Node, torch.fx.Node] = {}
-
-    def part(value: Any) -> Hashable:
-        if isinstance(value, torch.fx.Node):
-            return found[value]
-        if isinstance(value, (tuple, list)):
-            return tuple(map(part, value))
-        if isinstance(value, slice):
-            return "slice", part(value.start), part(value.stop), part(value.step)
-        if isinstance(value, dict):
-            return tuple((key, part(item)) for key, item in value.items())
-        return repr(value)
-
     for node in graph.nodes:
         if node.op == "output":
             continue
         own = record_of(node).writes or operation(node) in RANDOM | UNINITIALISED or node.target is row_dropout
-        key = node if own else (node.op, repr(node.target), part(node.args), part(node.kwargs))
+        key = node if own else (node.op, repr(node.target), in_words((node.args, node.kwargs), found.__getitem__))
         found[node] = first.setdefault(key, node)
     return found
+
+
+def in_words(value: Any, of_node: Callable[[torch.fx.Node], Hashable]) -> Hashable:
+    """Arguments of a call in a form that can be compared, with ``of_node`` of the nodes in them."""
+    if isinstance(value, torch.fx.Node):
+        return of_node(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(in_words(item, of_node) for item in value)
+    if isinstance(value, slice):
+        return "slice", in_words((value.start, value.stop, value.step), of_node)
+    if isinstance(value, dict):
+        return tuple((key, in_words(item, of_node)) for key, item in value.items())
+    return repr(value)
 
 
 def literals(nodes: Iterable[torch.fx.Node]) -> list[float]:
