@@ -12,7 +12,7 @@ from hexa_fx.errors import KernelError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.passes.kernel_requests import device_of
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.stacked_codes import packed_weights
+from hexa_fx.runtime.packed_reader import packed_weights
 
 log = logging.getLogger(__name__)
 

@@ -176,7 +176,7 @@ class PackedExperts(WeightReader):
 
     def _pack(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Takes over the parameters' storage, or says in ``_copy_reason`` why it must not."""
-        parts = self._in_parts(tensors)
+        parts: list[Sequence[Any]] = self.in_parts(tensors)
         self._check_kind(tensors[0])
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
@@ -239,11 +239,7 @@ class PackedExperts(WeightReader):
     def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         # Under autocast torch.stack takes no weights in the other 16-bit dtype, which products cast.
         with nullcontext() if is_compiling() else library.without_autocast():
-            return shared_storage.stack(self._in_parts(tensors))
-
-    def _in_parts(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
-        count = len(self.weight.parts[0])
-        return [tensors[start : start + count] for start in range(0, len(tensors), count)]
+            return shared_storage.stack(self.in_parts(tensors))
 
     def _note_copy(self, reason: str) -> None:
         if reason != self._copy_reason:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,10 +14,19 @@ from torch.compiler import is_compiling
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 
+T = TypeVar("T")
+
 
 def base_of(module: Any) -> Any:
     """What lies under a module of PEFT; any other module itself. By plain access, which a tracer follows."""
     return module._modules.get("base_layer", module)
+
+
+def first_parameter(block: nn.Module, weight: PackedWeight) -> torch.Tensor | None:
+    """The first of a stacked weight's parameters, under adapters too."""
+    path, _, name = weight.parts[0][0].rpartition(".")
+    found: torch.Tensor | None = base_of(block.get_submodule(path))._parameters.get(name)
+    return found
 
 
 class ParameterPaths:
@@ -158,6 +167,11 @@ class WeightReader:
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """See `ParameterPaths.see_through`."""
         self._paths.see_through(bases)
+
+    def in_parts(self, tensors: Sequence[T]) -> list[Sequence[T]]:
+        """What is in the order of the paths as parts of the weight, each of all experts."""
+        count = len(self.weight.parts[0])
+        return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"weight": self.weight, "block": self._paths.block}

@@ -7,12 +7,10 @@ experts' codes. Each parameter keeps a storage of its own over its part, since b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.utils.dlpack import from_dlpack
 
 from hexa_fx.formats.four_bit import NF4
@@ -20,54 +18,27 @@ from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.formed import PackedStack
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.paths import WeightReader
-from hexa_fx.runtime.stacked_parts import StackedParts
+from hexa_fx.runtime.packed_reader import PackedReader
+from hexa_fx.runtime.paths import first_parameter
 from hexa_fx.sources import linear4bit
-from hexa_fx.sources.packed_parameters import packed_parameters
 
 
-class StackedCodes(WeightReader):
+class StackedCodes(PackedReader):
     """A weight that is read as a `QuantizedWeight` (E, N, K)."""
 
     def _bind(self, block: nn.Module) -> None:
         super()._bind(block)
-        self._packed: QuantizedWeight | None = None
         self._lies: list[tuple[Tensor, int, Tensor]] = []
 
-    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight | PackedStack:
-        """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
-
-        Raises:
-            GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
-        """
-        return self._in_trace() if is_compiling() else self.stacked()
-
-    def stacked(self) -> QuantizedWeight:
-        """As a call outside of a compiler."""
-        parameters = self._paths.tensors()
-        if self._packed is None or not self._in_place(parameters):
-            self._packed = self._pack(parameters)
-        return self._packed
-
-    def refresh(self) -> None:
-        """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.
-
-        Raises:
-            GuardMiss: as a call.
-        """
-        if is_compiling():
-            self._seen_in_trace()
-            return
-        self.check()
-        self.stacked()
-
     def _in_trace(self) -> PackedStack:
-        """As `_pack`, but that nothing is moved."""
-        parameters, count = self._seen_in_trace(), len(self.weight.parts[0])
-        parts = [parameters[start : start + count] for start in range(0, len(parameters), count)]
+        parameters = self._seen_in_trace()
+        parts = self.in_parts(parameters)
         codes = [torch.cat([linear4bit.codes_of(p) for p in alike]) for alike in zip(*parts)]
         scales = [torch.cat([linear4bit.scales_of(p.quant_state) for p in alike]) for alike in zip(*parts)]
         return PackedStack(torch.stack(codes), (torch.stack(scales),), NF4.name, parameters[0].quant_state.dtype)
+
+    def _check_in_trace(self) -> None:
+        self._seen_in_trace()
 
     def _seen_in_trace(self) -> list[Any]:
         parameters: list[Any] = self._paths.tensors_in_trace()
@@ -90,8 +61,8 @@ class StackedCodes(WeightReader):
             linear4bit.in_rows(self._paths.owner_of(path))
             if reason := linear4bit.why_not(parameter):
                 raise GuardMiss(f"{'.'.join(path)} is {reason}")
-        count, first = len(self.weight.parts[0]), parameters[0]
-        parts = [parameters[start : start + count] for start in range(0, len(parameters), count)]
+        parts, first = self.in_parts(parameters), parameters[0]
+        count = len(parts[0])
         rows, columns = sum(part[0].quant_state.shape[0] for part in parts), first.quant_state.shape[1]
         shapes = {(part[0].quant_state.shape[0], columns, first.device) for part in parts}
         if {(*p.quant_state.shape, p.device) for p in parameters} != shapes or len(set(map(id, parameters))) < len(
@@ -127,17 +98,4 @@ def _place(parameter: Any, codes: Tensor, scales: Tensor) -> None:
 
 def reads_codes(block: nn.Module, weight: PackedWeight) -> bool:
     """Whether a weight is one of 4-bit parameters."""
-    *modules, name = weight.parts[0][0].split(".")
-    owner = block.get_submodule(".".join(modules))
-    owner = owner._modules.get("base_layer") or owner  # under PEFT's adapters
-    return linear4bit.is_four_bit(owner._parameters.get(name))
-
-
-def packed_weights(block: nn.Module) -> list[QuantizedWeight]:
-    """The packed weights that an installed block reads now."""
-    stacked = [weight for weight in packed_parameters(block).values() if weight.dim() == 3]
-    for reader in vars(block).values():
-        if isinstance(reader, StackedCodes | StackedParts):
-            with suppress(GuardMiss):  # its own code runs
-                stacked.append(reader.stacked())
-    return stacked
+    return linear4bit.is_four_bit(first_parameter(block, weight))

@@ -12,54 +12,28 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from hexa_fx.formats import format_of
 from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.formed import PackedStack
 from hexa_fx.ops.quantized_weight import Place, QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.paths import WeightReader, base_of
+from hexa_fx.runtime.packed_reader import PackedReader
+from hexa_fx.runtime.paths import first_parameter
 from hexa_fx.runtime.saved_alone import with_own_storage
 
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)
 
 
-class StackedParts(WeightReader):
+class StackedParts(PackedReader):
     """A weight that is read as a `QuantizedWeight` (E, ., .)."""
 
     def _bind(self, block: nn.Module) -> None:
         super()._bind(block)
-        self._packed: QuantizedWeight | None = None
         self._places: list[Place] = []
 
-    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight | PackedStack:
-        """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
-
-        Raises:
-            GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
-        """
-        if is_compiling():
-            return self._joined(self._paths.tensors_in_trace(), PackedStack)
-        return self.stacked()
-
-    def stacked(self) -> QuantizedWeight:
-        """As a call outside of a compiler."""
-        parameters = self._paths.tensors()
-        if self._packed is None or not self._in_place(parameters):
-            self._packed = self._pack(parameters)
-        return self._packed
-
-    def refresh(self) -> None:
-        """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.
-
-        Raises:
-            GuardMiss: as a call.
-        """
-        if is_compiling():
-            return
-        self.check()
-        self.stacked()
+    def _in_trace(self) -> PackedStack:
+        return self._joined(self._paths.tensors_in_trace(), PackedStack)
 
     def _in_place(self, parameters: Sequence[Tensor]) -> bool:
         return len(parameters) == len(self._places) and all(
@@ -67,7 +41,7 @@ class StackedParts(WeightReader):
         )
 
     def _pack(self, parameters: Sequence[Tensor]) -> QuantizedWeight:
-        parts = self._in_parts(parameters)
+        parts = self._packed_parts(parameters)
         packed = self._where_they_lie(parameters)
         if packed is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -86,21 +60,20 @@ class StackedParts(WeightReader):
         return first[0] if of_one and [place[1] for place in places if place] == [*range(len(places))] else None
 
     def _joined(self, parameters: Sequence[Tensor], kind: type[Stack]) -> Stack:
-        parts = self._in_parts(parameters)
+        parts = self._packed_parts(parameters)
         first = parts[0][0]
         held = [[_beside(rows) for rows in zip(*(p.held for p in alike))] for alike in zip(*parts)]
         codes, *scales = (torch.stack(list(of_all)) for of_all in zip(*held))
         packed = codes.view(format_of(first.format).dtype)
         return kind(packed, tuple(scales), first.format, first.dtype, first.transposed)
 
-    def _in_parts(self, parameters: Sequence[Tensor]) -> list[list[QuantizedWeight]]:
+    def _packed_parts(self, parameters: Sequence[Tensor]) -> list[Sequence[QuantizedWeight]]:
         packed = [parameter for parameter in parameters if isinstance(parameter, QuantizedWeight)]
         first = packed[0] if packed else None
         kinds = {(p.format, p.transposed, p.dtype, p.device, p.shape[1:]) for p in packed}
         if len(packed) < len(parameters) or first is None or len(kinds) > 1 or first.dim() != 2:
             raise GuardMiss(f"the experts' matrices of {self.weight.name!r} are no longer packed alike")
-        experts = len(self.weight.parts[0])
-        parts = [packed[start : start + experts] for start in range(0, len(packed), experts)]
+        parts = self.in_parts(packed)
         if any(len({p.shape for p in part}) > 1 for part in parts):
             raise GuardMiss(f"the experts' matrices of {self.weight.name!r} differ in shape")
         return parts
@@ -130,5 +103,4 @@ def _part(whole: Tensor, own: Tensor, begin: int, expert: int) -> Tensor:
 
 def is_packed(block: nn.Module, weight: PackedWeight) -> bool:
     """Whether the matrices of listed experts are packed."""
-    path, _, name = weight.parts[0][0].rpartition(".")
-    return isinstance(base_of(block.get_submodule(path))._parameters.get(name), QuantizedWeight)
+    return isinstance(first_parameter(block, weight), QuantizedWeight)
