@@ -271,8 +271,9 @@ def _check(
             if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
                 rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:
-            cause = decided_by_count(captured[mode], rewritten[mode])
-            reason, settled = why_refused(checks[mode], observation.module, cause), changes_itself(checks[mode].cases)
-            refusals[mode] = Refusal(observation.path, reason, settled=settled)
+            cases, counted = checks[mode].cases, settings.counts.cause(checks[mode].cases)
+            cause = counted or decided_by_count(captured[mode], rewritten[mode])
+            reason = why_refused(checks[mode], observation.module, cause)
+            refusals[mode] = Refusal(observation.path, reason, settled=bool(counted) or changes_itself(cases))
             del rewritten[mode]
     return checks

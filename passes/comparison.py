@@ -96,6 +96,9 @@ class Comparison:
         for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
             name = f"{tokens} {routing.name.removeprefix('all ')}"
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
+        experts = self.inputs.num_experts
+        for routing, rows in self.settings.counts.routings(experts, top_k) if experts else ():
+            yield self._forced(routing.name, routing, top_k, partial(self.inputs.at, 1, rows), gradients=False)
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)

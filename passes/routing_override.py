@@ -21,10 +21,14 @@ from hexa_fx.isolation.choices import ChoosingCall, choosing_call
 
 @dataclass(frozen=True)
 class ForcedRouting:
-    """A routing by name: ``choose(rows, candidates, k)`` gives (rows, k) distinct ids below ``candidates``, int64."""
+    """A routing by name: ``choose(rows, candidates, k)`` gives (rows, k) distinct ids below ``candidates``, int64.
+
+    With ``in_order`` the first of them is the router's first choice too, however small that makes the others' weights.
+    """
 
     name: str
     choose: Callable[[int, int, int], torch.Tensor]
+    in_order: bool = False
 
 
 def _first(rows: int, candidates: int, k: int) -> torch.Tensor:
@@ -161,7 +165,9 @@ def raised(logits: torch.Tensor, routing: ForcedRouting, top_k: int) -> torch.Te
         closer = (_SPREAD / spread).clamp(max=1.0)
         distance = 2 * torch.ceil(spread * closer) + 4
         chosen = routing.choose(rows, logits.shape[-1], top_k).to(logits.device)
-        wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, 1.0).reshape(logits.shape)
+        steps = [float(top_k - slot if routing.in_order else 1) for slot in range(top_k)]
+        marks = torch.tensor(steps, dtype=logits.dtype, device=logits.device).expand_as(chosen)
+        wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, marks).reshape(logits.shape)
     return logits * closer + distance * wanted
 
 

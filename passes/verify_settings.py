@@ -12,6 +12,7 @@ from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, ove
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
 from hexa_fx.passes.bounded import room
+from hexa_fx.passes.exact_counts import CountsToTry, counts_to_try
 from hexa_fx.passes.perturbation import factors_past_limits
 
 _MANY = 3001
@@ -33,6 +34,7 @@ class VerifySettings:
         overflow_sizes: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         overflow_last: whether to send them to the last experts too.
         many: tokens of one more case, for what shows only in thousands; 0: none.
+        counts: numbers of tokens that the experts get, in cases of their own: the code may ask for just these.
         seed: of inputs, cotangents and the random numbers that the block draws.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
@@ -45,6 +47,7 @@ class VerifySettings:
     overflow_sizes: tuple[int, ...] = (160,)
     overflow_last: bool = False
     many: int = 0
+    counts: CountsToTry = field(default_factory=CountsToTry)
     brief: bool = False
     seed: int = 0
     factors: tuple[float, ...] = ()
@@ -63,6 +66,7 @@ def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> Ver
         overflow_sizes=overflow_sizes(captured.graph, config.probe_tokens if in_pieces else OVERFLOW_TOKENS),
         overflow_last=decides_between_numbers(captured.graph),
         many=_MANY if _MANY * numbers <= _CHEAP else 0,
+        counts=counts_to_try(captured, _CHEAP // max(1, numbers)),
         few=config.probe_tokens,
         room=room(captured, config),
         brief=brief,

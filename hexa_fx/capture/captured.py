@@ -55,6 +55,7 @@ class CapturedBlock:
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout or a module's mode, or puts hooks on
             tensors (`hexa_fx.capture.ran_code`).
+        numbers: whole numbers that the code names.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
@@ -77,6 +78,7 @@ class CapturedBlock:
     collections: tuple[Any, ...] = ()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    numbers: frozenset[int] = frozenset()
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30

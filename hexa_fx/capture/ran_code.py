@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hexa_fx.capture.code_reads import ONLY_IF, code_reads
+from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
@@ -56,6 +56,10 @@ class RanCode:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
         return self._ran.get(id(getattr(function, "__code__", None)), (None, set()))[1]
+
+    def whole_numbers(self) -> frozenset[int]:
+        """Those that the code names."""
+        return frozenset().union(*(whole_numbers(code) for code, _ in self._ran.values()))
 
     def mention(self, name: str, member: Any) -> set[str]:
         """Of a plain attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text."""

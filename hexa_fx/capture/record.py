@@ -157,6 +157,7 @@ def _capture(
         collections=tuple(reads.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
+        numbers=reads.ran.whole_numbers(),
         replaced=replaced,
     )
 

@@ -117,8 +117,8 @@ def refuse_exact_count(decision: torch.fx.Node) -> None:
     Raises:
         Refuse: it does.
     """
-    asked = ancestors([decision], stop=lambda n: _is_count(n) or operation(n) in _IDS)
-    counts = {n for n in asked if _is_count(n)}
+    asked = ancestors([decision], stop=lambda n: is_count(n) or operation(n) in _IDS)
+    counts = {n for n in asked if is_count(n)}
     if counts and any(_is_exact(n) for n in asked - counts):
         raise Refuse(
             "the code takes a host decision on the exact number of tokens that an expert gets, or on a remainder of it, which is "
@@ -218,7 +218,8 @@ def _has_mask(index: Any) -> bool:
     return any(value.dtype in (torch.bool, torch.uint8) for value in tensors)
 
 
-def _is_count(node: torch.fx.Node) -> bool:
+def is_count(node: torch.fx.Node) -> bool:
+    """Whether it says how many there are of something, if what it is given follows from the routing."""
     if not node.op.startswith("call"):
         return False
     part = node.args[1] if operation(node) == "getitem" else 0
@@ -230,6 +231,8 @@ def _is_count(node: torch.fx.Node) -> bool:
 def _is_exact(node: torch.fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
+    if operation(node) == "equal":  # of whole tensors
+        return True
     if operation(node) in _REMAINDERS:
         return any(type(n) is int for n in node.args)
     return operation(node) in _EQUALITIES and any(map(_is_certain_number, node.args))
@@ -238,5 +241,5 @@ def _is_exact(node: torch.fx.Node) -> bool:
 def _is_certain_number(value: Any) -> bool:
     """Whether a count is compared with a number that was not counted too: a constant, or a size of the inputs."""
     if isinstance(value, torch.fx.Node):
-        return not is_tensor(value) and not any(map(_is_count, ancestors([value])))
+        return not is_tensor(value) and not any(map(is_count, ancestors([value])))
     return type(value) in (int, float) and value not in (0, 1)

@@ -1,0 +1,101 @@
+"""Routings with just as many tokens for an expert as the code names a number.
+
+Python code that takes choices one by one may count them in plain numbers, ``if expert == 1: n += 1``, or in numpy. What it then
+decides on these leaves no node. That there are more than a limit shows in cases with many tokens for an expert; that there are
+exactly 97 only where there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.ir import SourceLocation
+from hexa_fx.passes.cases import VerificationCase
+from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.detect.size_decisions import NUMBERS, is_count, sizes_asked
+from hexa_fx.passes.routing_override import ForcedRouting
+
+_CHOICES = frozenset("topk argmax argmin argsort sort max min one_hot multinomial nonzero where".split())
+_ROWS = 4096
+_BUDGET = 4 * _ROWS
+"""Tokens of all cases together."""
+
+_SO_MANY = " tokens for each of "
+_DECIDED = (
+    "the code decides on how many tokens an expert gets, or on which token is the {}th, with choices that it has read as plain "
+    "numbers ({}), of which a graph knows nothing; leave out what it does then, or put it where the block is called"
+)
+
+
+@dataclass(frozen=True)
+class CountsToTry:
+    """Numbers of tokens for an expert that the code may ask for.
+
+    Args:
+        numbers: what to try, in this order.
+        decisions: how many decisions the host takes on what was chosen; a loop over experts takes one or two for each.
+        unseen: whether it takes choices as plain numbers all at once.
+        rows: how many tokens there may be in a case.
+        location: where the code takes choices, first of all.
+    """
+
+    numbers: tuple[int, ...] = ()
+    decisions: int = 0
+    unseen: bool = False
+    rows: int = 0
+    location: SourceLocation | None = None
+
+    def routings(self, experts: int, top_k: int) -> Iterator[tuple[ForcedRouting, int]]:
+        """Routings and their numbers of tokens, in which experts, as many as there is room for, get a number of tokens.
+
+        For each number there is one in which they do by all choices of the tokens, and one by the first choices alone.
+        """
+        if not self.unseen and self.decisions <= 2 * experts:
+            return
+        left = _BUDGET
+        for number, step in product(self.numbers, sorted({top_k, 1}, reverse=True)):
+            among = min(experts, self.rows * step // number)
+            rows = -(-number * among // step)
+            left -= rows
+            if among >= top_k and left >= 0:
+                name = f"{number}{_SO_MANY}{among} experts" + ", by first choices" * (step < top_k)
+                yield ForcedRouting(name, partial(_in_turns, among, step), in_order=step < top_k), rows
+
+    def cause(self, cases: Iterable[VerificationCase]) -> str:
+        """A sentence if the rewritten block differed in a case of these routings; else empty."""
+        names = [case.name for case in cases if case.outcome == "different" and _SO_MANY in case.name]
+        return _DECIDED.format(names[0].partition(_SO_MANY)[0], self.location) if names else ""
+
+
+def _in_turns(among: int, step: int, rows: int, candidates: int, k: int) -> torch.Tensor:
+    """(rows, k) ids of the first experts in turns; each token goes on ``step`` experts further."""
+    number = torch.arange(rows, device="cpu")[:, None]
+    return (step * number + torch.arange(k, device="cpu")) % max(k, min(among, candidates))
+
+
+def counts_to_try(captured: CapturedBlock, rows: int) -> CountsToTry:
+    """Of a recorded run, for cases of up to so many ``rows``."""
+    read = {read.value for read in captured.reads if type(read.value) is int}
+    numbers = [*sorted(captured.numbers), *sorted(read - captured.numbers)]
+    decisions, unseen, location = 0, False, None
+    for node in captured.graph.nodes:
+        if node.op == "output" or not record_of(node).decision or sizes_asked(node):
+            continue
+        if any(operation(n) in _CHOICES for n in ancestors([node]) if n.op.startswith("call")):
+            decisions, location = decisions + 1, location or record_of(node).location
+            unseen = unseen or _leaves_no_trace(node)
+    return CountsToTry(tuple(n for n in numbers if 1 < n <= _ROWS), decisions, unseen, min(rows, _ROWS), location)
+
+
+def _leaves_no_trace(node: torch.fx.Node) -> bool:
+    """Whether the host has plain numbers from here on: a number made plain, or all of a tensor; of lists of counts it has none."""
+    if type(record_of(node).value) in (int, float) or operation(node) in ("numpy", "__array__"):
+        return True
+    return operation(node) in NUMBERS and not is_count(node.all_input_nodes[0])

@@ -1,0 +1,84 @@
+"""Code that counts choices in plain numbers, and does something else where there are exactly so many."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+import hexa_fx
+from hexa_fx.passes.routing_override import ForcedRouting, raised
+from tests.runtime.handmade import D, ListMoE
+
+
+class Counting(ListMoE):
+    def counted(self, index: torch.Tensor) -> object:
+        return sum(int(chosen) == 1 for chosen in index.flatten().tolist())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        index, _ = self.router(hidden)
+        return super().forward(hidden) * (2.0 if self.counted(index) == 97 else 1.0)
+
+
+class InNumpy(Counting):
+    def counted(self, index: torch.Tensor) -> object:
+        return (index.numpy() == 1).sum()
+
+
+class OneByOne(Counting):
+    def counted(self, index: torch.Tensor) -> object:
+        return len([row for row in range(index.shape[0]) if index[row, 0].item() == 1])
+
+
+class Listed(Counting):
+    def counted(self, index: torch.Tensor) -> object:
+        rows = defaultdict(list)
+        for row, chosen in enumerate(index[:, 0].tolist()):
+            rows[int(chosen)].append(row)
+        return len(rows[1])
+
+
+class OnItself(Counting):
+    """The number is an attribute, in a comparison of plain numbers."""
+
+    at = 61
+
+    def counted(self, index: torch.Tensor) -> object:
+        return 97 * (index.flatten().tolist().count(1) == self.at)
+
+
+@pytest.mark.parametrize("kind", [Counting, InNumpy, OneByOne, Listed, OnItself])
+def test_a_decision_on_a_plain_count_is_refused(kind: type[Counting]) -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(kind(), torch.randn(12, D)).blocks
+    assert block.status == "refused"
+    assert "how many tokens an expert gets" in block.reason
+    assert "test_exact_counts.py" in block.reason
+
+
+class Equal(Counting):
+    def counted(self, index: torch.Tensor) -> object:
+        return 97 * torch.equal((index == 1).sum(), torch.tensor(97))
+
+
+def test_a_count_that_torch_compares_is_refused() -> None:
+    (block,) = hexa_fx.explain(Equal(), torch.randn(12, D)).blocks
+    assert "exact number of tokens" in block.reason
+
+
+def test_counts_that_do_not_decide_are_none() -> None:
+    class Logged(Counting):
+        def counted(self, index: torch.Tensor) -> object:
+            super().counted(index)
+            return 0
+
+    (block,) = hexa_fx.explain(Logged(), torch.randn(12, D)).blocks
+    assert block.status == "rewritten", block.reason
+
+
+def test_first_choices_come_first() -> None:
+    logits = torch.randn(5, 4)
+    wanted = torch.tensor([[2, 0, 1], [0, 1, 2], [3, 2, 1], [1, 3, 0], [2, 3, 0]])
+    routing = ForcedRouting("these", lambda rows, candidates, k: wanted, in_order=True)
+    assert raised(logits, routing, 3).topk(3).indices.equal(wanted)
