@@ -74,7 +74,10 @@ class PlanShard(Tensor):
         if func is torch.ops.aten.detach.default:
             handle = args[0]
             return cls(handle._held.detach(), tuple(handle.shape), handle._pieces)
-        raise NotImplementedError(f"{func} on a checkpoint handle")
+        raise InputError(
+            f"{func} of a tensor that lies on several ranks: it can be saved and loaded, and nothing else. To save while training "
+            "goes on use hexa_fx.distributed.async_checkpoint.async_save, which copies what torch's async_save cannot"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlanShard({tuple(self.shape)}, pieces {self._pieces})"

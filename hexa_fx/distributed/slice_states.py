@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import PlanError
@@ -43,13 +44,16 @@ class SliceStates:
     """Watches the state dicts that the modules give and take that hold what was cut, whatever module around them is asked.
 
     Args:
-        shards: what was cut. DTensors say themselves what they are, and are left alone.
+        shards: what was cut. DTensors say themselves what they are; of those in several pieces it is said who can write them.
     """
 
-    def __init__(self, shards: Iterable[ShardedParameter]) -> None:
+    def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._of: dict[nn.Module, list[ShardedParameter]] = {}
         for shard in filter(is_slice, shards):
             self._of.setdefault(shard.owner, []).append(shard)
+        pieces = (shard for shard in reversed(shards) if isinstance(shard.original, DTensor) and len(shard.chunks) > 1)
+        self.in_pieces = {shard.owner: shard for shard in pieces}
+        """Modules to hook with `pieces_given`, and the first parameter of each."""
         self._said = False
 
     @property
@@ -68,6 +72,17 @@ class SliceStates:
             "state_dict() of a model that is spread over devices has this rank's slices, %r as %s and not %s: "
             "hexa_fx.distributed.checkpoint.save writes whole weights, and load reads them, on one device too",
             *(prefix + _key(first), tuple(first.parameter.shape), first.whole),
+        )
+
+    def pieces_given(self, owner: nn.Module, _state: Any, prefix: str, _: Any) -> None:
+        """Called with every state dict that an owner of DTensors in pieces gives."""
+        if self._said or are_known():
+            return
+        self._said = True
+        log.warning(
+            "%r is a DTensor of which each rank has several pieces (gate and up), which torch.distributed.checkpoint cannot write: "
+            "hexa_fx.distributed.checkpoint.save does, and torch's save of what hexa_fx.distributed.checkpoint.state_dict returns",
+            prefix + _key(self.in_pieces[owner]),
         )
 
     def taken(

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import hexa_fx
-from hexa_fx.distributed import checkpoint, gradients
+from hexa_fx.distributed import checkpoint, gradients, slice_states
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
@@ -397,6 +397,21 @@ def test_pipeline_outside(strategy: str) -> None:
     assert max(run(4, pipelined, strategy)) < 1e-12
 
 
+def said_of_pieces(model: nn.Module) -> None:
+    """Who writes what torch.distributed.checkpoint does not: DTensors in several pieces, and handles in its async_save."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_states.log, "warning", lambda text, *args: said.append(text % args))
+        handle = checkpoint.state_dict(model, model.partition)["model"]["0.moe.down"]
+        assert not said
+        get_model_state_dict(model)
+        model.state_dict()
+    assert len(said) == 1
+    assert "'0.moe.gate_up' is a DTensor of which each rank has several pieces" in said[0]
+    with pytest.raises(InputError, match=r"async_checkpoint\.async_save"):
+        handle.new_empty(1)
+
+
 def saved(rank: int, world: int, kind: str, folder: str) -> Any:
     """Trains under FSDP2 x hexa and saves; continues on four ranks of unequal shares, and in a mesh of another shape."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "hexa"))
@@ -433,6 +448,8 @@ def saved(rank: int, world: int, kind: str, folder: str) -> Any:
         moments = whole_of(fresh, fresh.partition, lambda p, s=again.state: s[p]["exp_avg"])
         before = whole_of(model, session, lambda p: optimizer.state[p]["exp_avg"])
         found.append(largest([(moments[name], before[name]) for name in expected]))
+        if kind == "stacked" and len(shape) == 2:
+            said_of_pieces(fresh)
         if kind == "separate" and len(shape) == 2:
             into = get_model_state_dict(fresh)
             for value in into.values():
