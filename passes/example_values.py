@@ -150,6 +150,7 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
     """Values of a rewritten block's nodes on the example, as tensors without data."""
     recorded = {node.name: node for node in captured.graph.nodes if node.op != "output"}
     inputs = {name.lstrip("*"): value for name, value in captured.arguments}
+    calls = (*captured.calls, *captured.functions)
     packed = {weight.name: weight for weight in rewritten.packed}
     known: dict[torch.fx.Node, Any] = {}
     sources: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -163,7 +164,7 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
         elif node.op == "call_module" and target in packed:
             known[node] = _packed_value(captured, packed[target].parts)
         elif "call" in node.meta:
-            known[node] = torch.fx.map_arg(captured.calls[node.meta["call"]].output, lambda n: record_of(n).value)
+            known[node] = torch.fx.map_arg(calls[node.meta["call"]].output, lambda n: record_of(n).value)
         elif node.meta.get("from") in recorded:
             sources[node] = recorded[node.meta["from"]]
     known = {node: like_meta(value) for node, value in known.items()}

@@ -232,7 +232,8 @@ class _Rewriter:
             result = self.graph.call_module(call.path, args, kwargs)
         else:
             result = self.graph.call_function(call.function, args, kwargs)
-        result.meta["call"] = next(i for i, each in enumerate(self.match.captured.calls) if each is call)
+        captured = self.match.captured
+        result.meta["call"] = [*map(id, (*captured.calls, *captured.functions))].index(id(call))
         self._bind(call.output, result)
 
     def _bind(self, output: Any, result: torch.fx.Node) -> None:
