@@ -152,7 +152,7 @@ class _Session:
                 f"{self.routing.tokens}"
             )
         ends, own = _ends(self.routing.lengths, start, stop), _ends(call.lengths, 0, call.tokens, start)
-        if ends and own and ends != own:
+        if min(len(self.routing.lengths), len(call.lengths)) > 1 and ends != own:
             place = min(ends ^ own) - start
             raise InputError(
                 f"the sequences of the call do not end where those of the log do: the first difference is {place} tokens into "
@@ -257,10 +257,10 @@ def _nothing(*args: Any) -> None:
 
 
 def _ends(lengths: tuple[int, ...], start: int, stop: int, offset: int = 0) -> set[int]:
-    """Ends of sequences strictly between two places of all tokens."""
+    """Ends of sequences behind a place of all tokens, up to another."""
     ends, place = set(), 0
     for length in lengths:
         place += length
-        if start < place < stop:
+        if start < place <= stop:
             ends.add(place + offset)
     return ends

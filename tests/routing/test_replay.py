@@ -241,6 +241,12 @@ def test_a_log_that_does_not_fit_is_an_error_before_anything_runs(qwen):
         model(ids)
     with hexa_fx.replay_routing(model, log), pytest.raises(InputError, match="do not end where"):
         model(ids.reshape(10, 6))
+    for lengths in ([30, 30], [10, 10, 40]):  # of which a call of shorter rows takes a part
+        with (
+            hexa_fx.replay_routing(model, RoutingLog(log.ids, lengths)),
+            pytest.raises(InputError, match="do not end where"),
+        ):
+            model(ids[:3])
     with pytest.raises(InputError, match="without a tensor"), hexa_fx.replay_routing(model, log):
         model(use_cache=False)
     handle.remove()
