@@ -49,7 +49,6 @@ def partition_model(
         capacities: ``measure`` (`profile_costs` on the first layer), t_i by rank, or None for equal devices.
         config: everything else.
         example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
-
         by_block: the layers of every block, of a model whose weights may be cut already; None to read them.
 
     Raises:
@@ -84,13 +83,17 @@ def partition_model(
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     made = Plan.from_json(box[0])
-    if idle := [rank for rank, samples in enumerate(made.batch) if not samples]:
+    _warn_of_idle_ranks(made)
+    return made
+
+
+def _warn_of_idle_ranks(plan: Plan) -> None:
+    if idle := [rank for rank, samples in enumerate(plan.batch) if not samples]:
         log.warning(
             "of the %d samples of the global batch ranks %s get none, and have to call the model with an empty batch: plan with a "
             "larger one (PartitionConfig(batch=...)), or leave these devices out",
-            *(sum(made.batch), idle),
+            *(sum(plan.batch), idle),
         )
-    return made
 
 
 def _spelled(capacities: object) -> object:
