@@ -14,6 +14,7 @@ from hexa_fx.attached import note_session
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.batch_dependence import say_what_batches_decide
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Spread:
 
         if not found.rewritten:
             raise PlanError(f"there is nothing to spread over devices: {found.report}")
+        say_what_batches_decide(found.around.values())
         args, kwargs = call_arguments(example_inputs)
         return apply_partition(
             model,
