@@ -146,7 +146,7 @@ class _Walk:
             self._also("select", [n for n in others if not is_float(n)])
         elif name in PRODUCTS:
             self._also("factor", others)
-        elif name in SUMS | MOVES | _OFF:
+        elif name in SUMS | MOVES | _OFF or name == "mean":  # whose divisor is a constant of the routing
             self._also("added", [n for n in others if is_float(n)])
             self._also("select", [n for n in others if not is_float(n)])
         else:

@@ -40,6 +40,7 @@ STATE: Mapping[str, Callable[[], Any]] = {
     "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
     "get_num_threads": torch.get_num_threads,
+    "initial_seed": torch.initial_seed,
     "is_autocast_enabled": autocast_state,
     "is_autocast_cpu_enabled": autocast_state,
     "is_autocast_available": autocast_state,

@@ -20,6 +20,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture.overlooked import SOFT
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
@@ -29,7 +30,7 @@ from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.no_product import refuse_merged_weights, without_products
+from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merged_weights, without_products
 from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
@@ -45,7 +46,7 @@ from hexa_fx.passes.detect.rules import (
     refuse_stored_intermediates,
     stored_outside_calls,
 )
-from hexa_fx.passes.detect.several import SEVERAL_GATES, families_of, find_several, of_several_routings
+from hexa_fx.passes.detect.several import SEVERAL_GATES, chooses, families_of, find_several, of_several_routings
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import (
     ALL,
@@ -106,7 +107,11 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     said = odd_expert(captured.block) or experts_in_groups(captured.block)
     odd = f"{said} ({refusal.reason})" if said else None
     several = SEVERAL_GATES if refusal.reason == APART and of_several_routings(captured) else None
-    return Refuse(shared_by_some(parameters) or uneven or odd or several or refusal.reason, refusal.node)
+    sliced = multiplies_with_slices(captured)
+    if sliced is not None:
+        return sliced
+    soft = SOFT if refusal.reason == APART and not chooses(captured) else None
+    return Refuse(shared_by_some(parameters) or uneven or odd or several or soft or refusal.reason, refusal.node)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:

@@ -1,4 +1,4 @@
-"""Says what is done with experts' weights where no matrix product of single experts with tokens is seen."""
+"""Says what is done with experts' weights where no matrix product of single experts with tokens is seen, or only of their parts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,33 @@ _CONVOLUTION = (
     "its experts are convolutions ({}); only experts of matrix products are rewritten, as those of nn.Linear on channels that come "
     "last, which a 1x1 convolution is too"
 )
+_SLICED = (
+    "the code multiplies with slices of an expert's matrix ({}) and puts the results side by side, as pretraining_tp above 1 "
+    "does; one product with the whole matrix (pretraining_tp=1) gives the same and can be rewritten"
+)
+_PARTS = frozenset("getitem split chunk narrow unbind tensor_split split_with_sizes detach t transpose".split())
+
+
+def multiplies_with_slices(captured: CapturedBlock) -> Refuse | None:
+    """The refusal of a block that joins products with several parts of one parameter; None if it does not."""
+    for node in captured.graph.find_nodes(op="call_function", target=torch.cat, sort=False):
+        products = [n for n in node.all_input_nodes if operation(n) in CONTRACTIONS and len(n.all_input_nodes) > 1]
+        weights = {_whole(n.all_input_nodes[1]) for n in products}
+        if len(products) > 1 and len(weights) == 1:
+            (whole,) = weights
+            if whole.op == "get_attr" and record_of(products[0].all_input_nodes[1]).value.numel() < _numel(whole):
+                return Refuse(_SLICED.format(whole.target), node)
+    return None
+
+
+def _whole(part: torch.fx.Node) -> torch.fx.Node:
+    while part.op != "get_attr" and operation(part) in _PARTS:
+        part = part.all_input_nodes[0]
+    return part
+
+
+def _numel(node: torch.fx.Node) -> int:
+    return int(record_of(node).value.numel())
 
 
 def without_products(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Refuse:

@@ -161,9 +161,12 @@ def _find_after(
 
 
 def _constants(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> list[float]:
-    """Numbers in the code that it may multiply what experts give by, or divide it by."""
+    """Numbers in the code that it may multiply what experts give by, or divide it by; a mean divides by as many as it is of."""
     inside = [node for node in (*ancestors([end]), end) if tags[node].experts and not tags[node].weight]
-    return list(dict.fromkeys(n for number in literals(inside) if number for n in (number, 1 / number) if n != 1))
+    means = (node for node in inside if operation(node) == "mean" and record_of(node).value.numel())
+    many = (record_of(mean.all_input_nodes[0]).value.numel() // record_of(mean).value.numel() for mean in means)
+    named = (*literals(inside), *many)
+    return list(dict.fromkeys(n for number in named if number for n in (number, 1 / number) if n != 1))
 
 
 def _vectors(

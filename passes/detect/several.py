@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.overlooked import COMPARISONS
 from hexa_fx.passes.detect.decisions import leaves_decision, size_branches
 from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -109,6 +110,12 @@ def of_several_routings(captured: CapturedBlock) -> bool:
             if any(not one & other for one, other in combinations(filter(None, runs), 2)):
                 return True
     return False
+
+
+def chooses(captured: CapturedBlock) -> bool:
+    """Whether the code picks anything by what it computes, or compares numbers."""
+    picks = _CHOICES | COMPARISONS | {"argmin", "one_hot", "gumbel_softmax", "eq", "__eq__", "scatter", "scatter_"}
+    return any(operation(node) in picks for node in captured.graph.nodes if node.op.startswith("call"))
 
 
 def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:

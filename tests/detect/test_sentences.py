@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
@@ -148,6 +149,23 @@ class Codebooks(nn.Module):
         return x
 
 
+class Slices(nn.Module):
+    """Two products with halves of a matrix in place of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, I, bias=False), nn.Linear(I, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = self.up.weight.split(I // 2)
+        return self.down(torch.cat([F.linear(x, half) for half in halves], -1).relu())
+
+
+class Sliced(Mixture):
+    def __init__(self) -> None:
+        super().__init__(Slices)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -159,6 +177,7 @@ class Codebooks(nn.Module):
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
+        (Sliced, "slices of an expert's matrix (experts.0.up.weight) and puts the results side by side"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -177,3 +196,18 @@ def test_experts_in_embeddings_are_named_and_codebooks_are_not() -> None:
     (block,) = hexa_fx.explain(Vectors().double(), _tokens(2, 7)).blocks
     assert "the chosen ids look rows up in nn.Embedding (down, up)" in block.reason
     assert not hexa_fx.explain(Codebooks().double(), _tokens(2, 7)).blocks
+
+
+class TwoTasks(Mixture):
+    """Two soft mixtures of the same experts, of tokens beside a category each."""
+
+    def forward(self, x: torch.Tensor, category: torch.Tensor) -> list[torch.Tensor]:
+        x = x + F.embedding(category, self.gate.weight.weight)
+        y = torch.stack([expert(x) for expert in self.experts], -1)
+        scores = self.gate.weight(x)
+        return [(y * gates.softmax(-1)[..., None, :]).sum(-1) for gates in (scores, -scores)]
+
+
+def test_soft_mixtures_for_several_tasks_are_named() -> None:
+    (block,) = hexa_fx.explain(TwoTasks().double(), (_tokens(2, 7), torch.randint(E, (2, 7)))).blocks
+    assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason

@@ -71,6 +71,11 @@ class ByLayout(ListMoE):
         return super().forward(hidden if hidden.is_contiguous() else 0.5 * hidden)
 
 
+class BySeed(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (1 + torch.initial_seed() % 7)
+
+
 class Catching(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         try:
@@ -241,6 +246,7 @@ def optimized(block: type[nn.Module], *given: Any) -> tuple[nn.Module, nn.Module
         (InFloat32, lambda model: model.bfloat16(), lambda: tokens(dtype=torch.bfloat16)),
         (InFloat32, lambda model: model.double(), lambda: tokens(dtype=torch.float64)),
         (ByLayout, lambda model: None, lambda: torch.randn(D, 12).t()),
+        (BySeed, lambda model: torch.manual_seed(torch.initial_seed() + 1) and None, tokens),
         (Catching, lambda model: None, lambda: torch.randn(D, 12).t()),
     ],
 )
