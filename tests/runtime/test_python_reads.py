@@ -96,7 +96,7 @@ class Named(NamedTuple):
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.drop = nn.Linear(D, 12), nn.Linear(12, D), nn.Dropout(0.5)
+        self.a, self.b, self.drop = nn.Linear(D, 12), nn.Linear(12, D), nn.Identity()
 
     def forward(self, x):
         return self.b(self.drop(torch.relu(self.a(x))))
@@ -145,6 +145,12 @@ def variant(change, made=lambda self: None, forward=None):
 
 def holding(value):
     return lambda self: setattr(self, "held", value())
+
+
+def with_dropout(self):
+    """Only where the variant is about it: modes that differ are two analyses."""
+    for expert in self.experts:
+        expert.drop = nn.Dropout(0.5)
 
 
 def put(**values):
@@ -371,7 +377,7 @@ def default_dtype(self, x):
     return 1.0 if torch.get_default_dtype() == torch.float32 else 2.0
 
 
-@variant(lambda m, p: [d.train() for d in m.modules() if isinstance(d, nn.Dropout)])
+@variant(lambda m, p: [d.train() for d in m.modules() if isinstance(d, nn.Dropout)], with_dropout)
 def dropout_switched_on(self, x):
     return 1.0
 
@@ -390,7 +396,7 @@ def forward_on_a_linear(self, x):
     return 1.0
 
 
-@variant(lambda m, p: patched_forward(m.experts[1].drop))
+@variant(lambda m, p: patched_forward(m.experts[1].drop), with_dropout)
 def forward_on_a_dropout(self, x):
     return 1.0
 
@@ -400,7 +406,7 @@ def forward_of_the_experts_class(self, x):
     return 1.0
 
 
-@variant(lambda m, p: p.setattr(nn.Dropout, "forward", lambda self, x: x * 2))
+@variant(lambda m, p: p.setattr(nn.Dropout, "forward", lambda self, x: x * 2), with_dropout)
 def forward_of_a_class_of_torch(self, x):
     return 1.0
 
@@ -410,7 +416,7 @@ def hook_on_a_linear(self, x):
     return 1.0
 
 
-@variant(lambda m, p: m.experts[2].drop.register_forward_hook(doubled))
+@variant(lambda m, p: m.experts[2].drop.register_forward_hook(doubled), with_dropout)
 def hook_on_a_dropout(self, x):
     return 1.0
 
