@@ -19,10 +19,12 @@ from weakref import WeakSet
 
 from torch import optim
 from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
+from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ def before_every_step(hook: Callable[..., None]) -> None:
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
     if is_compiling() or optimizer in _looked_at:
         return
+    _check_kinds(optimizer)
     slices = [shard for _, here in _slices_in(optimizer) for shard in here]
     if optimizer in _hooked:  # what it loaded was looked at then, and its marks may be of an earlier plan
         mark(optimizer)
@@ -121,6 +124,17 @@ def _stepping(optimizer: Optimizer, *_: Any) -> None:
             optimizer.register_load_state_dict_post_hook(check)
             _hooked.add(optimizer)
     _looked_at.add(optimizer)
+
+
+def _check_kinds(optimizer: Optimizer) -> None:
+    """Raises `PlanError` where torch would say that it got mixed tensors, and not what helps."""
+    for group in optimizer.param_groups:
+        kinds = {isinstance(p, DTensor) for p in group["params"] if p.grad is not None}
+        if len(kinds) == 2 and (group.get("foreach") or group.get("fused")):
+            raise PlanError(
+                f"{type(optimizer).__name__} has DTensors beside plain parameters, which foreach=True and fused=True do not take: "
+                "give each kind a parameter group of its own, or make the optimizer with foreach=False, fused=False"
+            )
 
 
 def _warn_of_matrices(optimizer: Optimizer, first: ShardedParameter) -> None:

@@ -472,3 +472,22 @@ def test_a_checkpoint_continues_on_another_mesh(kind: str, tmp_path: Path) -> No
     expected = loss_of(model, x)
     checkpoint.load(tmp_path / "ours", model)
     assert not torch.equal(loss_of(model, x), expected)
+
+
+def mixed_kinds(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "hexa"))
+    model, x = build("separate"), data(4)
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh["hexa"], strategy="data", capacities=EVEN)
+    for options in ({"foreach": True}, {"fused": True}):
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        loss_of(model, x).backward()
+        with pytest.raises(PlanError, match="each kind a parameter group of its own"):
+            optimizer.step()
+        kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == spread] for spread in (True, False)]
+        torch.optim.AdamW([{"params": kind} for kind in kinds], **options).step()
+    torch.optim.AdamW(model.parameters()).step()
+    model.partition.close()
+
+
+def test_optimizers_that_take_one_kind_of_tensor() -> None:
+    run(1, mixed_kinds)
