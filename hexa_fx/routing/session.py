@@ -120,7 +120,10 @@ class _Session:
         if in_backward():
             return
         if is_compiling():
-            raise InputError("routing is recorded and replayed in eager mode only; run the model without torch.compile")
+            raise InputError(
+                "routing is recorded and replayed in eager mode only; run the model without torch.compile, which transformers' "
+                "generate uses by itself for static caches on a GPU unless it gets disable_compile=True"
+            )
         with self._lock:
             if self._depth and self._thread != threading.get_ident():
                 raise InputError(
