@@ -97,11 +97,12 @@ def _warn_of_idle_ranks(plan: Plan) -> None:
 
 
 def _spelled(capacities: object) -> object:
-    return (
-        list(map(float, capacities))
-        if isinstance(capacities, Iterable) and not isinstance(capacities, str)
-        else capacities
-    )
+    if isinstance(capacities, str) or not isinstance(capacities, Iterable):
+        return capacities
+    try:
+        return [float(seconds) for seconds in capacities]
+    except (TypeError, ValueError):
+        raise PlanError(f"capacities is 'measure', a sequence of seconds or None, got {capacities!r}") from None
 
 
 def _never_fsdp(model: nn.Module, by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:

@@ -18,6 +18,15 @@ from hexa_fx.plan import DataParallel, ExpertShape, GradDtype, LayerCost, LayerP
 Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]
 
 _EXPECTED = "'auto', 'data', 'model' or 'fsdp', or a dict of them by path"
+_LEAST = {
+    "batch": 0,
+    "tokens": 0,
+    "tile": 1,
+    "kernel_columns": 1,
+    "bytes_per_element": 1,
+    "dtype_bytes": 1,
+    "reduce_bytes": 1,
+}
 _MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric", "fsdp": "fsdp"}
 
 
@@ -67,12 +76,21 @@ class PartitionConfig:
     measure: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in {"batch": 0, "tokens": 0, "tile": 1}.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, Integral) or int(value) < least):
+            if value is not None and not _is_whole(value, least):
                 raise PlanError(f"PartitionConfig: {name} is a whole number, {least} or more, got {value!r}")
+        caps, attention = self.memory_caps, self.attention_seconds
+        if caps is not None and (isinstance(caps, str) or not all(_is_whole(cap, 0) for cap in caps)):
+            raise PlanError(f"PartitionConfig: memory_caps is the bytes of every rank, whole numbers, got {caps!r}")
+        if attention is not None and not 0 <= attention < float("inf"):
+            raise PlanError(f"PartitionConfig: attention_seconds is 0 or more, got {attention!r}")
         if self.data_parallel not in ("sum", "mean"):
             raise PlanError(f"PartitionConfig: data_parallel is 'sum' or 'mean', got {self.data_parallel!r}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and int(value) >= least
 
 
 # --- pure planning ---------------------------------------------------------------------------------------------------

@@ -54,6 +54,8 @@ def test_given_capacities_and_layers():
 def wrong_capacities(rank, world):
     with pytest.raises(PlanError, match="3 capacities for 2 ranks"):
         planned(rank, world, (1.0, 2.0, 3.0), "auto")
+    with pytest.raises(PlanError, match=r"got \('1\.0', 'slow'\)"):
+        planned(rank, world, ("1.0", "slow"), "auto")
     with pytest.raises(PlanError, match="nothing to partition"):
         partition_model(Net([]), [])
     return True

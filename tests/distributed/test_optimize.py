@@ -202,7 +202,11 @@ def test_wrong_requests():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"tile": 0}, {"batch": 4.0}, {"tokens": -1}, {"data_parallel": "average"}],
+    [
+        *({"tile": 0}, {"batch": 4.0}, {"tokens": -1}, {"data_parallel": "average"}, {"dtype_bytes": -2}),
+        *({"bytes_per_element": 0}, {"kernel_columns": 0}, {"attention_seconds": -1.0}),
+        *({"memory_caps": "all"}, {"memory_caps": (1.5, 2)}),
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_options(wrong):
