@@ -95,7 +95,7 @@ def bench_optimize() -> Iterator[Row]:
     for layers, experts in ((4, 8), (4, 64), (4, 128), (16, 64), (48, 64)):
         yield _optimize_row("qwen3_moe (stacked)", layers, experts, qwen3(layers, experts), {"input_ids": ids})
     x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
-    for layers, experts in ((4, 8), (4, 64), (4, 128), (16, 64)):
+    for layers, experts in ((4, 8), (4, 64), (4, 128), (16, 64), (1, 256)):
         torch.manual_seed(0)
         yield _optimize_row("ModuleList", layers, experts, StackOfLists(layers, experts).eval(), x)
 

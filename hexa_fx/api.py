@@ -266,6 +266,7 @@ def _complaint(found: ModelAnalysis) -> HexaError | None:
 
 def _announce(report: OptimizationReport) -> None:
     if report.rewritten or (report.blocks and not report.refused):
-        log.info("%s", report.summary())
+        if log.isEnabledFor(logging.INFO):  # it checks every block's conditions
+            log.info("%s", report.summary())
     else:
         log.warning("hexa_fx rewrote nothing: %s", report)

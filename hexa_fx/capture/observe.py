@@ -21,6 +21,7 @@ from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 
 SELECTIONS = frozenset(
@@ -90,15 +91,16 @@ def _of_codes(value: Any) -> bool:
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
-    """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
+    """Runs ``model`` without gradients and returns candidates in the order of ``named_modules(model)``.
 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
-    suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
-    suspects |= overlooked.owners_of_shared(model, suspects) & dict(model.named_modules()).keys()
-    numbered = {path for path, module in model.named_modules() if _holds_numbered(module)} - suspects
-    packed = {path for path, module in model.named_modules() if overlooked.packed_experts(module)}
-    others = any(isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) for module in model.modules())
+    modules = dict(named_modules(model))
+    suspects = {path for path, module in modules.items() if _may_hold_experts(path, module)}
+    suspects |= overlooked.owners_of_shared(model, suspects) & modules.keys()
+    numbered = {path for path, module in modules.items() if _holds_numbered(module)} - suspects
+    packed = {path for path, module in modules.items() if overlooked.packed_experts(module)}
+    others = any(isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) for module in modules.values())
     if not (suspects | numbered | packed or others):
         return []
     recorded: dict[str, Observation] = {}
@@ -115,7 +117,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     suspects |= numbered - mode.chained
     found = _candidates(model, suspects, mode, recorded)
     left = _overlooked(model, suspects | packed, mode, recorded, {candidate.levels[0].path for candidate in found})
-    order = {path: number for number, (path, _) in enumerate(model.named_modules())}
+    order = {path: number for number, (path, _) in enumerate(named_modules(model))}
     return sorted([*found, *left], key=lambda candidate: order[candidate.levels[0].path])
 
 
@@ -156,7 +158,8 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
 def _holds_numbered(module: nn.Module) -> bool:
     """Whether some children have names that differ in one number and matrices of the same shapes, as ``ffn_0``, ``ffn_1``, ..."""
     alike: Counter[Hashable] = Counter()
-    for name, child in module.named_children():
+    numbered = [(name, child) for name, child in module.named_children() if any(map(str.isdigit, name))]
+    for name, child in numbered if len(numbered) > 2 else ():
         shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
         if any(len(shape) == 2 for _, shape in shapes) and not isinstance(child, nn.Embedding):
             alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
@@ -208,7 +211,7 @@ def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: di
             produced_by[id(first)] = owner
             alive.append(first)
 
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             continue
         handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
@@ -236,7 +239,7 @@ def _candidates(
 ) -> list[Candidate]:
     found: dict[str, Candidate] = {}
     suspects = suspects - _halves(model, suspects, mode.selecting)
-    for path in (path for path, _ in model.named_modules() if path in suspects):
+    for path in (path for path, _ in named_modules(model) if path in suspects):
         if _is_list_of_layers(path, mode):
             continue
         around = [
@@ -261,8 +264,7 @@ def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[st
 
 
 def _is_one_stack(module: nn.Module) -> bool:
-    parameters = list(module.parameters())
-    return sum(p.dim() >= 3 for p in parameters) == 1 and len(list(module.children())) == 0
+    return not any(True for _ in module.children()) and sum(p.dim() >= 3 for p in module.parameters()) == 1
 
 
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:

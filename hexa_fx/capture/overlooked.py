@@ -98,6 +98,8 @@ class Runs:
 def packed_experts(module: nn.Module) -> str:
     """Names and types of buffers of integers that look like experts' weights; empty if there are none."""
     own = [(name, buffer) for name, buffer in module.named_buffers() if buffer.dtype in _INTEGERS]
+    if not own:
+        return ""
     children = list(module.children())
     stacked = [(name, b) for name, b in own if b.dim() >= 3 and "." not in name]
     listed = [(name, b) for name, b in own if b.dim() >= 2] if _are_alike(children) else []

@@ -61,7 +61,7 @@ class AttributeGuards:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
         self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
-        seen_in_trace = (read for read in self.reads if _is_plain(read) and str(read) not in called)
+        seen_in_trace = (read for read in self.reads if _is_plain(read) and not (called and str(read) in called))
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)

@@ -25,7 +25,8 @@ def save_alone(owners: Iterable[nn.Module]) -> None:
 
 def follow(model: nn.Module, other: nn.Module) -> None:
     """The same for the modules of ``model`` that `save_alone` was called for in ``other``, which shares its parameters."""
-    save_alone(model.get_submodule(path) for path, owner in other.named_modules() if _is_asked(owner))
+    modules = dict(model.named_modules())
+    save_alone(modules[path] for path, owner in other.named_modules() if _is_asked(owner))
 
 
 @contextmanager

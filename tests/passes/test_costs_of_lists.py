@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.capture import observe
 from hexa_fx.capture.copies import deepcopied
+from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
+from hexa_fx.inspection import block_report
 from hexa_fx.isolation.held_objects import MODULE_STATE
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_state import ModuleState
@@ -117,3 +121,31 @@ def test_a_block_is_put_back_once_for_each_run_and_once_at_the_end(monkeypatch: 
     monkeypatch.setattr(ModuleState, "now", lambda self: (calls.update(["now"]), now(self))[1])
     hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True))
     assert calls["now"] < calls["restore"] <= calls["now"] + 10
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_conditions_are_checked_for_the_log_only_where_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, heard: bool
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(block_report, "why_original", lambda forward: asked.append(forward) or "")
+    with caplog.at_level(logging.INFO if heard else logging.WARNING, logger="hexa_fx"):
+        hexa_fx.optimize(Listed(), torch.randn(12, 8), hexa_fx.HexaConfig(verify=False))
+    assert len(asked) == heard
+    assert ("1 of 1 MoE blocks rewritten" in caplog.text) is heard
+
+
+def test_modules_without_numbers_and_packed_codes_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn_0, self.ffn_1, self.ffn_2 = (nn.Linear(4, 4) for _ in range(3))
+
+    assert observe._holds_numbered(Numbered())
+    named, buffers, asked = nn.Module.named_parameters, nn.Module.named_buffers, Counter[str]()
+    monkeypatch.setattr(nn.Module, "named_parameters", lambda *a, **k: (asked.update(["named"]), named(*a, **k))[1])
+    monkeypatch.setattr(nn.Module, "named_buffers", lambda *a, **k: (asked.update(["buffers"]), buffers(*a, **k))[1])
+    block = Listed()
+    assert not observe._holds_numbered(block.experts[0])
+    assert not packed_experts(block.experts)
+    assert asked == {"buffers": 1}
