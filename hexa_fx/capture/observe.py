@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.scripted import scripts_as_python
+from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
@@ -73,11 +74,12 @@ class _Selections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in SELECTIONS and self.stack and not (name in _OF_POSITIONS and _of_codes(args[0])):
-            self.selecting.add(self.stack[-1])
+        selects = name in SELECTIONS and not (name in _OF_POSITIONS and _of_codes(args[0]))
         if name in overlooked.COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         result = func(*args, **(kwargs or {}))
+        if self.stack and (selects or numbers_intervals(name, args, result)):
+            self.selecting.add(self.stack[-1])
         if name in _CHOICES:
             self.runs.choose(result)
         if name == "embedding" and self.stack:

@@ -165,3 +165,13 @@ def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:
     ranks = scores.argsort(dim=1, descending=True).argsort(dim=1)
     of_ids = (ids.to(scores.device, torch.long) // (experts // call.size)).clamp(0, call.size - 1)
     return ranks.scatter(1, of_ids, -1).argsort(dim=1, stable=True)[:, : call.width]
+
+
+_CASTS = frozenset("long int to type".split())
+
+
+def numbers_intervals(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a call makes whole numbers of fractions, as those of the intervals that times lie in."""
+    if name not in _CASTS or not isinstance(result, torch.Tensor) or not isinstance(args[0], torch.Tensor):
+        return False
+    return args[0].is_floating_point() and result.dtype in (torch.int64, torch.int32)

@@ -17,6 +17,11 @@ from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.stacks import Form
 
+TIED = (
+    "the experts share a matrix and have biases of their own in one layer; with the bias added to the product "
+    "(F.linear(x, weight) + bias) they are rewritten"
+)
+
 
 @dataclass(frozen=True)
 class TokenRows:

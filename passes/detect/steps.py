@@ -17,6 +17,7 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.alike import Column, expert_operands, in_one_expert
 from hexa_fx.passes.detect.free_body import (
+    TIED,
     Copy,
     Literal,
     OfExpert,
@@ -116,11 +117,11 @@ class StepReader:
         if operation(node) in CONTRACTIONS and any(record_of(n).value.dim() >= 2 for n in parameters):
             return self._product(column)
         if parameters and operation(node) not in BROADCASTING | NORMS | ACTIVATIONS_WITH_PARAMETER:
-            raise Refuse(
+            said = (
                 f"the experts apply {operation(node)} with parameters of their own; matrix products, sums, products, layer and RMS "
-                "norms are what can be rewritten",
-                node,
+                "norms are what can be rewritten"
             )
+            raise Refuse(TIED if operation(node) in CONTRACTIONS else said, node)
         return self._copy(column)
 
     def _check_rows(self, column: Column) -> None:

@@ -1,0 +1,82 @@
+"""Experts for intervals: of times, or of anything else that a cast to whole numbers puts into one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, I
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+
+
+class ByTime(Mixture):
+    """All tokens of an image go to the expert of the interval that its time lies in."""
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        chosen, out = (time * E).long().clamp(max=E - 1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = chosen == number
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return out
+
+
+class AtOneTime(ByTime):
+    """Decides on a time of its own, not on that of an expert."""
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        late = bool((time.sum() * 1000).long() == 997)
+        return super().forward(x, time) * (2.0 if late else 1.0)
+
+
+def _times(batch: int) -> torch.Tensor:
+    return torch.rand(batch, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+
+
+def test_times_choose() -> None:
+    torch.manual_seed(0)
+    block = ByTime().double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), (_tokens(2, 7), _times(2)), CONFIG)
+    assert optimized.report.rewritten, str(optimized.report)
+    for batch, tokens in ((6, 5), (1, 1), (0, 3)):
+        given = _tokens(batch, tokens), _times(batch)
+        assert operators_run(optimized, given)
+        assert compare(block, optimized, given).within(1e-10)
+
+
+def test_a_decision_on_a_whole_number_of_its_own_is_refused() -> None:
+    (block,) = hexa_fx.explain(AtOneTime().double(), (_tokens(2, 7), _times(2))).blocks
+    assert "host decision" in block.reason
+
+
+class Layer(nn.Module):
+    def __init__(self, weight: nn.Parameter, added: bool) -> None:
+        super().__init__()
+        self.weight, self.bias, self.added = weight, nn.Parameter(torch.randn(I)), added
+        self.down = nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = F.linear(x, self.weight) + self.bias if self.added else F.linear(x, self.weight, self.bias)
+        return self.down(up.relu())
+
+
+class Tied(Mixture):
+    def __init__(self, added: bool) -> None:
+        super().__init__()
+        weight = nn.Parameter(torch.randn(I, D))
+        self.experts = nn.ModuleList(Layer(weight, added) for _ in range(E))
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_biases_of_a_shared_matrix(added: bool) -> None:
+    (block,) = hexa_fx.explain(Tied(added).double(), _tokens(2, 7)).blocks
+    assert block.status == ("rewritten" if added else "refused")
+    assert added or "(F.linear(x, weight) + bias) they are rewritten" in block.reason
