@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 _ATEN = torch.ops.aten
 
-Place: TypeAlias = "tuple[QuantizedWeight, int] | None"
-"""What matrices lie in, and the number of this one among them."""
+Place: TypeAlias = "tuple[QuantizedWeight, int, int] | None"
+"""What matrices lie in, the number of this one among them, and how many they are."""
 
 
 @cache

@@ -54,7 +54,7 @@ class StackedParts(PackedReader):
         """What another block with the same experts has moved them to, if that is how they are read here."""
         places: list[Place] = [getattr(parameter, "place", None) for parameter in parameters]
         first, experts = places[0], len(self.weight.parts[0])
-        if first is None or first[0].shape[0] != experts:
+        if first is None or first[0].shape[0] != experts or first[2] != len(places):
             return None
         of_one = all(place is not None and place[0] is first[0] for place in places)
         return first[0] if of_one and [place[1] for place in places if place] == [*range(len(places))] else None
@@ -81,11 +81,11 @@ class StackedParts(PackedReader):
 
 def _move(parts: Sequence[Sequence[QuantizedWeight]], packed: QuantizedWeight) -> None:
     """Lets parameters lie in what was made of them."""
-    begins, number = [0 for _ in packed.held], count()
+    begins, number, total = [0 for _ in packed.held], count(), sum(map(len, parts))
     for part in parts:
         for expert, parameter in enumerate(part):
             parameter.lie_in([_part(*each, expert) for each in zip(packed.held, parameter.held, begins)])
-            parameter.place = packed, next(number)
+            parameter.place = packed, next(number), total
         begins = [begin + len(own) if own.dim() else 0 for begin, own in zip(begins, part[0].held)]
 
 

@@ -209,3 +209,16 @@ def test_what_cannot_lie_side_by_side_is_said(tokens):
     with pytest.raises(InputError, match="each has scales of its own"):
         hexa_fx.quantize_experts_(block, "nf4_double")
     assert not any(map(is_packed, block.parameters()))
+
+
+def test_adapters_of_another_kind_are_rewritten_if_they_are_optimized_after_packing(tokens):
+    """Gate and up, which lay in one place, are then read apart."""
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["gate", "down"], feedforward_modules=["down"], init_ia3_weights=False)
+    made = []
+    for model in packed(tokens, "nf4"):
+        torch.manual_seed(2)
+        made.append(peft.get_peft_model(model, config))
+    block = hexa_fx.optimize_(hexa_fx.undo_(made[0]), tokens)
+    torch.testing.assert_close(outcome(block, tokens)[:2], outcome(made[1], tokens)[:2])
+    assert operators_run(block, (tokens,))
