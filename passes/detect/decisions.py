@@ -123,7 +123,7 @@ def shape_branches(
         if sizes:
             guards += _of_sizes(node, sizes, tags, (output,), after)
             continue
-        asked = _asked(node, output, routing)
+        asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
         if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             if not of_experts <= after:
@@ -203,14 +203,14 @@ def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[
     )
 
 
-def _asked(decision: torch.fx.Node, output: torch.fx.Node, routing: set[torch.fx.Node]) -> set[torch.fx.Node]:
+def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
     """The nodes whose values the decision reads, back to ``output``.
 
-    Not those that only determine sizes, or choices such as the ids, by whatever they are made, and a later router's.
+    Not those that only determine sizes, or choices such as a later router's ids.
     """
     if operation(decision) == "unbind":  # asks for a size
         return set()
-    return ancestors([decision], stop=lambda node: node is output or node in routing or _is_size_or_choice(node))
+    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node))
 
 
 def _is_size_or_choice(node: torch.fx.Node) -> bool:

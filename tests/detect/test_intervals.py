@@ -24,17 +24,16 @@ class ByTime(Mixture):
         chosen, out = (time * E).long().clamp(max=E - 1), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             mine = chosen == number
-            if mine.any():
-                out[mine] = expert(x[mine])
+            out[mine] = expert(x[mine])
         return out
 
 
 class AtOneTime(ByTime):
-    """Decides on a time of its own, not on that of an expert."""
+    """Verification cannot have times choose as it wants, so that it would not see this."""
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        late = bool((time.sum() * 1000).long() == 997)
-        return super().forward(x, time) * (2.0 if late else 1.0)
+        chosen = (time * E).long()
+        return super().forward(x, time) * (2.0 if sum(one == 2 for one in chosen.tolist()) == 37 else 1.0)
 
 
 def _times(batch: int) -> torch.Tensor:
@@ -52,7 +51,7 @@ def test_times_choose() -> None:
         assert compare(block, optimized, given).within(1e-10)
 
 
-def test_a_decision_on_a_whole_number_of_its_own_is_refused() -> None:
+def test_a_decision_on_what_times_choose_is_refused() -> None:
     (block,) = hexa_fx.explain(AtOneTime().double(), (_tokens(2, 7), _times(2))).blocks
     assert "host decision" in block.reason
 
