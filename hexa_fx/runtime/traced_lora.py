@@ -87,5 +87,6 @@ def _low(layer: Any, path: str, name: str) -> Low:
 
 def _is_changed(module: Any) -> bool:
     """Whether a module has hooks or a forward of its own, as it is traced; guards of torch.compile skip them later."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" in module.__dict__ or any(map(len, hooks))
+    if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:  # a tracer walks into any()
+        return True
+    return bool(module._backward_hooks or module._backward_pre_hooks)
