@@ -29,9 +29,20 @@ _BLOCKS = {"quantize_columns": 3, "quantize_columns_shared": 3, "quantize_weight
 
 
 def _activate_bytes(spec: KernelSpec) -> int:
-    """sizeof(ActivateFp8::Memory): a tile of da and of h, its scales, weights of rows, and what is turned round."""
+    """sizeof(ActivateFp8::Memory): a tile of da and of h, its scales, weights of rows, and what is turned round with its scales."""
     parts = 2 if spec.glu == "concat" else 1
-    return (2 + parts) * 128 * 128 + (parts + 1) * 4 * 128 + TILE_BYTES
+    turned = 2 * 128 * 128 + parts * (8 * 16 * 16 + 4 * 128) + 4 * 8
+    return (2 + parts) * 128 * 128 + (parts + 1) * 4 * 128 + turned
+
+
+def combining_blocks(spec: KernelSpec) -> int:
+    """Blocks of a multiprocessor that sums rows: 768 threads, whose copies keep the memory busy."""
+    return max(768 // int(spec.option("threads")), 1)
+
+
+def _combine_shape(spec: KernelSpec) -> LaunchShape:
+    threads = int(spec.option("threads"))
+    return LaunchShape(threads=threads, shared_bytes=2 * max(int(spec.option("top_k")), 1) * threads * 16)
 
 
 def _check_quantize(spec: KernelSpec) -> Iterable[str]:
@@ -72,8 +83,9 @@ FAMILIES = (
         name=COMBINE,
         template="combine_bytes.cu.j2",
         ops=("combine",),
-        args=struct.Struct("6P3i0P"),  # y, scales, weights, inv, routed, out; width, padded, top_k
-        shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
+        args=struct.Struct("6P4i0P"),  # y, scales, weights, inv, routed, out; width, padded, top_k, tokens
+        shape=_combine_shape,
+        values=lambda spec: {"blocks": combining_blocks(spec)},
         check=check_combine,
         min_arch=80,
     ),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS
+from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS, combining_blocks
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
@@ -112,12 +112,14 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 
 @cuda_kernel("combine_fp8")
 def combine_fp8(*args: Any) -> Tensor:
-    """See hexa_fx.ops.fp8. One block a token."""
+    """See hexa_fx.ops.fp8. A block for each token, of many as many as the card holds at a time."""
     o = CombineFp8(*args)
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
     pointers = (o.y, o.ys, weights, o.inv, o.offs[-1:], out)
-    launch(o.y, spec, (out.shape[0], 1, 1), pointers, o.columns, o.y.shape[1], o.top_k)
+    tokens = out.shape[0]
+    blocks = min(tokens, combining_blocks(spec) * planning_of(out).card.multiprocessors)
+    launch(o.y, spec, (blocks, 1, 1), pointers, o.columns, o.y.shape[1], o.top_k, tokens)
     return out
 
 

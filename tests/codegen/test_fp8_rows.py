@@ -171,3 +171,14 @@ def test_sums_of_rows_in_bytes(kind, dtype, weights, columns):
     found, expected = fp8_rows.combine_fp8(*args), fp8.combine_fp8(*args)
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "columns"), [(60, 3, 200), (5, 2, 4200), (0, 2, 200)], ids=str)
+def test_sums_of_slots_and_widths_that_no_block_has_at_a_time(tokens, top_k, columns):
+    """Three slots, which no kernel is made for; rows of more columns than a block has threads for; no tokens."""
+    torch.manual_seed(0)
+    index = torch.rand(tokens, E).argsort(1)[:, :top_k]
+    _, inv, offs = torch.ops.hexa.reindex(index, E)
+    y, ys = rows_as_bytes(torch.randn(len(inv), 128 * (columns // 128 + 1)))
+    args = (y, ys, torch.rand(tokens, top_k), inv, offs, top_k, columns, torch.float32)
+    torch.testing.assert_close(fp8_rows.combine_fp8(*args), fp8.combine_fp8(*args), rtol=1e-5, atol=1e-3)

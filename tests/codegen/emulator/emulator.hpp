@@ -169,9 +169,9 @@ inline float __shfl_xor_sync(unsigned, float value, int mask) {
   const unsigned word = bits_of(value);
   return __uint_as_float(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
 }
-inline int __shfl_xor_sync(unsigned, int value, int mask) {
+template <class Int> Int __shfl_xor_sync(unsigned, Int value, int mask) {
   const unsigned word = unsigned(value);
-  return int(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
+  return Int(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
 }
 inline unsigned __ballot_sync(unsigned, bool holds) {
   const unsigned word = holds;

@@ -48,7 +48,7 @@ CUTE_DEVICE void block_gemm(const TmaDescriptor* maps, const BlockParams& p) {
     for (int i = 0; i < C::Stages; ++i) {
       // copier, threads that bring scales, and the relay for gathered rows
       Barrier::init(&sm.full[i], C::WeightOp ? 1 : 1 + kScaleThreads + C::GatherRows);
-      Barrier::init(&sm.empty[i], 32 * kConsumerWarps * C::Cluster);  // see BlockLoop::release_scales
+      Barrier::init(&sm.empty[i], kConsumerWarps * (32 + C::Cluster - 1));  // see BlockLoop::release_scales
       Barrier::init(&sm.landed[i], kScaleThreads);
     }
     for (int i = 0; i < kTileSlots; ++i) {

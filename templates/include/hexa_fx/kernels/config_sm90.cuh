@@ -63,6 +63,7 @@ struct TileConfig {
   static constexpr int BM = BM_, BN = BN_, BK = Operand::kLine, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
+  static constexpr bool WarpPublishes = false;      // all lanes of a cluster's copying warp look for its next tiles
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time

@@ -124,12 +124,19 @@ struct Copier {
     }
   }
 
+  // The ticket is one lane's.
+  CUTE_DEVICE void publish(TileWriter<C>& writer, const Counts<C>& counts, int ticket) const {
+    static_assert(!kEarly, "once a tile");
+    if (rank == 0) writer.publish(sm, p, counts, __reduce_max_sync(~0u, ticket));
+  }
+
   CUTE_DEVICE void run() {
     TileReader<C> reader;
     TileWriter<C> writer;
     const Counts<C> counts(p);
     const bool lead = cute::elect_one_sync(), scheduler = lead && rank == 0;
-    if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
+    if constexpr (C::WarpPublishes) publish(writer, counts, scheduler ? fetch_ticket(p) : 0);
+    else if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
@@ -145,7 +152,8 @@ struct Copier {
           if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
           if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
         }
-        if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
+        if constexpr (C::WarpPublishes) publish(writer, counts, ticket);
+        else if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
       }
       __syncwarp();
     }

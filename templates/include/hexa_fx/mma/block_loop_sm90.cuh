@@ -75,12 +75,12 @@ struct BlockLoop {
 
  private:
   // Gives a stage back. All lanes have read scales in it, and each says so for itself: compute-sanitizer's racecheck follows no lane
-  // that arrives for others behind a barrier.
+  // that arrives for others behind a barrier. The other CTA only writes what wgmma reads, and one lane of each warp tells it.
   static CUTE_DEVICE void release_scales(BlockSmem<C>& sm, int stage) {
-    if constexpr (C::Cluster == 1) Barrier::arrive(&sm.empty[stage]);
-    else {
-      CUTE_UNROLL
-      for (int cta = 0; cta < C::Cluster; ++cta) Barrier::arrive(&sm.empty[stage], cta, 1);
+    Barrier::arrive(&sm.empty[stage]);
+    if constexpr (C::Cluster > 1) {
+      __syncwarp();
+      if (lane_id() == 0) Barrier::arrive(&sm.empty[stage], block_rank_in_cluster() ^ 1, 1);
     }
   }
   // The same number, worked out here and not where it is used.

@@ -40,17 +40,15 @@ class ActivateFp8 {
         x[2 * j + 1] = __uint_as_float(two[i][j] & 0xffff0000u);
       }
     }
-    // The largest magnitudes of columns.
-    __device__ void largest(float (&seen)[kChunk]) const {
-#pragma unroll
-      for (int j = 0; j < kChunk / 2; ++j) {
-        unsigned most = 0;
-#pragma unroll
-        for (int i = 0; i < kTileLines; ++i) most = larger_magnitudes<__nv_bfloat16>(most, two[i][j]);
-        seen[2 * j] = __uint_as_float(most << 16);
-        seen[2 * j + 1] = __uint_as_float(most & 0xffff0000u);
-      }
+  };
+  // The largest magnitudes: of dh's columns, two in a word, and of all of the weighted activation.
+  struct Largest {
+    unsigned of_dh[kParts][kChunk / 2] = {}, of_a = 0;
+    static __device__ void add(unsigned& most, unsigned two) { most = larger_magnitudes<__nv_bfloat16>(most, two); }
+    __device__ void add(int part, const uint4& x) {
+      add(of_dh[part][0], x.x), add(of_dh[part][1], x.y), add(of_dh[part][2], x.z), add(of_dh[part][3], x.w);
     }
+    __device__ void add_a(const uint4& x) { add(of_a, x.x), add(of_a, x.y), add(of_a, x.z), add(of_a, x.w); }
   };
 
   static __device__ uint4 packed(const float (&x)[kChunk]) {
@@ -72,7 +70,10 @@ class ActivateFp8 {
     uint4 da[kTile][16];
     uint2 h[kParts][kTile][16];
     float scale[kParts][kTile], weight[kTile];
-    TileMemory tile;
+    TileElements tile[2];
+    uint4 largest[kParts][kTileThreads / 32][16];  // of a warp's lines of dh
+    float inverse[kParts][kTile];
+    unsigned of_a[kTileThreads / 32];
   };
 
  private:
@@ -109,7 +110,7 @@ class ActivateFp8 {
 
   // The thread's columns of line i: what it holds of dh's first part, the second part in the place of h, the weighted activation in that of
   // da, and the parts of results that lie by row.
-  __device__ void line(int i, int first, Held& dh) const {
+  __device__ void line(int i, int first, Held& dh, Largest& largest) const {
     const unsigned long long row = rows.begin + tile_line(0);
     unsigned char* dh_row = p.dh + row * width + first + tile_column();
     float* dhs_row = p.dhs + row * (kParts * blocks) + first / kTile;
@@ -132,26 +133,36 @@ class ActivateFp8 {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) d[part][j] = w * da[j] * slope[part];
     }
-    memory.da[l][column] = packed(a);
-    const uint4 of_dh = packed(d[0]);
+    const uint4 of_a = packed(a), of_dh = packed(d[0]);
+    memory.da[l][column] = of_a;
+    largest.add_a(of_a);
+    largest.add(0, of_dh);
     dh.two[i][0] = of_dh.x, dh.two[i][1] = of_dh.y, dh.two[i][2] = of_dh.z, dh.two[i][3] = of_dh.w;
     if constexpr (kGated) {
       const uint4 of_up = packed(d[1]);
+      largest.add(kParts - 1, of_up);
       memory.h[0][l][column] = {of_up.x, of_up.y};
       memory.h[1][l][column] = {of_up.z, of_up.w};
     }
+    // All that lanes ask each other for at once, and nothing in between: each answer takes some 25 cycles.
+    float most[kParts];
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (!p.dh) continue;
-      const BlockScale of(largest_of_line(largest_of(d[part])));
-      if (!exists) continue;
-      *reinterpret_cast<uint2*>(dh_row + part * p.columns + down * width) = quantised(d[part], of.inverse);
-      if (column == 0) dhs_row[part * blocks + down * (kParts * blocks)] = of.scale;
+    for (int part = 0; part < kParts; ++part) most[part] = largest_of(d[part]);
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) most[part] = fmaxf(most[part], __shfl_xor_sync(0xffffffffu, most[part], step));
+      dot += __shfl_xor_sync(0xffffffffu, dot, step);
     }
-    if (p.dots) {
-      dot = sum_of_line(dot);
-      if (exists && column == 0) dots_row[down * blocks] = dot;
+    if (exists && p.dh) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const BlockScale of(most[part]);
+        *reinterpret_cast<uint2*>(dh_row + part * p.columns + down * width) = quantised(d[part], of.inverse);
+        if (column == 0) dhs_row[part * blocks + down * (kParts * blocks)] = of.scale;
+      }
     }
+    if (exists && p.dots && column == 0) dots_row[down * blocks] = dot;
   }
 
   // What line() has put into memory.
@@ -172,19 +183,55 @@ class ActivateFp8 {
     return held;
   }
 
-  // Columns `first` .. of a matrix `columns` wide, turned round.
-  template <bool kShared>
-  __device__ void turn(const Held& held, int columns, int first, unsigned char* out, float* scales) const {
-    float by[kChunk], x[kChunk];
-    held.largest(by);
-    const long long at = static_cast<long long>(blockIdx.x) * columns + first;
-    memory.tile.template scales<kShared>(by, scales + at);
+  // Scales of dh's columns, which go to memory, and what they are multiplied by, which stays; those of a are one number.
+  __device__ float find_scales(Largest& most, int first) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      unsigned (&x)[kChunk / 2] = most.of_dh[part];
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) Largest::add(x[j], __shfl_xor_sync(0xffffffffu, x[j], 16));
+      if (lane < 16) memory.largest[part][warp][lane] = {x[0], x[1], x[2], x[3]};
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) Largest::add(most.of_a, __shfl_xor_sync(0xffffffffu, most.of_a, step));
+    if (lane == 0) memory.of_a[warp] = most.of_a;
+    __syncthreads();
+    const int part = threadIdx.x / kTile, column = threadIdx.x % kTile;
+    if (part < kParts && p.dh_t) {
+      unsigned all = 0;
+#pragma unroll
+      for (int w = 0; w < kTileThreads / 32; ++w)
+        Largest::add(all, reinterpret_cast<const unsigned*>(memory.largest[part][w])[column / 2]);
+      const BlockScale of(__uint_as_float(column % 2 ? all & 0xffff0000u : all << 16));
+      p.dhs_t[static_cast<long long>(blockIdx.x) * width + part * p.columns + first + column] = of.scale;
+      memory.inverse[part][column] = of.inverse;
+    }
+    unsigned all = 0;
+#pragma unroll
+    for (int w = 0; w < kTileThreads / 32; ++w) Largest::add(all, memory.of_a[w]);
+    const BlockScale of(fmaxf(__uint_as_float(all << 16), __uint_as_float(all & 0xffff0000u)));
+    if (p.a_t && threadIdx.x < kTile) p.at_scales[static_cast<long long>(blockIdx.x) * p.columns + first + threadIdx.x] = of.scale;
+    __syncthreads();
+    return of.inverse;
+  }
+  __device__ void put(TileElements& tile, const Held& held, const float (&by)[kChunk]) const {
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
+      float x[kChunk];
       held.get(i, x);
-      memory.tile.put(tile_line(i), quantised(x, by));
+      tile.put(tile_line(i), quantised(x, by));
     }
-    memory.tile.write_turned(out + at * kTile, kTile);
+  }
+  __device__ void put_part(TileElements& tile, const Held& held, int part) const {
+    float by[kChunk];
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) by[j] = memory.inverse[part][tile_column() + j];
+    put(tile, held, by);
+  }
+  // A tile of a matrix `columns` wide.
+  __device__ void write(const TileElements& tile, unsigned char* out, int columns, int first) const {
+    tile.write_turned(out + (static_cast<long long>(blockIdx.x) * columns + first) * kTile, kTile);
   }
 
  public:
@@ -206,17 +253,29 @@ class ActivateFp8 {
       wait_for_copies<0>();
       __syncthreads();
       Held dh;
+      Largest largest;
 #pragma unroll
-      for (int i = 0; i < kTileLines; ++i) line(i, first, dh);
-      if (p.a_t) turn<true>(put_aside<true>(), p.columns, first, p.a_t, p.at_scales);
-      if (kGated && p.dh_t) turn<false>(put_aside<false>(), width, p.columns + first, p.dh_t, p.dhs_t);
+      for (int i = 0; i < kTileLines; ++i) line(i, first, dh, largest);
+      const float of_a = find_scales(largest, first);
+      if (p.a_t) {
+        const float by[kChunk] = {of_a, of_a, of_a, of_a, of_a, of_a, of_a, of_a};
+        put(memory.tile[0], put_aside<true>(), by);
+      }
+      if (kGated && p.dh_t) put_part(memory.tile[1], put_aside<false>(), kParts - 1);
+      __syncthreads();
+      if (p.a_t) write(memory.tile[0], p.a_t, p.columns, first);
+      if (kGated && p.dh_t) write(memory.tile[1], p.dh_t, width, p.columns + first);
       __syncthreads();  // all have read what the next tile takes the place of
       const int next = first + gridDim.y * kTile;
       if (next < p.columns) {
         ask_tile(next);
         scale = scale_of_tile(next);
       }
-      if (p.dh_t) turn<false>(dh, width, first, p.dh_t, p.dhs_t);
+      if (p.dh_t) {
+        put_part(memory.tile[0], dh, 0);
+        __syncthreads();
+        write(memory.tile[0], p.dh_t, width, first);
+      }
       if (next >= p.columns) return;
       first = next;
     }

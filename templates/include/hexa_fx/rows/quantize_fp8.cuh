@@ -109,6 +109,7 @@ struct QuantizeFp8 {
       }
       first += step;
       if (first < width) ask_tile(first);
+      __syncthreads();
       memory.write_turned(p.q + at * kTile, kTile);
       if (first >= width) return;
     }
@@ -149,6 +150,7 @@ struct QuantizeFp8 {
       if (q) *reinterpret_cast<uint2*>(q + static_cast<long long>(tile_line(i)) * columns + tile_column()) = elements;
       if (q_t) memory.put(tile_line(i), elements);
     }
+    __syncthreads();
     if (q_t) memory.write_turned(q_t, lines);
   }
 

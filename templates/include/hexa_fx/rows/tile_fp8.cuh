@@ -19,16 +19,16 @@ __device__ __forceinline__ float largest_of_line(float x) {
   for (int d = 1; d < 16; d *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
   return x;
 }
-__device__ __forceinline__ float sum_of_line(float x) {
-#pragma unroll
-  for (int d = 1; d < 16; d *= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
-  return x;
-}
 __device__ __forceinline__ float largest_of(const float (&x)[kChunk]) {
-  float largest = 0.f;
+  float largest[kChunk / 2];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) largest = fmaxf(largest, fabsf(x[i]));
-  return largest;
+  for (int i = 0; i < kChunk / 2; ++i) largest[i] = fmaxf(fabsf(x[i]), fabsf(x[i + kChunk / 2]));
+#pragma unroll
+  for (int n = kChunk / 4; n > 0; n /= 2) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) largest[i] = fmaxf(largest[i], largest[i + n]);
+  }
+  return largest[0];
 }
 __device__ __forceinline__ uint2 quantised(const float (&x)[kChunk], const float (&by)[kChunk]) {
   return {pack_e4m3(x[0] * by[0], x[1] * by[1], x[2] * by[2], x[3] * by[3]),
@@ -39,13 +39,48 @@ __device__ __forceinline__ uint2 quantised(const float (&x)[kChunk], float by) {
   return quantised(x, all);
 }
 
-struct alignas(16) TileMemory {
-  unsigned word[kTile][kTile / 4];          // elements by line, four columns a word; see place()
-  float largest[kTileThreads / 32][kTile];  // of a warp's lines, by column
-  float inverse[kTile];
+// A tile's elements.
+struct alignas(16) TileElements {
+  unsigned word[kTile][kTile / 4];  // by line, four columns a word; see place()
 
   // Words of a line are exchanged so that threads that read the same word of lines 16 apart, and its neighbours, meet in no bank.
   static __device__ int place(int line, int word) { return word ^ (line / 16 * 4); }
+
+  // Eight elements of line `line`, of this thread's columns.
+  __device__ void put(int line, uint2 elements) {
+    *reinterpret_cast<uint2*>(&word[line][place(line, tile_column() / 4)]) = elements;
+  }
+
+  // Writes the tile turned round, of which all have put their elements: column c at out + c * stride, 128 bytes of which count.
+  __device__ void write_turned(unsigned char* out, long long stride) const {
+    const int lines = threadIdx.x % 8, quad = threadIdx.x / 8;  // sixteen lines, four columns
+    unsigned turned[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unsigned w[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int line = lines * 16 + i * 4 + k;
+        w[k] = word[line][place(line, quad)];
+      }
+      const unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);  // columns 0 and 1 of two lines each
+      const unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);  // columns 2 and 3
+      turned[0][i] = __byte_perm(a, b, 0x5410);
+      turned[1][i] = __byte_perm(a, b, 0x7632);
+      turned[2][i] = __byte_perm(c, d, 0x5410);
+      turned[3][i] = __byte_perm(c, d, 0x7632);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      *reinterpret_cast<uint4*>(out + (quad * 4 + k) * stride + lines * 16) =
+          uint4{turned[k][0], turned[k][1], turned[k][2], turned[k][3]};
+  }
+};
+
+// With what it takes to find their scales.
+struct alignas(16) TileMemory : TileElements {
+  float largest[kTileThreads / 32][kTile];  // of a warp's lines, by column
+  float inverse[kTile];
 
   // Scales of the tile's columns: one each, or one for all, which is written for each. Of the largest number that each thread has seen
   // in each of its columns it makes what they are multiplied by. All threads together.
@@ -92,37 +127,6 @@ struct alignas(16) TileMemory {
 #pragma unroll
     for (int w = 0; w < kTileThreads / 32; ++w) most = fmaxf(most, inverse[w]);
     return BlockScale(most);
-  }
-
-  // Eight elements of line `line`, of this thread's columns.
-  __device__ void put(int line, uint2 elements) {
-    *reinterpret_cast<uint2*>(&word[line][place(line, tile_column() / 4)]) = elements;
-  }
-
-  // Writes the tile turned round, when all have put their elements: column c at out + c * stride, 128 bytes of which count.
-  __device__ void write_turned(unsigned char* out, long long stride) {
-    __syncthreads();
-    const int lines = threadIdx.x % 8, quad = threadIdx.x / 8;  // sixteen lines, four columns
-    unsigned turned[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      unsigned w[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int line = lines * 16 + i * 4 + k;
-        w[k] = word[line][place(line, quad)];
-      }
-      const unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);  // columns 0 and 1 of two lines each
-      const unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);  // columns 2 and 3
-      turned[0][i] = __byte_perm(a, b, 0x5410);
-      turned[1][i] = __byte_perm(a, b, 0x7632);
-      turned[2][i] = __byte_perm(c, d, 0x5410);
-      turned[3][i] = __byte_perm(c, d, 0x7632);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      *reinterpret_cast<uint4*>(out + (quad * 4 + k) * stride + lines * 16) =
-          uint4{turned[k][0], turned[k][1], turned[k][2], turned[k][3]};
   }
 };
 

@@ -38,18 +38,28 @@ struct TileWriter {
       Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
       sm.tile[at.index] = t;
       Barrier::arrive(&sm.tile_full[at.index]);
+    } else if constexpr (C::WarpPublishes) {  // all lanes together, one of which writes for each CTA
+      const Tile t = decode(sm, p, c, ticket, lane_id() % C::Cluster);
+      Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
+      if (lane_id() < C::Cluster) write(sm, t, lane_id());
+      __syncwarp();
     } else {
       for (int rank = 0; rank < C::Cluster; ++rank) {
         const Tile t = decode(sm, p, c, ticket, rank);
         if (rank == 0) Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
-        const uint32_t to = in_cta(&sm.tile[at.index], rank);
-        const int4* from = reinterpret_cast<const int4*>(&t);
-        CUTE_UNROLL
-        for (int i = 0; i < int(sizeof(Tile) / 16); ++i) store_in_cta(to + 16 * i, from[i]);
-        arrive_in_cta(in_cta(&sm.tile_full[at.index], rank));
+        write(sm, t, rank);
       }
     }
     at.template next<kTileSlots>();
+  }
+
+ private:
+  CUTE_DEVICE void write(Smem<C>& sm, const Tile& t, int rank) const {
+    const uint32_t to = in_cta(&sm.tile[at.index], rank);
+    const int4* from = reinterpret_cast<const int4*>(&t);
+    CUTE_UNROLL
+    for (int i = 0; i < int(sizeof(Tile) / 16); ++i) store_in_cta(to + 16 * i, from[i]);
+    arrive_in_cta(in_cta(&sm.tile_full[at.index], rank));
   }
 };
 

@@ -112,6 +112,17 @@ CUTE_DEVICE void raster_swapped(int t, int mb, int nb, int group, int rank, int&
   n = min(unit * C::Cluster + rank, nb - 1);
 }
 
+// The last place that begins at q or before. All lanes together, each of which looks at every 32nd.
+template <class C>
+CUTE_DEVICE int place_of(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q) {
+  int before = 0;
+  for (int base = 0; base <= p.experts; base += 32) {
+    const int place = base + lane_id();
+    before += __popc(__ballot_sync(~0u, place <= p.experts && c.before(sm, min(place, p.experts)) <= q));
+  }
+  return before - 1;
+}
+
 template <class C>
 CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q, int rank) {
   Tile t{};
@@ -126,11 +137,14 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
       t.kind = kEnd;
       return t;
     }
-    int hi = p.experts + 1;  // place `experts`: rows of no expert
-    while (hi - lo > 1) {
-      const int mid = (lo + hi) >> 1;
-      if (c.before(sm, mid) <= q) lo = mid;
-      else hi = mid;
+    if constexpr (C::WarpPublishes) lo = place_of(sm, p, c, q);
+    else {
+      int hi = p.experts + 1;  // place `experts`: rows of no expert
+      while (hi - lo > 1) {
+        const int mid = (lo + hi) >> 1;
+        if (c.before(sm, mid) <= q) lo = mid;
+        else hi = mid;
+      }
     }
     q -= c.before(sm, lo);
   }
