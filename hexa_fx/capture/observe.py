@@ -154,7 +154,8 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
         return any(True for _ in module.parameters())
     if sum(p.dim() == 2 for p in own) >= 2 and not type(module).__module__.startswith("torch."):
         return True  # bare matrices, each possibly of all experts
-    return _is_list_of_alikes(module) or _lists_of_parameters(module)
+    several = isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
+    return several or _is_list_of_alikes(module)
 
 
 def _holds_numbered(module: nn.Module) -> bool:
@@ -177,10 +178,6 @@ def _is_list_of_alikes(module: nn.Module) -> bool:
     shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
     tables = all(isinstance(child, nn.Embedding) for _, child in children)  # codebooks, or one for each feature
     return len(shapes) == 1 and shapes != {()} and not tables
-
-
-def _lists_of_parameters(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
 
 
 @contextmanager
