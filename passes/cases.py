@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 SECOND = "a second call, which sees what the first one stored"
+NO_ROUTER = "there is no router inside that could be overridden"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
-from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import (
     ROUTINGS,
@@ -98,7 +99,8 @@ class Comparison:
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
         experts = self.inputs.num_experts
         for routing, rows in self.settings.counts.routings(experts, top_k) if experts else ():
-            yield self._forced(routing.name, routing, top_k, partial(self.inputs.at, 1, rows), gradients=False)
+            case = self._forced(routing.name, routing, top_k, partial(self.inputs.at, 1, rows), gradients=False)
+            yield replace(case, outcome="different") if case.detail == NO_ROUTER else case
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)
@@ -170,7 +172,7 @@ class Comparison:
             case = self._case(name, inputs, override, gradients)
             if override.forced:
                 return case
-        return VerificationCase(name, "skipped", detail="there is no router inside that could be overridden")
+        return VerificationCase(name, "skipped", detail=NO_ROUTER)
 
     def _case(
         self,

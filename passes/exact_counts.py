@@ -17,9 +17,9 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes.cases import VerificationCase
-from hexa_fx.passes.detect.graph import ancestors, operation
-from hexa_fx.passes.detect.size_decisions import NUMBERS, is_count, sizes_asked
+from hexa_fx.passes.cases import NO_ROUTER, VerificationCase
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
+from hexa_fx.passes.detect.size_decisions import NUMBERS, UNIQUE, is_count, sizes_asked
 from hexa_fx.passes.routing_override import ForcedRouting
 
 _CHOICES = frozenset("topk argmax argmin argsort sort max min one_hot multinomial nonzero where".split())
@@ -31,6 +31,10 @@ _SO_MANY = " tokens for each of "
 _DECIDED = (
     "the code decides on how many tokens an expert gets, or on which token is the {}th, with choices that it has read as plain "
     "numbers ({}), of which a graph knows nothing; leave out what it does then, or put it where the block is called"
+)
+_UNTRIED = (
+    "the code takes what was chosen one by one, or as plain numbers ({}), and chooses without topk or argmax, so that no other "
+    "choices can be tried to see what it does with these; leave them in tensors, as torch.where(ids == e) does"
 )
 
 
@@ -70,8 +74,12 @@ class CountsToTry:
 
     def cause(self, cases: Iterable[VerificationCase]) -> str:
         """A sentence if the rewritten block differed in a case of these routings; else empty."""
-        names = [case.name for case in cases if case.outcome == "different" and _SO_MANY in case.name]
-        return _DECIDED.format(names[0].partition(_SO_MANY)[0], self.location) if names else ""
+        for case in cases:
+            if case.outcome == "different" and _SO_MANY in case.name:
+                if case.detail == NO_ROUTER:
+                    return _UNTRIED.format(self.location)
+                return _DECIDED.format(case.name.partition(_SO_MANY)[0], self.location)
+        return ""
 
 
 def _in_turns(among: int, step: int, rows: int, candidates: int, k: int) -> torch.Tensor:
@@ -88,14 +96,28 @@ def counts_to_try(captured: CapturedBlock, rows: int) -> CountsToTry:
     for node in captured.graph.nodes:
         if node.op == "output" or not record_of(node).decision or sizes_asked(node):
             continue
-        if any(operation(n) in _CHOICES for n in ancestors([node]) if n.op.startswith("call")):
+        if any(_chooses(n) for n in ancestors([node])):
             decisions, location = decisions + 1, location or record_of(node).location
             unseen = unseen or _leaves_no_trace(node)
     return CountsToTry(tuple(n for n in numbers if 1 < n <= _ROWS), decisions, unseen, min(rows, _ROWS), location)
 
 
+def _chooses(node: torch.fx.Node) -> bool:
+    """Whether it is a choice, or whole numbers that the block is given, by which tables may choose."""
+    if node.op.startswith("call"):
+        return operation(node) in _CHOICES
+    return node.op == "placeholder" and is_tensor(node) and not is_float(node)
+
+
 def _leaves_no_trace(node: torch.fx.Node) -> bool:
-    """Whether the host has plain numbers from here on: a number made plain, or all of a tensor; of lists of counts it has none."""
-    if type(record_of(node).value) in (int, float) or operation(node) in ("numpy", "__array__"):
+    """Whether the host has plain numbers from here on: a number made plain, or all of a tensor.
+
+    Not of lists of counts, which stay symbolic, and of the experts that were hit.
+    """
+    taken = operation(node)
+    if taken in ("numpy", "__array__"):
         return True
-    return operation(node) in NUMBERS and not is_count(node.all_input_nodes[0])
+    if any(operation(n) in UNIQUE for n in ancestors([node]) if n.op.startswith("call")):
+        return False
+    made_plain = type(record_of(node).value) in (int, float)
+    return made_plain or (taken in NUMBERS and not is_count(node.all_input_nodes[0]))

@@ -37,7 +37,7 @@ _PLACES: dict[str, tuple[int | None, int]] = {
 """Operations that say where something stands, and their dimension: by default, and its place among the arguments."""
 
 _TAKING = frozenset("getitem gather index_select take take_along_dim".split())
-_UNIQUE = frozenset(("unique", "unique_consecutive"))
+UNIQUE = frozenset(("unique", "unique_consecutive"))
 _EQUALITIES = frozenset("eq ne __eq__ __ne__".split())
 _REMAINDERS = frozenset("mod __mod__ __rmod__ remainder fmod divmod __and__ and_ bitwise_and".split())
 
@@ -223,7 +223,7 @@ def is_count(node: torch.fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
     part = node.args[1] if operation(node) == "getitem" else 0
-    of_unique = isinstance(part, int) and part != 0 and operation(node.all_input_nodes[0]) in _UNIQUE
+    of_unique = isinstance(part, int) and part != 0 and operation(node.all_input_nodes[0]) in UNIQUE
     counted = operation(node) in _SUMS or of_unique
     return counted or (is_size(node) and not _is_width(node) and any(map(_counts, ancestors([node]))))
 

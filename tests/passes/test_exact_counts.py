@@ -82,3 +82,29 @@ def test_first_choices_come_first() -> None:
     wanted = torch.tensor([[2, 0, 1], [0, 1, 2], [3, 2, 1], [1, 3, 0], [2, 3, 0]])
     routing = ForcedRouting("these", lambda rows, candidates, k: wanted, in_order=True)
     assert raised(logits, routing, 3).topk(3).indices.equal(wanted)
+
+
+class ByTable(Counting):
+    """Choices that nothing in the block can be made to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(50) % len(self.experts))
+
+    def forward(self, hidden: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        index, out = self.table[words], torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            out[index == number] = expert(hidden[index == number])
+        return out * (2.0 if self.counted(index) == 97 else 1.0)
+
+
+class ByTableHit(ByTable):
+    def counted(self, index: torch.Tensor) -> object:
+        return len([self.experts[number] for number in index.unique().tolist()])
+
+
+@pytest.mark.parametrize(("kind", "status"), [(ByTable, "refused"), (ByTableHit, "rewritten")])
+def test_where_no_other_choices_can_be_tried(kind: type[ByTable], status: str) -> None:
+    (block,) = hexa_fx.explain(kind(), (torch.randn(12, D), torch.randint(50, (12,)))).blocks
+    assert block.status == status
+    assert status == "rewritten" or "no other choices can be tried" in block.reason
