@@ -42,7 +42,9 @@ def multiplies_with_slices(captured: CapturedBlock) -> Refuse | None:
         weights = {_whole(n.all_input_nodes[1]) for n in products}
         if len(products) > 1 and len(weights) == 1:
             (whole,) = weights
-            if whole.op == "get_attr" and record_of(products[0].all_input_nodes[1]).value.numel() < _numel(whole):
+            part = record_of(products[0].all_input_nodes[1]).value
+            # fewer dimensions: of one expert, in a parameter of all
+            if whole.op == "get_attr" and part.numel() < _numel(whole) and part.dim() == record_of(whole).value.dim():
                 return Refuse(_SLICED.format(whole.target), node)
     return None
 

@@ -191,6 +191,29 @@ def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said
     assert not advice(block.reason)  # it says so itself
 
 
+class Joined(nn.Module):
+    """Products with the matrices of several experts, which lie in one parameter, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.up = nn.Parameter(torch.randn(E, 2 * D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, D)
+        _, index = self.gate(rows).topk(1)
+        order = index[:, 0].argsort()
+        parts = rows[order].split(torch.bincount(index[:, 0], minlength=E).tolist())
+        made = torch.cat([F.linear(part, self.up[e]) for e, part in enumerate(parts)])
+        return torch.zeros_like(rows).index_add(0, order, made.cumsum(-1)[:, :D])
+
+
+def test_matrices_of_several_experts_are_no_slices_of_one() -> None:
+    (block,) = hexa_fx.explain(Joined().double(), _tokens(2, 7)).blocks
+    assert block.status == "refused"
+    assert "slices of an expert's matrix" not in block.reason
+
+
 def test_experts_in_embeddings_are_named_and_codebooks_are_not() -> None:
     torch.manual_seed(0)
     (block,) = hexa_fx.explain(Vectors().double(), _tokens(2, 7)).blocks
