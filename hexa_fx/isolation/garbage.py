@@ -10,6 +10,8 @@ from contextvars import ContextVar
 import torch
 
 _frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
+_MOST = 2**31 - 1
+"""The largest threshold that Python takes."""
 
 
 @contextmanager
@@ -23,7 +25,7 @@ def collections_are_cheap() -> Iterator[None]:
     of the next calls of the model, which take milliseconds.
     """
     before, freezes = gc.get_threshold(), not gc.get_freeze_count()
-    gc.set_threshold(30 * before[0], *before[1:])
+    gc.set_threshold(min(30 * before[0], _MOST), *before[1:])
     if freezes:
         gc.freeze()
     token = _frozen.set(freezes or _frozen.get())

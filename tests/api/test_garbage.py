@@ -33,6 +33,17 @@ def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     assert gc.get_threshold() == before
 
 
+def test_thresholds_may_be_the_largest() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(2**30, 10, 10)
+    try:
+        with collections_are_cheap():
+            assert gc.get_threshold() == (2**31 - 1, 10, 10)
+        assert gc.get_threshold() == (2**30, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_dynamo_is_imported_neither_with_the_package_nor_by_optimize() -> None:
     """It takes a second, of every process."""
     assert subprocess.run([sys.executable, "-c", _IMPORTS], check=False).returncode == 0
