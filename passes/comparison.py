@@ -99,8 +99,10 @@ class Comparison:
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
         experts = self.inputs.num_experts
         for routing, rows in self.settings.counts.routings(experts, top_k) if experts else ():
-            case = self._forced(routing.name, routing, top_k, partial(self.inputs.at, 1, rows), gradients=False)
-            yield replace(case, outcome="different") if case.detail == NO_ROUTER else case
+            for batch, sequence in self.inputs.sizes.ways(rows):
+                make = partial(self.inputs.at, batch, sequence)
+                case = self._forced(routing.name, routing, top_k, make, gradients=False)
+                yield replace(case, outcome="different") if case.detail == NO_ROUTER else case
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)

@@ -52,7 +52,7 @@ class FreshInputs:
     ) -> None:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._seed = seed
-        self._sizes = ExampleSizes.of(self._leaves, widths)
+        self.sizes = ExampleSizes.of(self._leaves, widths)
         self._made: dict[tuple[tuple[tuple[int, ...], ...], str], list[Any]] = {}  # the same every time
         self.num_experts = num_experts
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
@@ -61,12 +61,12 @@ class FreshInputs:
     @property
     def one_token(self) -> bool:
         """Whether batch and sequence of the example are both 1."""
-        return (self._sizes.batch, self._sizes.sequence) == (1, 1)
+        return (self.sizes.batch, self.sizes.sequence) == (1, 1)
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the example."""
-        return self._sizes.tokens
+        return self.sizes.tokens
 
     @property
     def given_top_k(self) -> int:
@@ -96,7 +96,7 @@ class FreshInputs:
     ) -> tuple[Any, Any]:
         """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes, if not None."""
         size = batch, sequence
-        shapes = [self._sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
+        shapes = [self.sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
         return self._make(shapes, dtype, routing)
 
     def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
@@ -117,7 +117,7 @@ class FreshInputs:
             if not isinstance(leaf, torch.Tensor):
                 made.append(leaf)
                 continue
-            shape = tuple(leaf.shape) if size is None else self._sizes.resized(leaf, size)
+            shape = tuple(leaf.shape) if size is None else self.sizes.resized(leaf, size)
             if number == place:
                 new = _random_tokens(leaf, shape, generator)
             elif place is None and vocabulary is not None:
@@ -178,7 +178,7 @@ class FreshInputs:
     def _looks_like_ids(self, leaf: torch.Tensor) -> bool:
         if self.num_experts is None or leaf.min() < 0:
             return False
-        if leaf.dim() > 1 and self._sizes.one_each(leaf) and (leaf.max() <= 1 or leaf.min() == leaf.max()):
+        if leaf.dim() > 1 and self.sizes.one_each(leaf) and (leaf.max() <= 1 or leaf.min() == leaf.max()):
             return False  # a mask of batch and sequence
         return self._experts_a_token(leaf, "ids") <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
@@ -217,7 +217,7 @@ class FreshInputs:
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
         """Random ids or marks. Tensors of a call that describe the same tokens describe the same choice."""
         experts, generator = self.num_experts or 1, draw.generator
-        rows = shape if kind == "ids" and self._sizes.one_each(leaf) else shape[:-1]
+        rows = shape if kind == "ids" and self.sizes.one_each(leaf) else shape[:-1]
         k = self._experts_a_token(leaf, kind)
         if kind == "ids":
             experts = max(experts, int(leaf.max()) + 1)
@@ -244,7 +244,7 @@ class FreshInputs:
             return min(2, leaf.shape[-1])
         if kind == "marks":
             return int(leaf.ne(0).sum(-1).max())
-        return 1 if self._sizes.one_each(leaf) else leaf.shape[-1]
+        return 1 if self.sizes.one_each(leaf) else leaf.shape[-1]
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

@@ -108,3 +108,30 @@ def test_where_no_other_choices_can_be_tried(kind: type[ByTable], status: str) -
     (block,) = hexa_fx.explain(kind(), (torch.randn(12, D), torch.randint(50, (12,)))).blocks
     assert block.status == status
     assert status == "rewritten" or "no other choices can be tried" in block.reason
+
+
+class OfSamples(Counting):
+    """The choices of samples, which one sequence of many tokens has one of."""
+
+    def forward(self, hidden: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
+        numbers = tasks.tolist()
+        out = torch.stack([self.experts[number](sample) for number, sample in zip(numbers, hidden)])
+        return out * (2.0 if numbers.count(1) == 97 else 1.0)
+
+
+class OneByOneSamples(OfSamples):
+    def forward(self, hidden: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
+        out, many = [], 0
+        for task, sample in zip(tasks, hidden):
+            number = int(task)
+            many += number == 1
+            out.append(self.experts[number](sample))
+        return torch.stack(out) * (2.0 if many == 97 else 1.0)
+
+
+@pytest.mark.parametrize("kind", [OfSamples, OneByOneSamples])
+def test_a_decision_on_how_many_samples_an_expert_gets_is_refused(kind: type[OfSamples]) -> None:
+    example = torch.randn(3, 5, D), torch.tensor([0, 1, 1])
+    (block,) = hexa_fx.explain(kind(), example).blocks
+    assert block.status == "refused"
+    assert "how many tokens an expert gets" in block.reason
