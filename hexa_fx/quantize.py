@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
+from hexa_fx.runtime.guards import AGAIN
 from hexa_fx.runtime.install import HexaForward, installed_forward
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.readers import reader_of
@@ -99,44 +100,53 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
     named = [(name, layout) for name, layout in layouts.items() if name not in parts]
     for name, listed in parts.items():
         named += [(matrix, layouts[name]) for part in listed for matrix in part]
-    places = [_place(path, forward.module, name, layout == "kn", format) for name, layout in named]
-    for listed in parts.values():
-        _check_beside(path, forward.module, [part[0] for part in listed], format)
+    places = [_place(path, forward.module, name, layout == "kn") for name, layout in named]
+    beside = [[part[0] for part in listed] for listed in parts.values()]
+    reasons = {each: next(_reasons(path, forward.module, named, beside, each), "") for each in FORMATS}
+    if reasons[format]:
+        raise InputError(
+            f"{reasons[format]}; {', '.join(n for n, reason in reasons.items() if not reason) or 'none'} can"
+        )
     return places
 
 
-def _check_beside(path: str, block: nn.Module, names: Sequence[str], format: FormatName) -> None:
-    """Whether the matrices of an expert that are read as one may lie beside each other.
-
-    Raises:
-        InputError: a block of the format would hold rows of two.
-    """
-    for name in names[:-1]:
-        rows, columns = block.get_parameter(_under_adapters(block, name)).shape
-        together = format_of(format).rows_together(columns)
-        if not together or rows % together:
-            why = f"{together} rows share scales, and it has {rows}" if together else "each has scales of its own"
-            raise InputError(
-                f"{path}.{name} and {names[-1]} are read as one matrix, and cannot be packed as {format} beside each other: {why}; "
-                f"{', '.join(n for n, f in FORMATS.items() if (t := f.rows_together(columns)) and not rows % t)} can"
-            )
+def _reasons(
+    path: str, block: nn.Module, named: Sequence[tuple[str, str]], beside: Sequence[Sequence[str]], format: str
+) -> Iterator[str]:
+    """Why a format does not take the weights of a block, or not those ``beside`` each other that are read as one."""
+    for name, layout in named:
+        weight = block.get_parameter(_under_adapters(block, name))
+        matrices = weight if weight.dim() == 3 else weight[None]
+        if why := format_of(format).why_not((matrices.transpose(1, 2) if layout == "kn" else matrices).shape):
+            yield f"{path}.{name} of shape {tuple(weight.shape)} cannot be packed as {format}: {why}".lstrip(".")
+    for *above, last in beside:
+        for name in above:
+            rows, columns = block.get_parameter(_under_adapters(block, name)).shape
+            together = format_of(format).rows_together(columns)
+            if not together or rows % together:
+                why = f"{together} rows share scales, and it has {rows}" if together else "each has scales of its own"
+                both = f"{path}.{name} and {last}".lstrip(".")
+                yield f"{both} are read as one matrix, and cannot be packed as {format} beside each other: {why}"
 
 
 def _under_adapters(block: nn.Module, name: str) -> str:
     """Where a parameter is, which may have come to be under an adapter."""
     owner, _, last = name.rpartition(".")
-    found = block.get_submodule(owner)
+    try:
+        found = block.get_submodule(owner)
+    except AttributeError:
+        raise InputError(f"there is no longer a submodule {owner!r} with weights of experts; {AGAIN}") from None
     return name if base_of(found) is found else f"{owner}.base_layer.{last}"
 
 
-def _place(path: str, block: nn.Module, name: str, transposed: bool, format: FormatName) -> _OwnedParameter:
+def _place(path: str, block: nn.Module, name: str, transposed: bool) -> _OwnedParameter:
     *modules, last = _under_adapters(block, name).split(".")
     owner = block.get_submodule(".".join(modules))
     weight = owner._parameters.get(last)
     where = f"{path}.{name}".lstrip(".")
     if weight is None:
         raise InputError(
-            f"{where} is not a parameter of its own at the moment (parametrized, perhaps): undo that first"
+            f"{where} is no parameter any more (parametrized or exchanged, perhaps): undo that first, or {AGAIN}"
         )
     if isinstance(weight, QuantizedWeight):
         raise InputError(
@@ -146,14 +156,11 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool, format: For
         raise InputError(
             f"{where} is {weight.dtype}, packed already by what loaded the model; hexa_fx.optimize_ reads it as it is"
         )
-    matrices = weight if weight.dim() == 3 else weight[None]
-    shape = matrices.transpose(1, 2).shape if transposed else matrices.shape
-    reason = format_of(format).why_not(shape)
-    if reason:
-        fits = [n for n, f in FORMATS.items() if not f.why_not(shape)]
+    if weight.is_meta:
         raise InputError(
-            f"{where} of shape {tuple(weight.shape)} cannot be packed as {format}: {reason}; {', '.join(fits)} can"
+            f"{where} is on the meta device and has no values to pack; pack the model where its weights are loaded"
         )
+    matrices = weight if weight.dim() == 3 else weight[None]
     broken = next((number for number, matrix in enumerate(matrices) if not matrix.float().isfinite().all()), None)
     if broken is not None:
         expert = f" in expert {broken}" if weight.dim() == 3 else ""

@@ -117,8 +117,8 @@ class QuantizedWeight(Tensor):
     def requires_grad(self, value: bool) -> None:
         if value:
             raise InputError(
-                "a packed weight has no gradient: train adapters on it (target_parameters), and leave its module out of "
-                "modules_to_save"
+                "a packed weight has no gradient: train adapters on it (target_parameters, or target_modules where experts are in "
+                "lists), leave its module out of modules_to_save, and ask for gradients of other parameters only"
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedWeight:
@@ -185,7 +185,7 @@ class QuantizedWeight(Tensor):
         if func._schema.is_mutable:
             raise InputError(
                 f"{func.name()} would change a packed weight, which only copy_ does: merge adapters into the dense weights that "
-                "it was packed from"
+                "it was packed from, and leave weights without requires_grad out of averages, decay and initialisation"
             )
         found = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, QuantizedWeight)]
         if found[0].dim() == 3:

@@ -26,9 +26,10 @@ from torch.compiler import is_compiling
 
 from hexa_fx.isolation.host_memory import owns_its_storage
 from hexa_fx.ops import library
+from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.call_kinds import is_foreign, said_of
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import AGAIN, GuardMiss
 from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.runtime.saved_alone import save_alone
 from hexa_fx.runtime.shared_storage import SharedStorage
@@ -147,7 +148,11 @@ class PackedExperts(WeightReader):
             self._pack(parameters)
 
     def _check_kind(self, first: torch.Tensor) -> None:
-        if type(first) is not nn.Parameter and is_foreign(first):  # quantisers take all experts alike
+        if type(first) is nn.Parameter:
+            return
+        if isinstance(first, QuantizedWeight):  # by way of another block with these experts, perhaps
+            raise GuardMiss(f"{'.'.join(self._paths.paths[0])} was packed after the block was rewritten; {AGAIN}")
+        if is_foreign(first):  # quantisers take all experts alike
             raise GuardMiss(f"{'.'.join(self._paths.paths[0])} is {said_of(first)}")
 
     def _ends_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:

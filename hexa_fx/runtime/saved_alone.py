@@ -70,7 +70,9 @@ def _is_part(value: Any) -> bool:
 
 
 def with_own_storage(value: Tensor) -> Tensor:
-    """A tensor on the same memory, which it keeps alive, that has a storage for itself."""
+    """A tensor on the same memory, which it keeps alive, that has a storage for itself; on the meta device a view."""
+    if value.is_meta:
+        return value
     start = value.storage_offset() * value.element_size()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         part: UntypedStorage = value.untyped_storage()[start : start + value.numel() * value.element_size()]

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from hexa_fx.formats import format_of
+from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,23 +87,29 @@ def _own(module: nn.Module) -> dict[str, QuantizedWeight]:
     return {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedWeight)}
 
 
-def _keys(prefix: str, name: str, weight: QuantizedWeight) -> list[str]:
+def _keys(prefix: str, name: str, format: str) -> list[str]:
     """Of the packed tensor and its scales."""
-    return [f"{prefix}{weight.format}_{name}_{part}" for part in ("packed", *format_of(weight.format).scales)]
+    return [f"{prefix}{format}_{name}_{part}" for part in ("packed", *format_of(format).scales)]
 
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, weight in _own(module).items():
         if state.pop(prefix + name, None) is not None:
-            state.update(zip(_keys(prefix, name, weight), weight.held, strict=True))
+            state.update(zip(_keys(prefix, name, weight.format), weight.held, strict=True))
 
 
-def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *about: Any) -> None:
     for name, weight in _own(module).items():
-        keys = _keys(prefix, name, weight)
+        keys = _keys(prefix, name, weight.format)
         if all(key in state for key in keys):
             packed, *scales = (_plain(state.pop(key)) for key in keys)
             state[prefix + name] = QuantizedWeight(packed, scales, weight.format, weight.dtype, weight.transposed)
+        elif found := [format for format in FORMATS if any(key in state for key in _keys(prefix, name, format))]:
+            errors: list[str] = about[-1]
+            errors.append(
+                f"{prefix}{name} is packed as {weight.format}, which takes {' and '.join(keys)}; these are not all there, but some "
+                f"of {' and '.join(found)}: load what was saved as {weight.format}, or pack a dense model as it was saved"
+            )
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -141,6 +141,13 @@ def test_saved_and_loaded(assign, tokens):
     fresh.load_state_dict(torch.load(buffer, weights_only=True), assign=assign)
     assert torch.equal(fresh(tokens), block(tokens))
     assert operators_run(fresh, (tokens,))
+    del state["0.experts.1.up.fp8_block_weight_scales"]
+    other = {"0.experts.1.up.nf4_weight_packed": torch.zeros(1)}
+    for incomplete in (state, other):
+        with pytest.raises(
+            RuntimeError, match=r"0.experts.1.up.weight is packed as fp8_block, .* pack a dense model as"
+        ):
+            fresh.load_state_dict(incomplete, strict=False)
 
 
 def test_an_expert_that_is_exchanged_runs_its_own_code(tokens, caplog):
@@ -203,12 +210,42 @@ def test_a_compiler_gets_them_in_one_graph(tokens):
 def test_what_cannot_lie_side_by_side_is_said(tokens):
     block = hexa_fx.optimize_(nn.Sequential(Block(hidden=100)).double(), tokens)
     with pytest.raises(
-        InputError, match=r"0.experts.0.gate.weight and .*128 rows share scales, and it has 100; nf4, mxfp4"
+        InputError, match=r"0.experts.0.gate.weight and .*128 rows share scales, and it has 100; nf4, int8_rows can"
     ):
         hexa_fx.quantize_experts_(block, "fp8_block")
     with pytest.raises(InputError, match="each has scales of its own"):
         hexa_fx.quantize_experts_(block, "nf4_double")
+    odd = hexa_fx.optimize_(nn.Sequential(Block(hidden=33)).double(), tokens)
+    with pytest.raises(InputError, match=r"128 rows share scales, and it has 33; int8_rows can"):
+        hexa_fx.quantize_experts_(odd, "fp8_block")  # down takes no other
+    del odd[0].experts[3]
+    with pytest.raises(InputError, match=r"no longer a submodule 'experts.3.gate'.*call hexa_fx.undo_"):
+        hexa_fx.quantize_experts_(odd, "int8_rows")
+    with pytest.raises(InputError, match="on the meta device and has no values to pack"):
+        hexa_fx.quantize_experts_(block.to("meta"), "int8_rows")
     assert not any(map(is_packed, block.parameters()))
+
+
+def test_on_the_meta_device_and_back(tokens):
+    block, dense = packed(tokens, "nf4")
+    moved = copy.deepcopy(block).to("meta")
+    assert moved(tokens.to("meta")).shape == tokens.shape
+    moved.to_empty(device="cpu").load_state_dict(block.state_dict())
+    assert_same(moved, dense, tokens)
+
+
+def test_a_block_that_shares_experts_packed_through_another_runs_its_own_code(tokens, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    model[1].experts = model[0].experts
+    hexa_fx.optimize_(model, tokens)
+    model(tokens)
+    hexa_fx.quantize_experts_(model[0], "nf4")
+    found = model(tokens)
+    assert "experts.0.gate.weight was packed after the block was rewritten; call hexa_fx.undo_" in caplog.text
+    hexa_fx.optimize_(hexa_fx.undo_(model), tokens)
+    torch.testing.assert_close(model(tokens), found)
+    assert operators_run(model, (tokens,)) == 2
 
 
 def test_adapters_of_another_kind_are_rewritten_if_they_are_optimized_after_packing(tokens):
