@@ -17,7 +17,7 @@ from hexa_fx.ir import Small, SourceLocation
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.detect import RUNS_ALREADY
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.routing_override import ROUTINGS
+from hexa_fx.passes.inputs.routing_override import ROUTINGS
 
 
 def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:

@@ -45,9 +45,9 @@ from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.idle_experts import with_idle_experts
+from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA

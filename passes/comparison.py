@@ -21,8 +21,8 @@ from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
-from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import (
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.routing_override import (
     ROUTINGS,
     ChoiceSpy,
     ForcedRouting,

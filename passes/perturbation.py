@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float, literals, operation
-from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.trial import Change, Perturbation, Trial
 
 _LIMITS = frozenset(

@@ -20,7 +20,7 @@ from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.weight_slices import sliced
 from hexa_fx.passes.cases import Subject, VerificationCase
-from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
 from hexa_fx.passes.tried_calls import first_line, missing_early, tried

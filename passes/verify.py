@@ -29,7 +29,7 @@ from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, changes_itse
 from hexa_fx.passes.comparison import Comparison
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.float64_copy import float64_copy_or_none
-from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify_settings import VerifySettings

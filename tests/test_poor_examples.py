@@ -12,7 +12,7 @@ from hexa_fx.analysis import ModelAnalysis, analyse_model, call_arguments
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.passes.distinct_tokens import examples, number_alike, number_of_experts
+from hexa_fx.passes.inputs.distinct_tokens import examples, number_alike, number_of_experts
 from tests.zoo import families, pattern_table, poor_examples
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.registry import by_name

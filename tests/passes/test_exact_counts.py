@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hexa_fx
-from hexa_fx.passes.routing_override import ForcedRouting, raised
+from hexa_fx.passes.inputs.routing_override import ForcedRouting, raised
 from tests.runtime.handmade import D, ListMoE
 
 

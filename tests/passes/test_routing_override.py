@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
 from hexa_fx.passes.verify import verify
 from tests.runtime.handmade import (
     D,

@@ -14,7 +14,7 @@ import hexa_fx
 from hexa_fx.capture import capture, record_of
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect.graph import operation
-from hexa_fx.passes.example_sizes import ExampleSizes
+from hexa_fx.passes.inputs.example_sizes import ExampleSizes
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import compare, operators_run
 

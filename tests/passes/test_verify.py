@@ -15,7 +15,7 @@ import hexa_fx
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.device_asserts import RaisesOnHost
 from hexa_fx.passes import comparison
-from hexa_fx.passes.routing_override import ROUTINGS, rows_for_all
+from hexa_fx.passes.inputs.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.passes.verify_settings import VerifySettings
 from hexa_fx.runtime.install import is_installed

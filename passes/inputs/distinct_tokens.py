@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.passes.detect.tags import expert_groups
-from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 
 FEW = 4
 """Fewer tokens than this may show too little of the block."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from hexa_fx.passes.example_sizes import ExampleSizes
-from hexa_fx.passes.routing_override import ForcedRouting, raised
+from hexa_fx.passes.inputs.example_sizes import ExampleSizes
+from hexa_fx.passes.inputs.routing_override import ForcedRouting, raised
 
 Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
 """What a tensor of the example looks like. ``scores`` are (..., E) logits; ``ids`` are (..., k) experts of every token;
