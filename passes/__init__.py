@@ -45,15 +45,15 @@ from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.host_rules import refusal_of_host
-from hexa_fx.passes.idle_experts import with_idle_experts
 from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
+from hexa_fx.passes.preconditions.host_rules import refusal_of_host
+from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
+from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
-from hexa_fx.passes.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify_settings import settings_of
 
