@@ -30,8 +30,8 @@ from hexa_fx.passes.autocast import with_dtypes
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
+from hexa_fx.passes.memory.same_memory import in_same_memory, why_not_parted
 from hexa_fx.passes.preconditions.unreadable import why_hidden
-from hexa_fx.passes.same_memory import in_same_memory, why_not_parted
 from hexa_fx.passes.same_run import in_mode
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress

@@ -28,9 +28,9 @@ from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
 from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
 from hexa_fx.passes.comparison import Comparison
 from hexa_fx.passes.detect.odd_expert import odd_expert
-from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.lost_precision import lost_precision
+from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify_settings import VerifySettings
 from hexa_fx.runtime.install import HexaForward, install, uninstall

@@ -11,8 +11,8 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
-from hexa_fx.passes.bounded import room
 from hexa_fx.passes.exact_counts import CountsToTry, counts_to_try
+from hexa_fx.passes.memory.bounded import room
 from hexa_fx.passes.perturbation import factors_past_limits
 
 _MANY = 3001

@@ -20,7 +20,7 @@ from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.garbage import collect
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
 from hexa_fx.isolation.upcast_pieces import piece_memory_kept
-from hexa_fx.passes.moved_weights import following
+from hexa_fx.passes.memory.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 

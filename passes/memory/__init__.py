@@ -1,0 +1,1 @@
+"""Keeps the analysis of a block within its memory."""
