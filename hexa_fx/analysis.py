@@ -26,13 +26,13 @@ from hexa_fx.ir import NEVER_SMALL, Refusal
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse, refused
-from hexa_fx.passes.autocast import with_dtypes
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.same_memory import in_same_memory, why_not_parted
+from hexa_fx.passes.modes.autocast import with_dtypes
+from hexa_fx.passes.modes.same_run import in_mode
 from hexa_fx.passes.preconditions.unreadable import why_hidden
-from hexa_fx.passes.same_run import in_mode
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
@@ -87,7 +87,7 @@ def analyse_model(
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
     What these runs append to lists or put into objects is taken out again. Autocast is off in them: what blocks give under it is
-    found out for each of its dtypes (`hexa_fx.passes.autocast`), and rounding would hide what is compared.
+    found out for each of its dtypes (`hexa_fx.passes.modes.autocast`), and rounding would hide what is compared.
 
     Args:
         factors: whether rewritten blocks may be given low-rank additions to listed weights at run time. If not, adapters that

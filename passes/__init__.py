@@ -36,7 +36,6 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
-from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.cases import changes_itself
@@ -49,11 +48,12 @@ from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
+from hexa_fx.passes.modes.autocast import with_autocast
+from hexa_fx.passes.modes.same_run import depends_on_mode, in_mode, seen_before
 from hexa_fx.passes.preconditions.host_rules import refusal_of_host
 from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify_settings import settings_of
 

@@ -18,7 +18,7 @@ from hexa_fx.capture.started_functions import told_of_starts, untold
 from hexa_fx.passes import analyse
 from hexa_fx.passes import detect as detection
 from hexa_fx.passes.detect.graph import operation
-from hexa_fx.passes.same_run import depends_on_mode, same_run, seen_before
+from hexa_fx.passes.modes.same_run import depends_on_mode, same_run, seen_before
 from tests.detect.mixture import D, Mixture
 
 

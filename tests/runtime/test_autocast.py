@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes import autocast
+from hexa_fx.passes.modes import autocast
 from tests.zoo.compare import operators_run
 
 D, E, K = 8, 4, 2

@@ -24,7 +24,7 @@ from hexa_fx.isolation.read_values import OneOf
 from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
-from hexa_fx.passes.same_run import same_but_for_casts
+from hexa_fx.passes.modes.same_run import same_but_for_casts
 from hexa_fx.runtime.resolution import asks_autocast
 
 log = logging.getLogger(__name__)

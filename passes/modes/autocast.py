@@ -20,7 +20,7 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.passes.asked_autocast import DTYPES, with_states_alike
+from hexa_fx.passes.modes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of
 from hexa_fx.runtime.results import values_left
