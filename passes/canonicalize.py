@@ -17,7 +17,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, operation
-from hexa_fx.passes.size_origins import trace_sizes
+from hexa_fx.passes.sizes.size_origins import trace_sizes
 
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:

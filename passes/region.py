@@ -22,8 +22,8 @@ from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.emit_rows import RowEmitter
-from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.routing_nodes import RoutingEmitter
+from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 

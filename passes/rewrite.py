@@ -20,9 +20,9 @@ from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.fold_views import fold_rows, fold_views
 from hexa_fx.passes.kept_calls import KeptNodes, keep, reads_of_replaced, refuse_late_conditions
-from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
+from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import called_in, is_within

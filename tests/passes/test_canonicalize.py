@@ -8,8 +8,8 @@ from torch import nn
 
 from hexa_fx.capture import capture, record_of
 from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.leading_sizes import leading_sizes
-from hexa_fx.passes.size_rules import Dim, copied_from
+from hexa_fx.passes.sizes.leading_sizes import leading_sizes
+from hexa_fx.passes.sizes.size_rules import Dim, copied_from
 
 T, E, I, D = 5, 3, 4, 6  # noqa: E741
 

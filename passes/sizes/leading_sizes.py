@@ -13,7 +13,7 @@ import torch.fx
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import CONTRACTIONS, einsum_of, is_tensor, operation
 from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
-from hexa_fx.passes.size_rules import flat
+from hexa_fx.passes.sizes.size_rules import flat
 
 Node = torch.fx.Node
 

@@ -1,0 +1,1 @@
+"""Where the sizes of recorded tensors come from."""
