@@ -39,7 +39,7 @@ from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.cases import changes_itself
-from hexa_fx.passes.complete import Findings, detect_all
+from hexa_fx.passes.cover.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse

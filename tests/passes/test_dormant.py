@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hexa_fx
 from hexa_fx.capture import capture
+from hexa_fx.passes.cover.dormant import leaves_out_sentinels
 from hexa_fx.passes.detect.graph import descendants, operation
-from hexa_fx.passes.dormant import leaves_out_sentinels
 from tests.zoo.compare import compare
 
 D, H, E, K, T = 8, 12, 4, 2, 12

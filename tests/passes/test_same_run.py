@@ -181,7 +181,7 @@ class Asking(Plain):
 def test_both_modes_are_searched_once_where_they_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     plain = detection.detect
-    monkeypatch.setattr("hexa_fx.passes.complete.detect", lambda c, *a: searched.append(c.path) or plain(c, *a))
+    monkeypatch.setattr("hexa_fx.passes.cover.complete.detect", lambda c, *a: searched.append(c.path) or plain(c, *a))
     opt = hexa_fx.optimize(Asking(), torch.randn(12, D))
     assert len(searched) == 1
     assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}

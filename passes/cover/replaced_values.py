@@ -8,7 +8,7 @@ import torch
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.perturb import Replacements
-from hexa_fx.passes.coverage import Lost
+from hexa_fx.passes.cover.coverage import Lost
 from hexa_fx.passes.detect.graph import is_tensor, twins
 
 

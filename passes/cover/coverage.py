@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
 from hexa_fx.passes.detect.match import MoEMatch
@@ -31,7 +32,6 @@ from hexa_fx.passes.detect.operations import (
 )
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
 
 Node = torch.fx.Node
 Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]

@@ -14,10 +14,10 @@ from hexa_fx.capture.perturb import Replacements
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced
-from hexa_fx.passes.coverage import Lost, uncovered
+from hexa_fx.passes.cover.coverage import Lost, uncovered
+from hexa_fx.passes.cover.replaced_values import replaced
 from hexa_fx.passes.detect import Form, MoEMatch, detect
 from hexa_fx.passes.detect.tags import expert_groups, tag
-from hexa_fx.passes.replaced_values import replaced
 
 Found: TypeAlias = tuple[MoEMatch | Refusal, tuple[Lost, ...]]
 Findings: TypeAlias = dict[tuple[Any, ...], Found]
