@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hexa_fx.passes.region import Live
+from hexa_fx.passes.rewrite.region import Live
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Attempt:
     Args:
         scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
         overflow: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
-        live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
+        live: see `hexa_fx.passes.rewrite.region.RegionEmitter`; matters where experts give NaN.
         from_end: see there; matters where the block is given ids.
         prefer_earliest: see `hexa_fx.passes.detect.detect`.
     """

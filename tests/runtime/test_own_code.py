@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
-from hexa_fx.passes.own_code import own_code_limit
+from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.runtime import install
 from tests.zoo.registry import by_name
 

@@ -18,12 +18,12 @@ from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operatio
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
-from hexa_fx.passes.fold_views import fold_rows, fold_views
-from hexa_fx.passes.kept_calls import KeptNodes, keep, reads_of_replaced, refuse_late_conditions
-from hexa_fx.passes.own_code import own_code_limit
-from hexa_fx.passes.region import Live, RegionEmitter
+from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
+from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, reads_of_replaced, refuse_late_conditions
+from hexa_fx.passes.rewrite.own_code import own_code_limit
+from hexa_fx.passes.rewrite.region import Live, RegionEmitter
+from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
-from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 
@@ -46,7 +46,7 @@ def rewrite(
     """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block.
 
     Args:
-        live, from_end: see `hexa_fx.passes.region.RegionEmitter`.
+        live, from_end: see `hexa_fx.passes.rewrite.region.RegionEmitter`.
     """
     return _Rewriter(match, recompute_h, live, from_end).run()
 

@@ -21,10 +21,10 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.emit_rows import RowEmitter
-from hexa_fx.passes.routing_nodes import RoutingEmitter
+from hexa_fx.passes.rewrite.emit_rows import RowEmitter
+from hexa_fx.passes.rewrite.routing_nodes import RoutingEmitter
+from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
-from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
 Live: TypeAlias = Literal["gt", "ne"]

@@ -35,7 +35,7 @@ from hexa_fx.passes.detect.free_body import (
 )
 from hexa_fx.passes.detect.graph import is_float, operation
 from hexa_fx.passes.detect.routing_factors import RoutingSource
-from hexa_fx.passes.weights import WeightEmitter
+from hexa_fx.passes.rewrite.weights import WeightEmitter
 
 Node = torch.fx.Node
 
