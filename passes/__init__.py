@@ -38,14 +38,12 @@ from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.cases import changes_itself
 from hexa_fx.passes.cover.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
-from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.modes.autocast import with_autocast
@@ -55,7 +53,9 @@ from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
-from hexa_fx.passes.verify_settings import settings_of
+from hexa_fx.passes.verify.cases import changes_itself
+from hexa_fx.passes.verify.left_over import decided_by_count
+from hexa_fx.passes.verify.settings import settings_of
 
 log = logging.getLogger(__name__)
 

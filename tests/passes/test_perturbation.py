@@ -12,10 +12,10 @@ from hexa_fx.capture import capture
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.perturbation import argument_names, factors_past_limits, perturbations
-from hexa_fx.passes.perturbed_runs import apart
 from hexa_fx.passes.verify import verify
-from hexa_fx.passes.verify_settings import VerifySettings
+from hexa_fx.passes.verify.perturbation import argument_names, factors_past_limits, perturbations
+from hexa_fx.passes.verify.perturbed_runs import apart
+from hexa_fx.passes.verify.settings import VerifySettings
 from tests.runtime.handmade import D, E, ListMoE, list_rewritten
 
 

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hexa_fx
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.device_asserts import RaisesOnHost
-from hexa_fx.passes import comparison
 from hexa_fx.passes.inputs.routing_override import ROUTINGS, rows_for_all
-from hexa_fx.passes.verify import VerificationResult, verify
-from hexa_fx.passes.verify_settings import VerifySettings
+from hexa_fx.passes.verify import VerificationResult, comparison, verify
+from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.install import is_installed
 from tests.runtime.handmade import (
     D,

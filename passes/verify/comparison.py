@@ -20,7 +20,6 @@ from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
-from hexa_fx.passes.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.inputs.routing_override import (
     ROUTINGS,
@@ -31,9 +30,10 @@ from hexa_fx.passes.inputs.routing_override import (
     in_turns,
     rows_for_all,
 )
-from hexa_fx.passes.tried_calls import first_line, missing_early, repeated, tried
-from hexa_fx.passes.tried_experts import UntriedExperts
-from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
+from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.verify.settings import TOLERANCE, VerifySettings
+from hexa_fx.passes.verify.tried_calls import first_line, missing_early, repeated, tried
+from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss
 from hexa_fx.runtime.install import HexaForward

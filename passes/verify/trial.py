@@ -1,7 +1,7 @@
 """A call and a module that are changed for one comparison, and put back after it.
 
 Every `Change` does one thing to a call or to the module, and says what. Several of them make a `Perturbation`, which is one
-comparison; `hexa_fx.passes.perturbed_runs` makes it, and takes it apart if the two forwards differ.
+comparison; `hexa_fx.passes.verify.perturbed_runs` makes it, and takes it apart if the two forwards differ.
 """
 
 from __future__ import annotations

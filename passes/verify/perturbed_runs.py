@@ -19,11 +19,11 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.weight_slices import sliced
-from hexa_fx.passes.cases import Subject, VerificationCase
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.perturbation import argument_names, perturbations
-from hexa_fx.passes.trial import Change, Perturbation, Trial
-from hexa_fx.passes.tried_calls import first_line, missing_early, tried
+from hexa_fx.passes.verify.cases import Subject, VerificationCase
+from hexa_fx.passes.verify.perturbation import argument_names, perturbations
+from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
+from hexa_fx.passes.verify.tried_calls import first_line, missing_early, tried
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss
 from hexa_fx.runtime.install import HexaForward
@@ -43,7 +43,7 @@ class PerturbedRuns:
         experts: the weights of the experts.
         tolerance: largest difference relative to a row's scale.
         gradients: whether they are compared at all.
-        factors: see `hexa_fx.passes.perturbation.perturbations`.
+        factors: see `hexa_fx.passes.verify.perturbation.perturbations`.
         seed: of all random numbers.
     """
 

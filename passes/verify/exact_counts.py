@@ -17,10 +17,10 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes.cases import NO_ROUTER, VerificationCase
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
 from hexa_fx.passes.detect.size_decisions import NUMBERS, UNIQUE, is_count, sizes_asked
 from hexa_fx.passes.inputs.routing_override import ForcedRouting
+from hexa_fx.passes.verify.cases import NO_ROUTER, VerificationCase
 
 _CHOICES = frozenset("topk argmax argmin argsort sort max min one_hot multinomial nonzero where".split())
 _ROWS = 4096

@@ -1,6 +1,6 @@
 """What an example holds fixed and a later call may not: the changes under which a rewritten block is tried.
 
-`hexa_fx.passes.trial` says what a change is; `hexa_fx.passes.perturbed_runs` makes them.
+`hexa_fx.passes.verify.trial` says what a change is; `hexa_fx.passes.verify.perturbed_runs` makes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float, literals, operation
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.trial import Change, Perturbation, Trial
+from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
 
 _LIMITS = frozenset(
     "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ minimum maximum max min hardtanh hardtanh_ relu6 "

@@ -11,9 +11,9 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
-from hexa_fx.passes.exact_counts import CountsToTry, counts_to_try
 from hexa_fx.passes.memory.bounded import room
-from hexa_fx.passes.perturbation import factors_past_limits
+from hexa_fx.passes.verify.exact_counts import CountsToTry, counts_to_try
+from hexa_fx.passes.verify.perturbation import factors_past_limits
 
 _MANY = 3001
 _CHEAP = 1 << 25
@@ -36,7 +36,7 @@ class VerifySettings:
         many: tokens of one more case, for what shows only in thousands; 0: none.
         counts: numbers of tokens that the experts get, in cases of their own: the code may ask for just these.
         seed: of inputs, cotangents and the random numbers that the block draws.
-        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
+        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.verify.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
         room: times the tokens of the example that it may be tried on, if that is more.

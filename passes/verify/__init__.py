@@ -25,14 +25,14 @@ from hexa_fx.capture.copies import deepcopied
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
-from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
-from hexa_fx.passes.comparison import Comparison
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
-from hexa_fx.passes.perturbed_runs import PerturbedRuns
-from hexa_fx.passes.verify_settings import VerifySettings
+from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
+from hexa_fx.passes.verify.comparison import Comparison
+from hexa_fx.passes.verify.lost_precision import lost_precision
+from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
+from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.install import HexaForward, install, uninstall
 
 log = logging.getLogger(__name__)
