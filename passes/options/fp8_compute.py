@@ -18,7 +18,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import observe
-from hexa_fx.passes.canonical_nodes import with_changed_nodes
+from hexa_fx.passes.options.canonical_nodes import with_changed_nodes
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.results import shared_holders

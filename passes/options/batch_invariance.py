@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.canonical_nodes import with_changed_nodes
+from hexa_fx.passes.options.canonical_nodes import with_changed_nodes
 
 log = logging.getLogger(__name__)
 
