@@ -28,7 +28,7 @@ from benchmarks.common import environment
 from benchmarks.partition_layers import Stack, partition
 from benchmarks.partition_shapes import SHAPES, Options, Record
 from benchmarks.partition_sweep import overlap, step_time
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 
 TINY = ExpertShape(2, 8, 8, 2, 2)

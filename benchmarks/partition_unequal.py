@@ -23,7 +23,7 @@ from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import profile_costs
 from hexa_fx.distributed.timing import gathered, synchronize, timed
-from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
 
 SETTINGS = {2: ((132, 64),), 4: ((132, 132, 64, 32),)}

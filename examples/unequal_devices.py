@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hexa_fx
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 SECONDS = (1.0, 2.0)
 """How long each device takes for the same work."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hexa_fx.distributed.profile import profile_devices
     from hexa_fx.inspection.debug import debug
     from hexa_fx.integrations.transformers import patch_transformers
-    from hexa_fx.passes.plan_layers import PartitionConfig
+    from hexa_fx.passes.partition.plan_layers import PartitionConfig
     from hexa_fx.quantize import quantize_experts_
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PartitionConfig": "hexa_fx.passes.plan_layers",
+    "PartitionConfig": "hexa_fx.passes.partition.plan_layers",
     "RoutingLog": "hexa_fx.routing.log",
     "debug": "hexa_fx.inspection.debug",
     "explain": "hexa_fx.api",

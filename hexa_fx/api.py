@@ -27,7 +27,7 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.options.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
 from hexa_fx.passes.options.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.options.switches import switch_off
-from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install

@@ -14,8 +14,8 @@ from hexa_fx.attached import note_session
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.batch_dependence import say_what_batches_decide
-from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

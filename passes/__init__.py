@@ -7,7 +7,7 @@
                                   operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted;
                                   meanwhile kernels build (`hexa_fx.passes.kernel_requests`)
-5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.overlap` starts them early
+5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.partition.overlap` starts them early
 6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
 Steps 1 to 4 are done for eval and for train mode where code asks for ``self.training``, else once.

@@ -19,7 +19,7 @@ from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
 from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.distributed.gradients import ignore_in_ddp
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 CAPACITY_FACTOR = 1.25
 """Of Swin-MoE's own configuration."""

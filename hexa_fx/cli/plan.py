@@ -11,7 +11,7 @@ from hexa_fx.cli import reach
 from hexa_fx.cli.common import Json, Target, check_range, check_unused, echo_json, errors_shown
 from hexa_fx.cli.prediction import Machine, Predicted, PredictedMemory, memory_of, predict
 from hexa_fx.errors import InputError, named
-from hexa_fx.passes.reach import Cluster
+from hexa_fx.passes.partition.reach import Cluster
 from hexa_fx.plan import Plan
 from hexa_fx.targets import default_sizes
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hexa_fx.allocation import KERNEL_COLUMNS, allocate
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.cost_model import Measured, layer_cost
+from hexa_fx.passes.partition.cost_model import Measured, layer_cost
 from hexa_fx.plan import ExpertShape, LayerPlan, Mode, Plan
 
 _BYTES = 2
@@ -110,7 +110,7 @@ def predict(
     Raises:
         InputError: there is no such target. PlanError: nothing was rewritten, or no split is possible.
     """
-    from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+    from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 
     shapes = layer_shapes(target)
     shares = allocate(capacities, batch)
@@ -136,7 +136,7 @@ def layer_shapes(target: str) -> dict[str, ExpertShape]:
     from hexa_fx.analysis import analyse_model
     from hexa_fx.config import HexaConfig
     from hexa_fx.inspection.inspector import Inspector
-    from hexa_fx.passes.partition_layers import read_layers
+    from hexa_fx.passes.partition.layers import read_layers
     from hexa_fx.targets import full_size, load_whole
 
     model, inputs = load_whole(target)

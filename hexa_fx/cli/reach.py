@@ -8,7 +8,7 @@ import typer
 
 from hexa_fx.cli.common import echo_json
 from hexa_fx.cli.prediction import layer_shapes
-from hexa_fx.passes.reach import Cluster, Reach, best, reaches
+from hexa_fx.passes.partition.reach import Cluster, Reach, best, reaches
 
 _HEAD = "   split over  replicas  mode             experts   exchange  gradients      total   state"
 

@@ -24,7 +24,7 @@ from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth
 from hexa_fx.errors import RankError
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 PATIENCE = timedelta(seconds=20)
 

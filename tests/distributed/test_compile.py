@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
 from hexa_fx.distributed.data import split_batch
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 
 def outcome(run: Any, model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:

@@ -21,7 +21,7 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.pace import Pace
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 
 

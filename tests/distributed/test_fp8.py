@@ -13,7 +13,7 @@ import hexa_fx
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.ops import fp8_weights
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
 

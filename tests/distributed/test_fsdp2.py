@@ -19,7 +19,7 @@ from hexa_fx.distributed import checkpoint
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import hexa_fx
 from hexa_fx.distributed.gradients import sync_gradients
 from hexa_fx.distributed.graphed_step import GraphedStep
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 KINDS = {"0": "data", "1": "model"}
 

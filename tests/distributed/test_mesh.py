@@ -27,7 +27,7 @@ from hexa_fx.distributed import checkpoint, gradients, slice_states
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 WIDTH, CHANNELS, EXPERTS = 8, 12, 4
 DEVICE = os.environ.get("MESH_DEVICE", "cpu")

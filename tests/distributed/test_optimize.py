@@ -29,7 +29,7 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.errors import InputError, PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.reach import Cluster, best, reaches
+from hexa_fx.passes.partition.reach import Cluster, best, reaches
 from hexa_fx.plan import ExpertShape
 
 QWEN = {f"layers.{i}": ExpertShape(128, 2048, 768, 3, 8) for i in range(4)}

@@ -23,7 +23,7 @@ from hexa_fx.distributed.gradients import (
     weighted_loss,
 )
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import Plan
 
 THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]

@@ -12,7 +12,7 @@ from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 from hexa_fx.passes.partition import apply_partition
-from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
 

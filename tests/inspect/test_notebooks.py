@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from hexa_fx.cli import app
 from hexa_fx.graphs import Graphs
-from hexa_fx.passes.plan_layers import plan_layers
+from hexa_fx.passes.partition.plan_layers import plan_layers
 from hexa_fx.plan import ExpertShape
 
 

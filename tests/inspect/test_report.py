@@ -16,7 +16,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import FfnSpec
-from hexa_fx.passes.plan_layers import plan_layers
+from hexa_fx.passes.partition.plan_layers import plan_layers
 from hexa_fx.plan import ExpertShape
 from hexa_fx.report import OptimizationReport
 

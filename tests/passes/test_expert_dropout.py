@@ -12,7 +12,7 @@ from hexa_fx.capture.observe import Observation
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.ops.row_dropout import drop, kept_rows
 from hexa_fx.passes import analyse
-from hexa_fx.passes.partition_layers import that_spread
+from hexa_fx.passes.partition.layers import that_spread
 
 D, EXPERTS, K = 8, 4, 2
 ROUGH = hexa_fx.HexaConfig(own_code_when_small=False, verify=False)

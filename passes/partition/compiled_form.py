@@ -9,7 +9,7 @@ from torch import nn
 
 from hexa_fx.distributed.compiled_layers import CompiledLayers, spread_experts
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.collectives import FFN_ARGS, Placement, ffn_arguments, is_moe_ffn, partition_graph
+from hexa_fx.passes.partition.collectives import FFN_ARGS, Placement, ffn_arguments, is_moe_ffn, partition_graph
 from hexa_fx.plan import LayerPlan, Plan
 from hexa_fx.runtime.program import Program
 

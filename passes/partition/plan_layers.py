@@ -1,6 +1,6 @@
 """How MoE layers are spread over ranks, from numbers alone: shares, shard sizes and mode of every layer in, `Plan` out.
 
-Paper, section 3.4 (Eq. 1 and 2) for the shares; the mode is the cheaper one by `hexa_fx.passes.cost_model`.
+Paper, section 3.4 (Eq. 1 and 2) for the shares; the mode is the cheaper one by `hexa_fx.passes.partition.cost_model`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from hexa_fx.allocation import DeviceCosts, even
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.cost_model import Measured, layer_cost
+from hexa_fx.passes.partition.cost_model import Measured, layer_cost
 from hexa_fx.plan import DataParallel, ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]

@@ -21,11 +21,11 @@ from hexa_fx.distributed.moves import check_movable, move_state, unite
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.overlap import Seconds
-from hexa_fx.passes.partition_install import Finish, Installed, Known, install_plan
-from hexa_fx.passes.partition_layers import Modes, any_mode, that_spread
-from hexa_fx.passes.partition_plan import partition_model
-from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.partition.install import Finish, Installed, Known, install_plan
+from hexa_fx.passes.partition.layers import Modes, any_mode, that_spread
+from hexa_fx.passes.partition.overlap import Seconds
+from hexa_fx.passes.partition.plan import partition_model
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
 from hexa_fx.runtime.install import install, uninstall
 
@@ -150,7 +150,7 @@ def apply_to_graph_module(
     exports its own batch size; the order of the nodes is the same.
 
     Args:
-        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `hexa_fx.passes.overlap.overlap`.
+        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `hexa_fx.passes.partition.overlap.overlap`.
     """
     block = RewrittenBlock("", module.graph)
     plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)

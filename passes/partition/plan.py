@@ -21,9 +21,9 @@ from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.cost_model import Measured
-from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
-from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
+from hexa_fx.passes.partition.cost_model import Measured
+from hexa_fx.passes.partition.layers import Modes, any_mode, observed_tokens, read_layers
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
 
 log = logging.getLogger(__name__)

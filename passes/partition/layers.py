@@ -17,7 +17,7 @@ from hexa_fx.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.distributed.shards import LayerWeights, WeightSource, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.collectives import ffn_arguments, is_moe_ffn
+from hexa_fx.passes.partition.collectives import ffn_arguments, is_moe_ffn
 from hexa_fx.plan import LayerPlan
 
 log = logging.getLogger(__name__)

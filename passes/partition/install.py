@@ -18,10 +18,10 @@ from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cut
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.observers import announced, at_block
-from hexa_fx.passes.collectives import Placement, partition_graph
-from hexa_fx.passes.compiled_form import compiled_form
-from hexa_fx.passes.overlap import OverlapReport, Seconds, overlap
-from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers, read_local
+from hexa_fx.passes.partition.collectives import Placement, partition_graph
+from hexa_fx.passes.partition.compiled_form import compiled_form
+from hexa_fx.passes.partition.layers import Modes, any_mode, follow_cut, modes_of, read_layers, read_local
+from hexa_fx.passes.partition.overlap import OverlapReport, Seconds, overlap
 from hexa_fx.plan import LayerPlan, Plan
 from hexa_fx.runtime.program import Program
 
@@ -84,7 +84,7 @@ def install_plan(
     Args:
         timeout: after which a rank that does not join a collective is an error.
         finish: last pass over every partitioned block.
-        seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.overlap.overlap`.
+        seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.partition.overlap.overlap`.
         data_mesh: the data-parallel dimensions beside ``mesh``.
         known: the model is cut already, by another plan.
 

@@ -22,7 +22,15 @@ import torch.fx as fx
 from hexa_fx.distributed import nodes
 from hexa_fx.errors import PlanError
 from hexa_fx.observers import announced
-from hexa_fx.passes.transfer_starts import NO_TIME, TOKENS, Starts, Times, is_movable, start_times, timeline_of
+from hexa_fx.passes.partition.transfer_starts import (
+    NO_TIME,
+    TOKENS,
+    Starts,
+    Times,
+    is_movable,
+    start_times,
+    timeline_of,
+)
 
 Seconds = Callable[[fx.Node], float]
 
