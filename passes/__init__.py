@@ -2,12 +2,14 @@
 
 1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
 2. `hexa_fx.passes.canonicalize`  fused expressions, taken apart;
-   `hexa_fx.passes.detect`        the MoE region in it, or a refusal
+   `hexa_fx.passes.detect`        the MoE region in it, or a refusal;
+   `hexa_fx.passes.cover`         nothing of the run is lost with it
 3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
                                   operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted;
                                   meanwhile kernels build (`hexa_fx.passes.kernel_requests`)
-5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.partition.overlap` starts them early
+5. `hexa_fx.passes.options`       other operators in the node's place, where `HexaConfig` asks for them;
+   `hexa_fx.passes.partition`     collectives, if experts are spread over devices; its `overlap` starts them early
 6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
 Steps 1 to 4 are done for eval and for train mode where code asks for ``self.training``, else once.

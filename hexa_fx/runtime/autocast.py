@@ -1,4 +1,4 @@
-"""Gives results of a rewritten forward under autocast the dtypes that the original gives there (`hexa_fx.passes.modes.autocast`)."""
+"""Gives results of a rewritten forward under autocast the dtypes of the original there (`hexa_fx.passes.modes.autocast`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plans how a model's MoE layers are spread over ranks, applies a plan, and exchanges it for another while the job runs.
 
-`partition_model` (partition_plan.py) decides and returns a `Plan` that is equal on all ranks. `install_plan` (partition_install.py)
+`partition_model` (plan.py) decides and returns a `Plan` that is equal on all ranks. `install_plan` (install.py)
 cuts the parameters, rewrites the blocks' graphs and returns the session that runs them.
 """
 
@@ -150,7 +150,7 @@ def apply_to_graph_module(
     exports its own batch size; the order of the nodes is the same.
 
     Args:
-        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `hexa_fx.passes.partition.overlap.overlap`.
+        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `overlap.overlap`.
     """
     block = RewrittenBlock("", module.graph)
     plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
