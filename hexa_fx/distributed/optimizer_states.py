@@ -11,28 +11,21 @@ values that the groups of the optimizer have.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from torch import optim
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from hexa_fx.distributed.by_element import works_on_elements
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
-
-_BY_ELEMENT = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
-)
-"""Those of torch that do the same to a slice as to the whole."""
 
 
 class _Slices:
@@ -119,7 +112,7 @@ def _stepping(optimizer: Optimizer, *_: Any) -> None:
     if slices:
         check(optimizer)
         if optimizer not in _hooked:
-            _warn_of_matrices(optimizer, slices[0])
+            _check_steps(optimizer)
             optimizer.register_state_dict_post_hook(_given)
             optimizer.register_load_state_dict_post_hook(check)
             _hooked.add(optimizer)
@@ -137,18 +130,26 @@ def _check_kinds(optimizer: Optimizer) -> None:
             )
 
 
-def _warn_of_matrices(optimizer: Optimizer, first: ShardedParameter) -> None:
-    """Says that an optimizer may do something else to slices. Who inherits a known step does the same."""
-    kind = type(optimizer)
-    if kind in _warned or inspect.unwrap(kind.step) in {inspect.unwrap(known.step) for known in _BY_ELEMENT}:
-        return
-    _warned.add(kind)
-    log.warning(
-        "%s may look at whole matrices (norms, factored moments, a line search), and has only this rank's slices of %r and others: "
-        "its steps are then not those of one device. Those of torch.optim that look at single elements (AdamW, SGD) are the same "
-        "on slices; if this one looks at no more, ignore this",
-        *(kind.__name__, first.name),
-    )
+def _check_steps(optimizer: Optimizer) -> None:
+    """Raises `PlanError` if an optimizer does something else to slices than to the whole; says once where that is not known."""
+    for group, here in _slices_in(optimizer):
+        cuts = {(shard.parameter.ndim, chunk.dim) for shard in here for chunk in shard.chunks}
+        same = works_on_elements(optimizer, group, cuts) if cuts else True
+        if same is False:
+            raise PlanError(
+                f"{type(optimizer).__name__} does something else to slices than to whole weights (it was tried on small ones), and "
+                f"has only this rank's slices of {here[0].name!r} and others, so that its steps would not be those of one device: "
+                "give the experts, hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements "
+                "(AdamW, SGD), or plan with strategy='fsdp', which keeps them whole for it"
+            )
+        if same is None and type(optimizer) not in _warned:
+            _warned.add(type(optimizer))
+            log.warning(
+                "%s may look at whole matrices (norms, factored moments), and has only this rank's slices of %r and others: its "
+                "steps are then not those of one device. Those that look at single elements (AdamW, SGD) are the same on slices; "
+                "if this one looks at no more, ignore this",
+                *(type(optimizer).__name__, here[0].name),
+            )
 
 
 def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -389,14 +389,26 @@ def check_slices_in_state_dicts(model, whole):
             with of_others if net is model else pytest.raises(PlanError, match=r"state of 'blocks.0.* is whole"):
                 late.step()
         check_flattened(model, optimizers[0], of_others)
-        for kind in (type("Own", (torch.optim.AdamW,), {}), type("Adafactor", (torch.optim.Adafactor,), {})):
-            kind(model.parameters(), lr=0.0).step()
+        type("Own", (torch.optim.AdamW,), {})(model.parameters(), lr=0.0).step()
+        Closed(model.parameters(), "argument").step()
+        for kind in (torch.optim.Adafactor, torch.optim.LBFGS):
+            with pytest.raises(
+                PlanError, match=rf"{kind.__name__} does something else to slices .* slices of 'blocks.0"
+            ):
+                kind(model.parameters(), lr=0.0).step(lambda: 0.0)
         model.zero_grad()
         whole.zero_grad()
         assert len(said) == 3
-        assert said.pop().startswith("Adafactor may look at whole matrices")
+        assert said.pop().startswith("Closed may look at whole matrices")
         assert "as (12, 16) and not (24, 16)" in said[0]
         assert "state of this rank's slices" in said[1]
+
+
+class Closed(torch.optim.SGD):
+    """Of which no other can be made from its settings."""
+
+    def __init__(self, params, argument):
+        super().__init__(params, lr=0.0)
 
 
 def check_flattened(model, optimizer, of_others):
