@@ -126,7 +126,8 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says.
 
     Its backward is its own. A function that returns a tensor as it was given exists for its backward alone, and is recorded as
-    itself. Of others, what they compute is recorded, and that they computed it.
+    itself: it runs anew in every call, and so does what it asks for its backward. Of others, what they compute is recorded, and
+    that they computed it.
     """
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -134,19 +135,20 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
         with torch._C.DisableTorchFunction():
             before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
             lifted = recorder.lift(args)
-        recorder.inside_function += 1
+        recorder.functions_running.append(set())
         start = recorder.count
         try:
             result = original.__func__(cls, *args, **kwargs)
         finally:
-            recorder.inside_function -= 1
+            asked = recorder.functions_running.pop()
         with torch._C.DisableTorchFunction():
             after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
-            if kwargs or before != after or not all(map(_is_value, args)):
-                return result
-            if _is_one_of(result, args):
+            is_call = not kwargs and before == after and all(map(_is_value, args))
+            if is_call and _is_one_of(result, args):
                 recorder.record_result(Applied(cls), lifted, result)
-            elif isinstance(result, (torch.Tensor, tuple)):
+                return result
+            recorder.asked_gradients(asked)
+            if is_call and isinstance(result, (torch.Tensor, tuple)):
                 output = recorder.lift(result)
                 recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
         return result

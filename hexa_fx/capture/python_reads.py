@@ -75,6 +75,7 @@ class PythonReads:
     def __init__(self, block: nn.Module) -> None:
         self.scope: Callable[[], str] = lambda: ""
         self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
+        self.in_functions: list[set[str]] = []
         self._modules = {id(module): path for path, module in reversed(list(block.named_modules()))}
         self._block = block
         self._edges: dict[int, dict[Any, Edge]] = {}
@@ -256,10 +257,21 @@ class PythonReads:
             self.ran.asks["hook"].add(self.scope())
         elif id(tensor) in self._met and attribute != "is_inference":
             self._read(tensor, attribute)
-        else:  # an intermediate value has a gradient if gradients are on, and by what it is made of
-            self.ran.asks["gradient"].add(self.scope())
-            for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
-                self.ran.note_state(state, self.scope())
+        else:
+            self.note_of_gradients({self.scope()})
+
+    def note_of_gradients(self, scopes: set[str]) -> None:
+        """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
+
+        They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
+        """
+        if self.in_functions:
+            self.in_functions[-1].update(scopes)
+            return
+        self.ran.asks["gradient"] |= scopes
+        for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+            for scope in scopes:
+                self.ran.note_state(state, scope)
 
     # -- after the run --------------------------------------------------------------------------------------------------
 

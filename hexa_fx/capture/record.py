@@ -122,6 +122,7 @@ def _capture(
         _trial(block, seed, replacements, as_it_is) as (recorder, snapshot, replaced),
     ):
         reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
+        recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
         recorder.leave = monitor.leave if monitor else recorder.leave
         if collecting:
             collecting.scope = lambda: recorder.scopes[-1]

@@ -54,6 +54,10 @@ class Recorder(TorchFunctionMode):
     """Told when the code of a module hands over to another's, with the module's path."""
     asked: Callable[[Any, str], None] = lambda tensor, attribute: None
     """Told when the code asks something of a tensor that is no number of it; with None and ``""`` before it calls torch."""
+    asked_gradients: Callable[[set[str]], None] = lambda scopes: None
+    """Told, once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
+    functions_running: list[set[str]] = field(default_factory=list)
+    """Of every `autograd.Function` whose forward runs, outermost first, what `asked_gradients` will be told."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -66,8 +70,6 @@ class Recorder(TorchFunctionMode):
         """By storage, the last write and the id of the tensor that it was made through."""
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
-        self.inside_function = 0
-        """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self.pieces = Pieces(self)
         self.met: dict[str, int] = {}  # for every constant, the id of the tensor it was read from
@@ -79,7 +81,7 @@ class Recorder(TorchFunctionMode):
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = memory_of(value) if isinstance(value, torch.Tensor) else None
-        gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
+        gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
         self._index[node] = self.count
         self.count += 1

@@ -237,12 +237,17 @@ def _miss(read: PythonRead, now: Any) -> GuardMiss:
             f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
             "(bf16=False in a trainer)"
         )
-    return ReadMiss(str(read))
+    return ReadMiss(f"torch.{read.steps[1]}()" if asks_torch(read) else str(read))
+
+
+def asks_torch(read: PythonRead) -> bool:
+    """Whether it is what a function says of a state of torch."""
+    return read.root == torch_state.__name__ and read.steps[-1] == CALLED
 
 
 def asks_autocast(read: PythonRead) -> bool:
     """Whether it is what a function says of autocast."""
-    return read.root == torch_state.__name__ and read.steps[-1] == CALLED and "autocast" in read.steps[1]
+    return asks_torch(read) and "autocast" in read.steps[1]
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

@@ -42,6 +42,19 @@ class WithLoss(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.loss)
 
 
+class WithLossIfAny(torch.autograd.Function):
+    """The tensor; the loss's gradient is one, if it takes part in gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.wanted = loss.requires_grad
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return gradient, gradient.new_ones(()) if ctx.wanted else None
+
+
 class Rounded(torch.autograd.Function):
     """Rounds; gradients pass straight through."""
 
@@ -104,6 +117,11 @@ class OnOutput(Plain):
         return WithLoss.apply(y, loss)
 
 
+class WithOwnLoss(Plain):
+    def output(self, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return WithLossIfAny.apply(y, loss)
+
+
 class OnEveryExpert(Plain):
     def one_output(self, y: torch.Tensor) -> torch.Tensor:
         return Scaled.apply(y, 0.5)
@@ -119,7 +137,9 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("kind", [OnTokens, OnWeights, RoundedWeights, OnOutput], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [OnTokens, OnWeights, RoundedWeights, OnOutput, WithOwnLoss], ids=lambda kind: kind.__name__
+)
 def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
     block, optimized = _optimized(kind)
     for x in (_tokens(2, 7), _tokens(3, 5)):
@@ -129,6 +149,14 @@ def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
     plain = Plain().double()
     plain.load_state_dict(block.state_dict())
     assert not compare(plain, optimized, (_tokens(2, 7),)).within(1e-6), "the backward of its own makes no difference"
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("needed", [True, False])
+def test_what_a_function_asks_for_its_backward_is_asked_anew(gradients: bool, needed: bool) -> None:
+    """Gradients are off in a function's forward: what it was told there is no reason to run the block's own code outside."""
+    optimized = _optimized(WithOwnLoss)[1]
+    assert operators_run(optimized.train(), (_tokens(3, 5).requires_grad_(needed),), gradients=gradients)
 
 
 def test_pickled_and_copied() -> None:

@@ -115,10 +115,12 @@ def difference(first: Run, second: Run) -> Difference:
     )
 
 
-def operators_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> int:
+def operators_run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, gradients: bool = False
+) -> int:
     """How many hexa operators one call dispatches: zero means that the original code ran, and a comparison says nothing."""
     count = _CountHexa()
-    with torch.no_grad(), torch.random.fork_rng(), count:
+    with torch.set_grad_enabled(gradients), torch.random.fork_rng(), count:
         model(*args, **(kwargs or {}))
     return count.calls
 
