@@ -65,7 +65,9 @@ class AttributeGuards:
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
-        self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in self.owners)
+        under = frozenset(path for path in self.owners if base_of(found := block.get_submodule(path)) is not found)
+        paths = (path for path, _ in _read(block, "", under.union(called)))
+        self.inner = tuple(path for path in paths if path and path not in self.owners)
         self.bind(block)
 
     def _is_kept_by_own_forward(self, read: PythonRead) -> bool:

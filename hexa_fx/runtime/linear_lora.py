@@ -248,7 +248,7 @@ def _check_own(module: nn.Module, path: str, noted: _Noted) -> None:
 
 def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     a, b = wrapper.lora_A._modules[name], noted.see(wrapper.lora_B._modules, name)
-    scale, variant = noted.see(wrapper.scaling, name), noted.see(wrapper.lora_variant, name)
+    scale, variant = (noted.see(noted.see(vars(wrapper), held), name) for held in ("scaling", "lora_variant"))
     dropout = noted.see(wrapper.lora_dropout._modules, name)
     plain = variant is MISSING and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
     plain &= vars(wrapper).get("cast_input_dtype_enabled", True)

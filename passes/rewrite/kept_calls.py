@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.fx
 
@@ -115,15 +115,11 @@ def _compares_with_limit(condition: torch.fx.Node) -> bool:
     return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
-def _covers(outer: ModuleCall, inner: ModuleCall) -> bool:
-    return outer is not inner and outer.start <= inner.start and inner.end <= outer.end
-
-
 def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """Calls with results that run no region, whose outputs are at ``places``."""
+    """Calls with results that run no region, whose outputs are at ``places``; of two with the same nodes the outer one is later."""
     return [
         call
-        for call in (*captured.calls, *captured.functions)
+        for call in (*captured.functions, *captured.calls)
         if nodes_in(call.output) and call.end > call.start
         if not any(call.start <= place < call.end for place in places)
     ]
@@ -136,18 +132,20 @@ def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCa
 
 def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The next level of calls, inside calls that cannot stay."""
-    return _outermost([c for c in _usable(captured, places) if any(_covers(t, c) for t in torn)])
+    usable = _usable(captured, places)
+    inside = ([c for c in usable[: usable.index(t)] if t.start <= c.start and c.end <= t.end] for t in torn)
+    return _outermost(list(chain.from_iterable(inside)))
 
 
 def _outermost(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
     """The calls that no other one covers, in one walk over where they start."""
-    spans = Counter((call.start, call.end) for call in calls)
-    outer, furthest = set(), 0
+    spans = {(call.start, call.end): call for call in calls}  # the outer one of a wrapper and what it calls
+    outer, furthest = [], 0
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if end > furthest and spans[start, end] == 1:
-            outer.add((start, end))
+        if end > furthest:
+            outer.append(spans[start, end])
         furthest = max(furthest, end)
-    return [call for call in calls if (call.start, call.end) in outer]
+    return outer
 
 
 def _writes_of_calls(

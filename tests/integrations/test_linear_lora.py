@@ -12,6 +12,8 @@ from hexa_fx import HexaConfig
 from tests.integrations.test_transformers import operators_run
 
 peft = pytest.importorskip("peft")
+from peft.helpers import rescale_adapter_scale  # noqa: E402
+
 CONFIG = HexaConfig(own_code_when_small=False)
 E, D, H = 4, 8, 12
 ALL = ["gate", "up", "down"]
@@ -137,6 +139,8 @@ def test_switched_combined_disabled_merged_scaled_and_deleted(order, tokens):
             if hasattr(layer, "scale_layer"):
                 layer.scale_layer(2.5)
     assert_same(original, optimized, tokens)
+    with rescale_adapter_scale(original, 0.5), rescale_adapter_scale(optimized, 0.5):
+        assert_same(original, optimized, tokens)
     for model in both:
         model.delete_adapter("other")
     assert_same(original, pickle.loads(pickle.dumps(optimized)), tokens)
@@ -144,6 +148,26 @@ def test_switched_combined_disabled_merged_scaled_and_deleted(order, tokens):
     original, optimized = original.merge_and_unload(), optimized.merge_and_unload()
     torch.testing.assert_close(optimized(tokens), original(tokens))
     assert operators_run(optimized, (tokens,))
+
+
+@ORDERS
+def test_taken_off_and_put_on_again_with_a_router_that_is_trained(order, tokens, caplog):
+    original, optimized = both = pair(tokens, lora(modules_to_save=["router"]), order)
+    with torch.no_grad():
+        for model in both:
+            model.base_model.model[0].router.modules_to_save["default"].weight.mul_(2)
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(optimized(tokens), original(tokens))
+    assert_same(original, optimized, tokens)
+    assert "original forward" not in caplog.text
+    original, optimized = both = pair(tokens, lora(["up", "down"]), order)
+    both = [model.unload() for model in both]
+    torch.testing.assert_close(both[1](tokens), both[0](tokens))
+    for model in both:
+        torch.manual_seed(5)
+        peft.inject_adapter_in_model(lora(["gate"], r=3), model)
+    assert_same(*both, tokens)
+    assert "original forward" not in caplog.text
 
 
 @pytest.mark.parametrize(
