@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_real_blocks import answer, wait_for_kernels
 from bench_whole_models import timed
 from common import steady
+from kept_rows import answer, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import make, tokens_of
 from torch import Tensor, nn

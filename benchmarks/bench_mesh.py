@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import hexa_fx  # noqa: E402
-from benchmarks.bench_real_blocks import keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from bench_adapters import ATTENTION, PARAMETERS, Layer, inputs, spread
-from bench_real_blocks import answer, wait_for_kernels
 from bench_whole_models import timed
 from common import steady
+from kept_rows import answer, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import REAL_BLOCKS, make
 from torch import Tensor, nn

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,10 +37,10 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from benchmarks.host_memory import HostPeak  # noqa: E402
+from benchmarks.kept_rows import Row, answer, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import REAL_BLOCKS, block_of, make, tokens_of  # noqa: E402
 
 GIB = 2.0**30
-Row = dict[str, Any]
 
 
 class Peaks(HostPeak):
@@ -212,20 +212,6 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def wait_for_kernels() -> None:
-    """Until the kernels that are being built are there."""
-    if not torch.cuda.is_initialized():
-        return
-    from hexa_fx.jit.background import builder
-
-    builder().wait()
-
-
 def kernels_in_cache() -> int:
     folder = pathlib.Path(os.environ.get("HEXA_FX_CACHE_DIR", "")) / "kernels"
     return len(list(folder.iterdir())) if folder.is_dir() else 0
@@ -258,39 +244,6 @@ def blocks(options: argparse.Namespace) -> Iterator[Row]:
             yield {"question": "blocks", "cache": "warm"} | row
 
 
-def environment(device: str) -> dict[str, str]:
-    import platform
-
-    import transformers
-
-    import hexa_fx
-
-    found = {"command": " ".join(sys.argv), "hexa_fx": hexa_fx.__version__, "torch": torch.__version__}
-    found |= {
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cores": str(os.cpu_count()),
-    }
-    return found | {"device": torch.cuda.get_device_name() if device != "cpu" else platform.machine()}
-
-
-def keep(rows: list[Row], options: argparse.Namespace) -> None:
-    """Writes what was measured so far, with what it depends on, to the file that `--json` names."""
-    if options.json is not None:
-        found = {"environment": environment(options.device), "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]], options: argparse.Namespace) -> None:
-    """Prints and keeps the rows that answer ``options.questions``, by the name of each."""
-    found: list[Row] = []
-    for question in options.questions:
-        for row in questions[question](options):
-            print(json.dumps(row), flush=True)
-            found.append(row)
-            keep(found, options)
-
-
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -309,15 +262,8 @@ def main() -> None:
         for row in measure(options):
             print(json.dumps(row), flush=True)
         return
-    rows: list[Row] = []
-    for row in (
-        blocks(options)
-        if options.question == "blocks"
-        else [{"ranks": ranks, "whole": whole}[options.question](options)]
-    ):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        keep(rows, options)
+    options.questions = [options.question]
+    answer({"blocks": blocks, "ranks": lambda given: [ranks(given)], "whole": lambda given: [whole(given)]}, options)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.bench_real_blocks import keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 

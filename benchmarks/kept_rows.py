@@ -1,0 +1,66 @@
+"""Rows of benchmarks that are printed as they come, and kept with what they depend on; and the device that they wait for.
+
+Nothing here makes calls wait for kernels, unlike `benchmarks.common`: what is measured may be what runs until they are built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def wait_for_kernels() -> None:
+    """Until the kernels that are being built are there."""
+    if not torch.cuda.is_initialized():
+        return
+    from hexa_fx.jit.background import builder
+
+    builder().wait()
+
+
+def environment(device: str) -> dict[str, str]:
+    """What a row depends on: command, versions, device."""
+    import transformers
+
+    import hexa_fx
+
+    return {
+        "command": " ".join(sys.argv),
+        "hexa_fx": hexa_fx.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "cores": str(os.cpu_count()),
+        "device": torch.cuda.get_device_name() if device != "cpu" else platform.machine(),
+    }
+
+
+def keep(rows: list[Row], options: argparse.Namespace) -> None:
+    """Writes what was measured so far, with what it depends on, to the file that `--json` names."""
+    if options.json is not None:
+        found = {"environment": environment(options.device), "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]], options: argparse.Namespace) -> None:
+    """Prints and keeps the rows that answer ``options.questions``, by the name of each."""
+    found: list[Row] = []
+    for question in options.questions:
+        for row in questions[question](options):
+            print(json.dumps(row), flush=True)
+            found.append(row)
+            keep(found, options)
