@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from bench_whole_models import timed
 from common import steady
-from kept_rows import answer, wait_for_kernels
+from kept_rows import Row, answer, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import make, tokens_of
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops.operands import Esmm, Estmm
 
-Row = dict[str, Any]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYER_MS, STEP_RATIO, STEP_PEAK_MIB = 5.6, 1.08, 512

@@ -41,11 +41,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import hexa_fx  # noqa: E402
-from benchmarks.kept_rows import keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 
-Row = dict[str, Any]
 ROWS = "fsdp2_grouped_mm fsdp2_hexa data model fsdp auto mesh_data mesh_model ep_grouped_mm ep_hexa".split()
 SEQUENCE = 2048
 GIB = 2.0**30

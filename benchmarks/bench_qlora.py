@@ -23,7 +23,7 @@ import torch
 from bench_adapters import ATTENTION, PARAMETERS, Layer, inputs, spread
 from bench_whole_models import timed
 from common import steady
-from kept_rows import answer, wait_for_kernels
+from kept_rows import Row, answer, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import REAL_BLOCKS, make
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from hexa_fx.formats import format_of
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.sources.packed_parameters import set_packed
 
-Row = dict[str, Any]
 GIB = 2**30
 LAYER_RATIO, INVARIANT_RATIO = 1.2, 1.05
 """At most: frozen bases in few bits over frozen bf16 ones; forward with every sum in a fixed order over without."""

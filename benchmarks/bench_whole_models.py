@@ -29,12 +29,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.kept_rows import keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 
 MIB = 2.0**20
-Row = dict[str, Any]
 
 
 def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
 import torch.fx
+
+from hexa_fx.contexts import set_to
 
 
 @dataclass(frozen=True)
@@ -65,31 +67,16 @@ def announced(name: str, graph: torch.fx.Graph, note: object = "") -> Iterator[P
     notify(name, "after", outcome.graph, outcome.note)
 
 
-@contextmanager
-def listening(*listeners: Listener) -> Iterator[None]:
+def listening(*listeners: Listener) -> AbstractContextManager[None]:
     """A context in which the listeners see every pass of this thread."""
-    token = _listeners.set((*_listeners.get(), *listeners))
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
+    return set_to(_listeners, (*_listeners.get(), *listeners))
 
 
-@contextmanager
-def at_block(path: str, mode: str = "") -> Iterator[None]:
+def at_block(path: str, mode: str = "") -> AbstractContextManager[None]:
     """A context in which events belong to this block."""
-    token = _block.set((path, mode))
-    try:
-        yield
-    finally:
-        _block.reset(token)
+    return set_to(_block, (path, mode))
 
 
-@contextmanager
-def muted() -> Iterator[None]:
+def muted() -> AbstractContextManager[None]:
     """A context without listeners, for passes that only serve inspection or verification."""
-    token = _listeners.set(())
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
+    return set_to(_listeners, ())

@@ -16,6 +16,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock
+from hexa_fx.contexts import set_to
 from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import muted
@@ -45,13 +46,9 @@ def kernels_requested(compute: str) -> Iterator[None]:
         compute: `hexa_fx.HexaConfig.compute`. Blocks that multiply in FP8 get the kernels of their exact form too, which is what
             calls that FP8 cannot take run. Empty: none, since a block is analysed in another form than it will run in.
     """
-    wanted = _wanted.set(compute)
-    cast = _cast.set(torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else _cast.get())
-    try:
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else _cast.get()
+    with set_to(_wanted, compute), set_to(_cast, cast):
         yield
-    finally:
-        _wanted.reset(wanted)
-        _cast.reset(cast)
 
 
 def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training: bool) -> None:

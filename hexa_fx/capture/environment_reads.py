@@ -7,9 +7,10 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
+from hexa_fx.contexts import attributes_set
 from hexa_fx.isolation.users_code import is_users
 
 Read: TypeAlias = Callable[[Any, Any], Any]
@@ -22,29 +23,16 @@ _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
 @contextmanager
 def asking_noted(read: Read) -> Iterator[None]:
     """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
-    levels = {name: vars(logging.Logger)[name] for name in _OF_LEVELS}
-    with _variables_noted(os.environ, read):
-        try:
-            for name, plain in levels.items():
-                setattr(logging.Logger, name, _of_level(plain, read))
-            yield
-        finally:
-            for name, plain in levels.items():
-                setattr(logging.Logger, name, plain)
+    levels = {name: _of_level(vars(logging.Logger)[name], read) for name in _OF_LEVELS}
+    with _variables_noted(os.environ, read), attributes_set(logging.Logger, **levels):
+        yield
 
 
-@contextmanager
-def _variables_noted(environment: Any, read: Read) -> Iterator[None]:
+def _variables_noted(environment: Any, read: Read) -> AbstractContextManager[None]:
     """By an attribute of the object: after a thousand changes of a class Python 3.13 goes on with an earlier ``__getitem__``."""
     if not isinstance(environment, os._Environ):  # somebody put a dict there
-        yield
-        return
-    plain = environment.encodekey
-    environment.encodekey = _of_environment(plain, environment, read)
-    try:
-        yield
-    finally:
-        environment.encodekey = plain
+        return nullcontext()
+    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, environment, read))
 
 
 def _of_environment(plain: Callable[[Any], Any], environment: Any, read: Read) -> Callable[[Any], Any]:

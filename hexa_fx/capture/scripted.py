@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hexa_fx.capture.calls import UnreadableTensor
+from hexa_fx.contexts import attributes_set
 
 
 @contextmanager
@@ -30,8 +31,5 @@ def scripts_as_python(all_of_them: bool) -> Iterator[None]:
             )
         return compiled(function, *args, **kwargs)
 
-    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign, assignment]
-    try:
+    with attributes_set(torch.jit.ScriptFunction, __call__=call):
         yield
-    finally:
-        torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]

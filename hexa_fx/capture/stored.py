@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.recorder import Recorder
+from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 
@@ -59,11 +60,8 @@ def noted_settings(recorder: Recorder) -> Iterator[Settings]:
         else:
             noted.emptied.discard((id(module), name))
 
-    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
-    try:
+    with attributes_set(nn.Module, __setattr__=noting):
         yield noted
-    finally:
-        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
 
 def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:

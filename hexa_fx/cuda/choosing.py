@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from hexa_fx.contexts import set_to
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.kernel import device_arch, kernel_arch
 from hexa_fx.ops import fp8_weights
@@ -125,12 +126,9 @@ def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
             kernel for its operands then raises `KernelError` instead of falling back.
     """
     found = Collection(card)
-    token = _collection.set(found)
-    try:
-        with torch.autograd.set_multithreading_enabled(False), fp8_weights.nothing_kept():
-            yield found.specs
-    finally:
-        _collection.reset(token)
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with set_to(_collection, found), one_thread, fp8_weights.nothing_kept():
+        yield found.specs
 
 
 def described_card() -> Card | None:

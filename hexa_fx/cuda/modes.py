@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 import torch
 
+from hexa_fx.contexts import set_to
+
 _torch_only: ContextVar[bool] = ContextVar("torch_only", default=False)
 _awaited: ContextVar[bool] = ContextVar("awaited", default=False)
 
@@ -38,9 +40,5 @@ def kernels_awaited() -> Iterator[None]:
 
 @contextmanager
 def _set(mode: ContextVar[bool]) -> Iterator[None]:
-    token = mode.set(True)
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        mode.reset(token)
+    with set_to(mode, True), torch.autograd.set_multithreading_enabled(False):
+        yield

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hexa_fx.contexts import set_to
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import PlanError
 
@@ -25,19 +26,13 @@ MARK = "hexa_fx_slices"
 _are_known: ContextVar[bool] = ContextVar("slices_are_known", default=False)
 
 
-@contextmanager
-def known_slices() -> Iterator[None]:
+are_known = _are_known.get
+"""Whether who takes a state dict knows that it has slices."""
+
+
+def known_slices() -> AbstractContextManager[None]:
     """Within it, who takes a state dict knows that it has slices."""
-    token = _are_known.set(True)
-    try:
-        yield
-    finally:
-        _are_known.reset(token)
-
-
-def are_known() -> bool:
-    """Whether who takes a state dict knows that it has slices."""
-    return _are_known.get()
+    return set_to(_are_known, True)
 
 
 class SliceStates:

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 
 import torch
 
+from hexa_fx.contexts import set_to
+
 _frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
 _MOST = 2**31 - 1
 """The largest threshold that Python takes."""
@@ -28,11 +30,10 @@ def collections_are_cheap() -> Iterator[None]:
     gc.set_threshold(min(30 * before[0], _MOST), *before[1:])
     if freezes:
         gc.freeze()
-    token = _frozen.set(freezes or _frozen.get())
     try:
-        yield
+        with set_to(_frozen, freezes or _frozen.get()):
+            yield
     finally:
-        _frozen.reset(token)
         if freezes:
             gc.unfreeze()
         gc.set_threshold(*before)

@@ -6,23 +6,19 @@ zeroed by the kernel every time, and small tensors that outlive a piece would se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 
+from hexa_fx.contexts import set_to
+
 _kept: ContextVar[list[torch.Tensor] | None] = ContextVar("pieces", default=None)
 
 
-@contextmanager
-def piece_memory_kept() -> Iterator[None]:
+def piece_memory_kept() -> AbstractContextManager[None]:
     """A context in which `upcast_piece` keeps its memory, as much as the largest piece takes."""
-    token = _kept.set([])
-    try:
-        yield
-    finally:
-        _kept.reset(token)
+    return set_to(_kept, [])
 
 
 def upcast_piece(piece: torch.Tensor) -> torch.Tensor:

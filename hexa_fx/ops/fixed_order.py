@@ -9,14 +9,15 @@ used, is tried once for every shape; where it does not, rows are multiplied one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from hexa_fx.contexts import set_to
 from hexa_fx.ops.cpu import Group, multiply
 
 log = logging.getLogger(__name__)
@@ -38,14 +39,9 @@ _PIECE = 1 << 14
 """Elements of an elementwise piece: whole vectors, and too few for torch to give to several threads."""
 
 
-@contextmanager
-def fixed_order() -> Iterator[None]:
+def fixed_order() -> AbstractContextManager[None]:
     """A context in which this thread's expert operators run in a fixed order."""
-    token = _active.set(True)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return set_to(_active, True)
 
 
 def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Sequence[Group], out: Tensor) -> None:

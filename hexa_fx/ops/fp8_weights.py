@@ -10,8 +10,7 @@ training, weights are quantised as a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hexa_fx.contexts import set_to
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
 from hexa_fx.ops import library
 from hexa_fx.ops.fp8_checks import weight_sizes
@@ -97,14 +97,9 @@ def quantized(
         return found.weight
 
 
-@contextmanager
-def nothing_kept() -> Iterator[None]:
+def nothing_kept() -> AbstractContextManager[None]:
     """A context in which this thread's copies are not kept: kernels are only listed, and results hold nothing."""
-    token = _keeps.set(False)
-    try:
-        yield
-    finally:
-        _keeps.reset(token)
+    return set_to(_keeps, False)
 
 
 def clear() -> None:

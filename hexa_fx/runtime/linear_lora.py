@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx.contexts import items_set
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import IsA
@@ -170,13 +171,8 @@ def taken_off(block: nn.Module) -> Iterator[frozenset[str]]:
             found = []
     except GuardMiss:
         found = []
-    try:
-        for _, listed, name, wrapper in found:
-            listed[name] = wrapper._modules["base_layer"]
+    with items_set((listed, name, wrapper._modules["base_layer"]) for _, listed, name, wrapper in found):
         yield frozenset(path for path, *_ in found)
-    finally:
-        for _, listed, name, wrapper in found:
-            listed[name] = wrapper
 
 
 class _Layer(NamedTuple):

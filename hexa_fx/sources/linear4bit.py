@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hexa_fx.contexts import items_set
 from hexa_fx.formats.four_bit import NF4
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.lookup import lookup
@@ -103,13 +104,8 @@ def as_dense(block: nn.Module, dtype: torch.dtype | None) -> Iterator[int]:
         if child is not None and is_linear(child) and not why_not(child.weight)
     ]
     made = {id(linear): _dense(linear, dtype) for _, _, linear in places}
-    try:
-        for owner, name, linear in places:
-            owner._modules[name] = made[id(linear)]
+    with items_set((owner._modules, name, made[id(linear)]) for owner, name, linear in places):
         yield len(places)
-    finally:
-        for owner, name, linear in places:
-            owner._modules[name] = linear
 
 
 def why_not_in(block: nn.Module, form: RewrittenBlock, reads: Sequence[PythonRead]) -> str:
@@ -174,13 +170,8 @@ def in_rows(module: Any) -> None:
 def trained(block: nn.Module) -> Iterator[None]:
     """A context in which modules of codes below a block are in train mode: in eval mode bitsandbytes may move codes on a CPU."""
     moved = [module for module in block.modules() if is_linear(module) and not module.training]
-    try:
-        for module in moved:
-            module.training = True
+    with items_set((vars(module), "training", True) for module in moved):
         yield
-    finally:
-        for module in moved:
-            module.training = False
 
 
 def _dense(linear: Any, dtype: torch.dtype | None) -> nn.Linear:

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
+from hexa_fx.contexts import items_set
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 
@@ -53,13 +54,8 @@ def unpacked(module: nn.Module) -> Iterator[int]:
     """A context in which the packed parameters of a module and those below it are dense ones. Yields how many these are."""
     held = [(owner, name, weight) for owner in module.modules() for name, weight in _own(owner).items()]
     made = {id(weight): nn.Parameter(weight.dense(), requires_grad=False) for _, _, weight in held}
-    try:
-        for owner, name, weight in held:
-            owner._parameters[name] = made[id(weight)]
+    with items_set((owner._parameters, name, made[id(weight)]) for owner, name, weight in held):
         yield len(held)
-    finally:
-        for owner, name, weight in held:
-            owner._parameters[name] = weight  # type: ignore[assignment]
 
 
 def collecting(function: F) -> F:

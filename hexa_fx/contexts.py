@@ -1,0 +1,46 @@
+"""Contexts in which something has another value, and after which it has its own again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def set_to(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A context in which a variable of this thread has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes of an object or a class, which have one of their own, have other values."""
+    before = {name: vars(owner)[name] for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def items_set(places: Iterable[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
+    """A context in which other values lie under keys that are there: the mapping, the key and the value."""
+    put = [(holder, key, value, holder[key]) for holder, key, value in places]
+    try:
+        for holder, key, value, _ in put:
+            holder[key] = value
+        yield
+    finally:
+        for holder, key, _, before in put:
+            holder[key] = before
