@@ -73,9 +73,10 @@ def cases(shape: MoeShape) -> Iterator[Case]:
     v, _, offs = torch.ops.hexa.reindex(index, experts)
     x = torch.randn(shape.tokens, model, device="cuda", dtype=torch.bfloat16)
     step, product = ("silu", True, ()), 2.0 * n * model * inner
-    yield Case("rows", 3.0 * x.numel(), "GB/s", op("quantize_rows_fp8", x))
-    yield Case("columns", 3.0 * n * model, "GB/s", op("quantize_columns_fp8", x, v, offs, shape.top_k, True))
-    xq, w1 = rows(shape.tokens, model), weight(experts, 2 * inner, model)
+    yield Case("rows", 3.0 * x.numel(), "GB/s", op("quantize_rows_fp8", x, True))
+    xq, w1 = torch.ops.hexa.quantize_rows_fp8(x, True), weight(experts, 2 * inner, model)
+    yield Case("columns of dy", 3.0 * n * model, "GB/s", op("quantize_columns_fp8", x, v, offs, shape.top_k))
+    yield Case("columns of x", 2.0 * n * model, "GB/s", op("group_rows_fp8", *xq, v, offs, shape.top_k))
     yield Case("up", 2 * product, "TFLOP/s", op("esmm_act_fp8", *xq, *w1, None, v, offs, shape.top_k, *step, True))
     a, w2 = rows(n, inner), weight(experts, model, inner)
     yield Case("down", product, "TFLOP/s", op("esmm_fp8", *a, *w2, None, offs), Product("rows", *a, *w2))

@@ -18,13 +18,14 @@ TILE_BYTES = 128 * 128 + (8 + 1) * 4 * 128
 """sizeof(TileMemory): a tile of elements, and what warps know of its columns."""
 
 _FUNCTIONS = {
-    "quantize_rows": "rows",
-    "quantize_columns": "columns<false>",
-    "quantize_columns_shared": "columns<true>",
+    "quantize_rows": "template rows<hexa::BlockScale>",
+    "quantize_rows_binary": "template rows<hexa::BinaryScale>",
+    "quantize_columns": "columns",
+    "group_rows": "groups",
     "quantize_weight": "weight",
     "ess": "sum",
 }
-_BLOCKS = {"quantize_columns": 3, "quantize_columns_shared": 3, "quantize_weight": 4}
+_BLOCKS = {"quantize_columns": 3, "group_rows": 3, "quantize_weight": 4}
 """Of a multiprocessor, for operators that take tiles."""
 
 

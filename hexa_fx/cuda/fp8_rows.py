@@ -19,7 +19,7 @@ from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
-from hexa_fx.ops.fp8_quantizing import QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
+from hexa_fx.ops.fp8_quantizing import GroupRowsFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
 
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
@@ -35,12 +35,13 @@ TILES_A_BLOCK = 4
 
 
 @cuda_kernel("quantize_rows_fp8")
-def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_fp8(x: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8."""
     x = dense_rows(x)
-    q, s = QuantizeRowsFp8(x).results()
+    q, s = QuantizeRowsFp8(x, binary).results()
     grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), (0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
-    _quantize("quantize_rows", x, grid, (x, None, None, None, q, s, None, None, None), sizes)
+    op, fit = "quantize_rows_binary" if binary else "quantize_rows", _fits(x)
+    _quantize(op, x, grid, (x, None, None, None, q, s, None, None, None), sizes, fit)
     return q, s
 
 
@@ -51,11 +52,24 @@ def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
     """
     o = QuantizeColumnsFp8(*args)
     x, (q, s) = dense_rows(o.x), o.results()
-    (groups, width), experts = s.shape, o.offs.shape[0] - 1
-    grid, sizes = (groups, ceil_div(width // BLOCK, TILES_A_BLOCK), 1), (*x.shape, experts, o.top_k, 1, 1)
-    op = "quantize_columns_shared" if o.shared else "quantize_columns"
-    _quantize(op, x, grid, (x, None, o.v, o.offs, q, s, None, None, None), (0, x.stride()[0], 1, *sizes))
+    grid, sizes = _tiles(s), (0, x.stride()[0], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
+    _quantize("quantize_columns", x, grid, (x, None, o.v, o.offs, q, s, None, None, None), sizes, _fits(x))
     return q, s
+
+
+@cuda_kernel("group_rows_fp8")
+def group_rows_fp8(*args: Any) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.fp8. As `quantize_columns_fp8`, of half the bytes."""
+    o = GroupRowsFp8(*args)
+    x, xs, (q, s) = o.x.contiguous(), o.xs.contiguous(), o.results()
+    grid, sizes = _tiles(s), (0, x.shape[1], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
+    _quantize("group_rows", s, grid, (x, xs, o.v, o.offs, q, s, None, None, None), sizes)
+    return q, s
+
+
+def _tiles(s: Tensor) -> tuple[int, int, int]:
+    """Blocks for groups with scales s, which take a few tiles each."""
+    return s.shape[0], ceil_div(s.shape[1] // BLOCK, TILES_A_BLOCK), 1
 
 
 class _Matrices(NamedTuple):
@@ -92,7 +106,7 @@ def quantize_weight_fp8(*args: Any) -> None:
     made = (o.q_t, o.s_t, o.q, o.s) if turned else o[:4]
     sizes = (w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
-    _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), sizes, m)
+    _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), sizes, _fit(w, m))
 
 
 def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices:
@@ -181,12 +195,15 @@ def _quantize(
     grid: tuple[int, int, int],
     pointers: tuple[Any, ...],
     sizes: tuple[int, ...],
-    m: _Matrices | None = None,
+    fit: bool = True,
 ) -> None:
-    """One launch for numbers of x's type."""
-    fit = aligned(x) and x.shape[1] % _CHUNK == 0 if m is None else _fit(x, m)
+    """One launch for numbers of x's type. fit: whether chunks of it can be loaded at once."""
     spec = KernelSpec(QUANTIZE, op, _converting(x), dtype=DTYPES[x.dtype], aligned=fit)
     launch(x, spec, grid, pointers, *sizes)
+
+
+def _fits(x: Tensor) -> bool:
+    return aligned(x) and x.shape[1] % _CHUNK == 0
 
 
 def _fit(x: Tensor, m: _Matrices) -> bool:

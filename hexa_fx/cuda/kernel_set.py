@@ -175,9 +175,9 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
             o = MoeFfnFp8(*with_tokens(layer.call, tokens), False)
             fp8.run(o, transposed=False, keep_h=False)
             if training:
-                y, h, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
+                y, xq, xs, h, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
                 static = (*o[2:15], False, top_k, layer.needs, *layer.buffers)
-                backward(y, o.x, None if o.recompute_h else h, *kept, *static)
+                backward(y, xq, xs, None if o.recompute_h else h, *kept, *static)
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
 
 

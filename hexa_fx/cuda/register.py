@@ -16,7 +16,14 @@ _PRODUCTS = (
     *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
     *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),
 )
-_FP8_ROWS = ("quantize_rows_fp8", "quantize_columns_fp8", "quantize_weight_fp8", "ess_fp8", "combine_fp8")
+_FP8_ROWS = (
+    "quantize_rows_fp8",
+    "quantize_columns_fp8",
+    "group_rows_fp8",
+    "quantize_weight_fp8",
+    "ess_fp8",
+    "combine_fp8",
+)
 _FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
 _SOURCES = ("moe_ffn_sources", "moe_ffn_sources_forward")

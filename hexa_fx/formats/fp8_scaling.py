@@ -1,8 +1,9 @@
 """FP8 with a float32 scale a block: how rows, groups of rows and weights are quantised, and read again. Plain torch, any device.
 
 A number is ``q * s``. A block's scale is its largest magnitude over 448, so that the largest element becomes e4m3's largest; blocks
-of zeros, and of numbers near float32's smallest, have the scale of `FLOOR`. A block with a NaN or an infinity reads as NaN or
-infinity in at least that element. All sizes are filled up with zeros to multiples of 128.
+of zeros, and of numbers near float32's smallest, have the scale of `FLOOR`. A *binary* scale is the next power of two: elements can
+be given another such scale and stay the numbers that they are. A block with a NaN or an infinity reads as NaN or infinity in at
+least that element. All sizes are filled up with zeros to multiples of 128.
 
 Routed rows are summed over in *groups*: rows of one expert, 128 at a time from its first on, the last one filled up with zeros.
 Group ``g`` of expert e holds its rows ``offs[e] + 128 g ..``; groups lie one after the other in the experts' order, and there is
@@ -25,6 +26,8 @@ ELEMENT = torch.float8_e4m3fn
 BYTE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Columns of rows in bytes, as the lanes of a product hold them."""
 
+_MOST = torch.finfo(ELEMENT).max
+
 FLOOR = 1e-30
 """The smallest of a block's largest magnitude: its scale and the scale's inverse are normal numbers."""
 
@@ -40,18 +43,30 @@ def group_count(rows: int, experts: int) -> int:
     return rows // BLOCK + few
 
 
-def quantize_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Elements shaped as ``blocks`` (..., B), and a scale (...) for each block, in float32."""
-    wide, largest = blocks.float(), torch.finfo(ELEMENT).max
-    scales = wide.abs().amax(-1).clamp_min(FLOOR) / largest
-    return (wide / scales.unsqueeze(-1)).clamp_(-largest, largest).to(ELEMENT), scales
+def quantize_blocks(blocks: Tensor, binary: bool = False) -> tuple[Tensor, Tensor]:
+    """Elements shaped as ``blocks`` (..., B), and a scale (...), binary if asked for, for each block, in float32."""
+    wide = blocks.float()
+    largest = wide.abs().amax(-1).clamp_min(FLOOR)
+    scales = binary_scales(largest) if binary else largest / _MOST
+    return _divided(wide, scales), scales
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (R, C) in blocks of 1 x 128: elements (R, padded C) and scales (R, padded C / 128)."""
+def _divided(wide: Tensor, scales: Tensor) -> Tensor:
+    """Numbers (..., B) as elements with scales (...)."""
+    return (wide / scales.unsqueeze(-1)).clamp_(-_MOST, _MOST).to(ELEMENT)
+
+
+def binary_scales(largest: Tensor) -> Tensor:
+    """The least powers of two that are at least a 448th of float32 numbers above 2^-110; what is not finite stays what it is."""
+    bits = (largest.contiguous().view(torch.int32) + 0x1FFFFF) & 0x7F800000  # 448 is 1.75 * 2^8
+    return torch.where(largest.isfinite(), (bits - (8 << 23)).view(torch.float32), largest)
+
+
+def quantize_rows(x: Tensor, binary: bool = False) -> tuple[Tensor, Tensor]:
+    """x (R, C) in blocks of 1 x 128: elements (R, padded C) and scales (R, padded C / 128), binary if asked for."""
     width = padded(x.shape[1])
     blocks = torch.nn.functional.pad(x, (0, width - x.shape[1])).view(x.shape[0], width // BLOCK, BLOCK)
-    q, scales = quantize_blocks(blocks)
+    q, scales = quantize_blocks(blocks, binary)
     return q.view(x.shape[0], width), scales
 
 
@@ -116,6 +131,17 @@ def quantize_groups(rows: Tensor, offs: Tensor, shared: bool = False) -> tuple[T
         return quantize_blocks(groups)
     q, scales = quantize_blocks(groups.view(groups.shape[0], groups.shape[1] // BLOCK, BLOCK * BLOCK))
     return q.view(groups.shape), scales.repeat_interleave(BLOCK, 1)
+
+
+def group_rows(rows: Tensor, scales: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (n, C) and binary scales (n, C / 128) in expert order, transposed group by group: elements (G, C, 128), scales (G, C).
+
+    128 columns of a group have the largest of its rows' scales.
+    """
+    places, zero = rows_of_groups(offs, rows.shape[0]), (0, 0, 0, 1)  # and a row of zeros, which fills groups up
+    common = torch.nn.functional.pad(scales, zero)[places].amax(1).clamp_min(FLOOR).repeat_interleave(BLOCK, 1)
+    wide = torch.nn.functional.pad(read_rows(rows, scales), zero)[places].transpose(1, 2).contiguous()
+    return _divided(wide, common), common
 
 
 def read_groups(q: Tensor, scales: Tensor) -> Tensor:

@@ -74,6 +74,12 @@ def _quantize_columns(op: str, o: fp8_quantizing.QuantizeColumnsFp8) -> None:
     checks.check_rows(op, "x", o.x, o.x.shape[1], o.v, o.top_k)
 
 
+def _group_rows(op: str, o: fp8_quantizing.GroupRowsFp8) -> None:
+    _check_rows(op, "x", o.x, o.xs, padded(o.x.shape[-1]))
+    checks.check_index(op, o.x, ("v", "offs"), (o.v, o.offs))
+    checks.check_rows(op, "x", o.x, o.x.shape[1], o.v, o.top_k)
+
+
 def _quantize_weight(op: str, o: fp8_quantizing.QuantizeWeightFp8) -> None:
     w, w3 = o.w, o.w3
     if w.dtype not in QUANTIZABLE:
@@ -159,6 +165,7 @@ def _register(op: str, record: Any, check: Callable[[str, Any], None], in_place:
 
 _register("quantize_rows_fp8", fp8_quantizing.QuantizeRowsFp8, _quantize_rows)
 _register("quantize_columns_fp8", fp8_quantizing.QuantizeColumnsFp8, _quantize_columns)
+_register("group_rows_fp8", fp8_quantizing.GroupRowsFp8, _group_rows)
 _register("quantize_weight_fp8", fp8_quantizing.QuantizeWeightFp8, _quantize_weight, in_place=True)
 _register("esmm_act_fp8", fp8.EsmmActFp8, _esmm_act)
 _register("esmm_fp8", fp8.EsmmFp8, _esmm)

@@ -14,10 +14,9 @@ from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import row_count
 
-library.define("quantize_rows_fp8(Tensor x) -> (Tensor q, Tensor s)")
-library.define(
-    "quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k, bool shared) -> (Tensor q, Tensor s)"
-)
+library.define("quantize_rows_fp8(Tensor x, bool binary) -> (Tensor q, Tensor s)")
+library.define("quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k) -> (Tensor q, Tensor s)")
+library.define("group_rows_fp8(Tensor x, Tensor xs, Tensor? v, Tensor offs, SymInt top_k) -> (Tensor q, Tensor s)")
 library.define(
     "quantize_weight_fp8(Tensor(a!) q, Tensor(b!) s, Tensor(c!)? q_t, Tensor(d!)? s_t, Tensor w, Tensor? w3, str layout, str glu) "
     "-> ()"
@@ -39,6 +38,7 @@ class QuantizeRowsFp8(NamedTuple):
 
     Args:
         x: (R, C) in a floating dtype but float64, any strides.
+        binary: scales are powers of two, as `GroupRowsFp8` asks for.
 
     Results:
         q: (R, C') e4m3.
@@ -46,6 +46,7 @@ class QuantizeRowsFp8(NamedTuple):
     """
 
     x: Tensor
+    binary: bool
 
     def results(self) -> tuple[Tensor, Tensor]:
         return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
@@ -59,7 +60,6 @@ class QuantizeColumnsFp8(NamedTuple):
         v: (n,) int32 of `reindex`, or None.
         offs: (E+1,) int32 of `reindex`.
         top_k: slots a token; 1 without v.
-        shared: 128 columns of a group share a scale, which products apply at less cost.
 
     Results:
         q: (G, C', 128) e4m3, G = n // 128 + min(E, n). ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where
@@ -71,11 +71,36 @@ class QuantizeColumnsFp8(NamedTuple):
     v: Tensor | None
     offs: Tensor
     top_k: int
-    shared: bool
 
     def results(self) -> tuple[Tensor, Tensor]:
         groups = group_count(row_count(self.x, self.v), self.offs.shape[0] - 1)
         return groups_and_scales(self.x, groups, padded(self.x.shape[1]))
+
+
+class GroupRowsFp8(NamedTuple):
+    """Quantised rows as `QuantizeColumnsFp8` lays rows out, of whose columns 128 share a scale in a group.
+
+    It is the largest of the 128 rows' scales. All are powers of two, so that elements stay the numbers that they are but for
+    those that become denormal; as activations in section 3.3.3 of the DeepSeek-V3 report (arXiv 2412.19437).
+
+    Args:
+        x, xs: (T, C') e4m3 and (T, C' / 128) of `QuantizeRowsFp8` with binary scales; or (n, C') in expert order without v.
+        v, offs, top_k: as there.
+
+    Results:
+        q: (G, C', 128) e4m3.
+        s: (G, C').
+    """
+
+    x: Tensor
+    xs: Tensor
+    v: Tensor | None
+    offs: Tensor
+    top_k: int
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        groups = group_count(row_count(self.x, self.v), self.offs.shape[0] - 1)
+        return groups_and_scales(self.x, groups, self.x.shape[1])
 
 
 class QuantizeWeightFp8(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from hexa_fx.formats.fp8_scaling import (
     BLOCK,
     first_groups,
+    group_rows,
     padded,
     quantize_groups,
     quantize_rows,
@@ -33,13 +34,19 @@ from hexa_fx.ops.combine import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
 
-def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return quantize_rows(x)
+def _rows(x: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
+    return quantize_rows(x, binary)
 
 
 def _columns(*args: Any) -> tuple[Tensor, Tensor]:
     o = fp8_quantizing.QuantizeColumnsFp8(*args)
-    return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs, o.shared)
+    return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs)
+
+
+def _groups(*args: Any) -> tuple[Tensor, Tensor]:
+    o = fp8_quantizing.GroupRowsFp8(*args)
+    rows, scales = (gather_rows(t, o.v, o.top_k) for t in (o.x, o.xs))
+    return group_rows(rows, scales, o.offs)
 
 
 def _weight(*args: Any) -> None:
@@ -132,6 +139,7 @@ def _ess(*args: Any) -> Tensor:
 _KERNELS: dict[str, library.Kernel] = {
     "quantize_rows_fp8": _rows,
     "quantize_columns_fp8": _columns,
+    "group_rows_fp8": _groups,
     "quantize_weight_fp8": _weight,
     "esmm_act_fp8": _esmm_act,
     "esmm_fp8": _esmm,

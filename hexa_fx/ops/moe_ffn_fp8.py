@@ -20,7 +20,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
-from hexa_fx.formats.fp8_scaling import BLOCK
+from hexa_fx.formats.fp8_scaling import BLOCK, padded
 from hexa_fx.ops import checks, fp8_checks, library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
@@ -37,9 +37,12 @@ _KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
 log = logging.getLogger(__name__)
 
 library.define(f"moe_ffn_fp8({_INPUTS}, Tensor? s1=None, Tensor? s2=None) -> Tensor")
-library.define(f"moe_ffn_fp8_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)")
 library.define(
-    "moe_ffn_fp8_backward(Tensor dy, Tensor? x, Tensor? h, Tensor? hs, Tensor v, Tensor inv, Tensor offs, "
+    f"moe_ffn_fp8_forward({_INPUTS}) "
+    "-> (Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
+)
+library.define(
+    "moe_ffn_fp8_backward(Tensor dy, Tensor? xq, Tensor? xs, Tensor? h, Tensor? hs, Tensor v, Tensor inv, Tensor offs, "
     f"Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached, SymInt top_k, bool[] needs) -> Tensor[]"
 )
 
@@ -100,17 +103,16 @@ def _exact_call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def run(o: MoeFfnFp8, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
-    """y, h and its scales, and the routing. transposed: whether backward will need weights transposed."""
+    """y, tokens and h with their scales, and the routing. transposed: whether backward will need weights transposed."""
     x, top_k = o.x, o.top_k_index.shape[1]
     first, second = o.first(transposed), o.second(transposed)
     v, inv, offs = kernel("reindex", x)(o.top_k_index, o.w1.shape[0])
-    h, hs, a, a_scales = kernel("esmm_act_fp8", x)(
-        *kernel("quantize_rows_fp8", x)(x), *first[:2], o.first_bias(), v, offs, top_k, *o.steps, keep_h
-    )
+    xq, xs = kernel("quantize_rows_fp8", x)(x, True)
+    h, hs, a, a_scales = kernel("esmm_act_fp8", x)(xq, xs, *first[:2], o.first_bias(), v, offs, top_k, *o.steps, keep_h)
     rows = kernel("esmm_fp8", x)(a, a_scales, *second[:2], o.second_bias(), offs)
     del a, a_scales
     y = kernel("combine_fp8", x)(*rows, o.top_k_weights, inv, offs, top_k, o.output_size, x.dtype)
-    return y, h, hs, v, inv, offs
+    return y, xq, xs, h, hs, v, inv, offs
 
 
 def _inference(*args: Any) -> Tensor:
@@ -130,28 +132,29 @@ def _training(*args: Any) -> tuple[Tensor, ...]:
 
 
 class _MoeFfnFp8(DirectFunction):
-    """What it keeps besides weights: x if something needs it, h in FP8 unless it is computed again, and the routing."""
+    """What it keeps besides weights: x in FP8 if something needs it, so h unless it is computed again, and the routing."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            y, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
+            y, xq, xs, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
         o, wanted = MoeFfnFp8(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:9]]
-        keep_x = o.x if needs[2] or needs[4] or o.recompute_h else None
-        ctx.save_for_backward(keep_x, *((None, None) if o.recompute_h else (h, hs)), *routing, *args[2:9])
+        none = None, None
+        tokens = (xq, xs) if needs[2] or needs[4] or o.recompute_h else none
+        ctx.save_for_backward(*tokens, *(none if o.recompute_h else (h, hs)), *routing, *args[2:9])
         ctx.static = (*args[9:], o.top_k_index.shape[1], needs)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, h, *saved = ctx.saved_tensors
+        xq, xs, h, *saved = ctx.saved_tensors
         plain = library.is_plain_tensor(grads[0])
         if plain and h is not None:
             h = [h]  # backward pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         run = partial(
-            _run_backward if plain else _OPS.moe_ffn_fp8_backward.default, grads[0], x, h, *saved, *ctx.static
+            _run_backward if plain else _OPS.moe_ffn_fp8_backward.default, grads[0], xq, xs, h, *saved, *ctx.static
         )
         dx, *others = main_grad.gradients(run, saved[4:], ctx.static[-1], plain)
         return dx, None, *others, *(None,) * 7
@@ -196,14 +199,17 @@ def _fake(*args: Any) -> Tensor:
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     o = MoeFfnFp8(*args)
     n = o.top_k_index.shape[0] * o.top_k_index.shape[1]
-    h = rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden)
+    x, h = (
+        rows_and_scales(o.x, o.x.shape[0], padded(o.input_size)),
+        rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden),
+    )
     index = torch.empty(n, dtype=torch.int32, device=o.x.device)
     offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
-    return _fake(*args), *h, index, torch.empty_like(index), offs
+    return _fake(*args), *x, *h, index, torch.empty_like(index), offs
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
-    *given, _, needs = args[6:]
+    *given, _, needs = args[7:]
     o = MoeFfnFp8(dy, dy, *given)
     like = (dy.new_empty((dy.shape[0], o.input_size)), *given[:7])
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]

@@ -14,6 +14,8 @@ from hexa_fx.ops.rows import routed_rows
 
 _OPS = torch.ops.hexa
 
+Rows = tuple[Tensor, Tensor]
+"""Elements and their scales."""
 Groups = tuple[Tensor, Tensor]
 """Rows transposed in groups, and their scales."""
 Found = dict[str, Tensor | None]
@@ -23,7 +25,8 @@ _FIRST = ("w1", "b1", "w3", "b3")
 
 def backward(
     dy: Tensor,
-    x: Tensor | None,
+    xq: Tensor | None,
+    xs: Tensor | None,
     h: Tensor | list[Tensor] | None,
     hs: Tensor | None,
     v: Tensor,
@@ -38,13 +41,14 @@ def backward(
     given, top_k, marks, buffers = rest[:14], rest[14], rest[15], rest[16:] or (None,) * 7
     o = MoeFfnFp8(dy, v, *given)
     needs, into = dict(zip(OPERANDS, marks, strict=True)), dict(zip(OPERANDS[1:], buffers, strict=True))
+    x = None if xq is None or xs is None else (xq, xs)
     if h is None:
         assert x is not None
         h, hs = _hidden(x, o, v, offs, top_k)
     found: Found = {}
     wanted = needs["x"], any(needs[name] for name in _FIRST), needs["w2"], needs["top_k_weights"]
     dh, dhs, *columns, dots = kernel("esmm_act_backward_fp8", dy)(
-        *kernel("quantize_rows_fp8", dy)(dy),
+        *kernel("quantize_rows_fp8", dy)(dy, False),
         *o.second(transposed=True, forward=False).transposed,
         *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, v, offs, top_k, *o.steps, wanted),
     )
@@ -52,7 +56,7 @@ def backward(
     of_dh, of_a = columns[:2], columns[2:]
     del columns
     if needs["w2"]:
-        of_dy = kernel("quantize_columns_fp8", dy)(dy, v, offs, top_k, False)
+        of_dy = kernel("quantize_columns_fp8", dy)(dy, v, offs, top_k)
         out = _out(o.w2, into["w2"])
         _product(out, of_dy, tuple(of_a), o.layout2, offs, into["w2"] is not None)
         found["w2"] = None if into["w2"] is not None else out
@@ -72,17 +76,16 @@ def backward(
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
-def _hidden(x: Tensor, o: MoeFfnFp8, v: Tensor, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _hidden(x: Rows, o: MoeFfnFp8, v: Tensor, offs: Tensor, top_k: int) -> Rows:
     """The pre-activation, computed again."""
     weight, bias = o.first(transposed=True, forward=False), o.first_bias()
-    rows = kernel("quantize_rows_fp8", x)(x)
-    h, hs, _, _ = kernel("esmm_act_fp8", x)(*rows, *weight[:2], bias, v, offs, top_k, *o.steps, True)
+    h, hs, _, _ = kernel("esmm_act_fp8", v)(*x, *weight[:2], bias, v, offs, top_k, *o.steps, True)
     return h, hs
 
 
 def _first_projection(
     of_dh: Groups,
-    x: Tensor | None,
+    x: Rows | None,
     o: MoeFfnFp8,
     needs: dict[str, bool],
     into: dict[str, Tensor | None],
@@ -94,7 +97,7 @@ def _first_projection(
     found: Found = {}
     if needs["w1"] or needs["w3"]:
         assert x is not None
-        of_x = kernel("quantize_columns_fp8", x)(x, v, offs, top_k, True)
+        of_x = kernel("group_rows_fp8", v)(*x, v, offs, top_k)
         outs = {n: _out(w, into[n]) for n, w in (("w1", o.w1), ("w3", o.w3)) if w is not None and needs[n]}
         for name, out, part in _parts(outs, of_dh, o):
             _product(out, part, of_x, o.layout1, offs, into[name] is not None)

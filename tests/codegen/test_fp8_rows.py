@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import fp8_rows
-from hexa_fx.formats.fp8_scaling import first_groups, read_groups, read_rows, rows_as_bytes
+from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_groups, read_rows, rows_as_bytes
 from hexa_fx.ops.activations import activation_backward, activation_forward
 from tests.codegen.emulated import emulated  # noqa: F401
 
@@ -50,36 +50,41 @@ def test_rows(dtype, width):
     torch.manual_seed(0)
     x = (torch.randn(7, width) * torch.logspace(-6, 6, 7)[:, None]).clamp(-6e4, 6e4).to(dtype)
     x[2], x[3, 1] = 0, -0.0
-    same(fp8_rows.quantize_rows_fp8(x), fp8.quantize_rows_fp8(x))
+    for binary in (False, True):
+        same(fp8_rows.quantize_rows_fp8(x, binary), fp8.quantize_rows_fp8(x, binary))
 
 
 def test_a_number_that_is_none_stays_so_alone():
     x = torch.ones(2, 256)
     x[1, 5] = torch.nan
-    read = read_rows(*fp8_rows.quantize_rows_fp8(x))
-    assert read[1, 5].isnan()
-    assert (read.nan_to_num(1.0) == 1).all()
+    for binary in (False, True):
+        read = read_rows(*fp8_rows.quantize_rows_fp8(x, binary))
+        assert read[1, 5].isnan()
+        assert (read.nan_to_num(1.0) == 1).all()
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize(
-    ("gathers", "shared", "dtype", "width"),
+    ("gathers", "dtype", "width"),
     [
-        (True, False, torch.bfloat16, WIDTH),
-        (False, True, torch.bfloat16, WIDTH),
-        (True, True, torch.float16, 129),
-        (True, False, torch.float32, 640),
+        (True, torch.bfloat16, WIDTH),
+        (False, torch.bfloat16, WIDTH),
+        (True, torch.float16, 129),
+        (True, torch.float32, 640),
     ],
     ids=str,
 )
-def test_columns(kind, gathers, shared, dtype, width):
+@pytest.mark.parametrize("op", ["quantize_columns_fp8", "group_rows_fp8"])
+def test_columns(kind, op, gathers, dtype, width):
     """The last of them has more tiles than a block takes at a time."""
     v, _, offs = routed(kind)
     x = torch.randn(TOKENS if gathers else len(v), width).to(dtype)
     x[:, 3] *= 1e3
-    args = (x, v, offs, K, shared) if gathers else (x, None, offs, 1, shared)
+    x[5] *= 1e-6
+    rows = (x,) if op == "quantize_columns_fp8" else fp8.quantize_rows_fp8(x, True)
+    args = (*rows, *((v, offs, K) if gathers else (None, offs, 1)))
     used = int(first_groups(offs)[-1])
-    found, expected = fp8_rows.quantize_columns_fp8(*args), fp8.quantize_columns_fp8(*args)
+    found, expected = getattr(fp8_rows, op)(*args), getattr(fp8, op)(*args)
     assert [t.shape for t in found] == [t.shape for t in expected]
     same([t[:used] for t in found], [t[:used] for t in expected])
 
@@ -117,7 +122,7 @@ def test_weights(glu, layout, dtype):
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_sums_over_rows(kind):
     v, _, offs = routed(kind)
-    g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1, False)
+    g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1)
     torch.testing.assert_close(fp8_rows.ess_fp8(*g, offs), fp8.ess_fp8(*g, offs), rtol=1e-5, atol=1e-4)
 
 
@@ -128,7 +133,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
     v, _, offs = routed(kind)
     n, inner = len(v), 256
     width, routed_rows = inner * (2 if gated else 1), int(offs[-1])
-    da, (h, hs) = torch.randn(n, inner).bfloat16(), fp8.quantize_rows_fp8(torch.randn(n, width))
+    da, (h, hs) = torch.randn(n, inner).bfloat16(), fp8.quantize_rows_fp8(torch.randn(n, width), False)
     weights = torch.rand(n)
     groups = n // 128 + E
     wanted = [
@@ -149,7 +154,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
 
     near(read_rows(*wanted[:2])[:routed_rows], dh[:routed_rows])
     for (q, s), rows, shared in ((wanted[2:4], dh, False), (wanted[4:6], a * share, True)):
-        expected = read_groups(*fp8.quantize_columns_fp8(rows, None, offs, 1, shared))
+        expected = read_groups(*quantize_groups(rows, offs, shared))
         near(read_groups(q, s)[:used], expected[:used], 0.13)
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.formats.fp8_scaling import first_groups, read_bytes, read_groups, read_rows, read_weight
+from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_bytes, read_groups, read_rows, read_weight
 from hexa_fx.ops import library
 from hexa_fx.ops.fp8_checks import weight_sizes
 from tests.gpu.cases import Routing, make_routing, randn
@@ -89,10 +89,11 @@ def groups(pair: Sequence[Tensor], r: Routing) -> Tensor:
 def test_rows(dtype: torch.dtype, width: int) -> None:
     x = randn(33, width, dtype=dtype)
     x[5], x[6, 3] = 0, torch.nan
-    found, expected = kernel("quantize_rows_fp8", x), reference("quantize_rows_fp8", x)
-    assert read_rows(*found)[6, 3].isnan()
-    near(read_rows(*(t[:6] for t in found)), read_rows(*(t[:6] for t in expected)), ELEMENT_STEP)
-    near(read_rows(*(t[7:] for t in found)), read_rows(*(t[7:] for t in expected)), ELEMENT_STEP)
+    for binary in (False, True):
+        found, expected = (run("quantize_rows_fp8", x, binary) for run in (kernel, reference))
+        assert read_rows(*found)[6, 3].isnan()
+        near(read_rows(*(t[:6] for t in found)), read_rows(*(t[:6] for t in expected)), ELEMENT_STEP)
+        near(read_rows(*(t[7:] for t in found)), read_rows(*(t[7:] for t in expected)), ELEMENT_STEP)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -102,8 +103,9 @@ def test_rows(dtype: torch.dtype, width: int) -> None:
 def test_columns_and_their_sums(kind: str, dtype: torch.dtype, width: int, shared: bool) -> None:
     r = route(kind, 400)
     x = randn(r.n // TOP_K, width, dtype=dtype)
-    args = (x, r.v, r.offs, TOP_K, shared)
-    found, expected = kernel("quantize_columns_fp8", *args), reference("quantize_columns_fp8", *args)
+    given = reference("quantize_rows_fp8", x, True) if shared else (x,)
+    op = "group_rows_fp8" if shared else "quantize_columns_fp8"
+    found, expected = (run(op, *given, r.v, r.offs, TOP_K) for run in (kernel, reference))
     near(groups(found, r), groups(expected, r), ELEMENT_STEP)
     near(kernel("ess_fp8", *expected, r.offs), reference("ess_fp8", *expected, r.offs))
 
@@ -136,7 +138,7 @@ def test_products(
         randn(EXPERTS, inner * (1 + gated), hidden, dtype=BF16, scale=hidden**-0.5), glu="concat" if gated else "none"
     )
     w2 = quantised_weight(randn(EXPERTS, hidden, inner, dtype=BF16, scale=inner**-0.5))
-    x, dy = (reference("quantize_rows_fp8", randn(r.n // TOP_K, hidden, dtype=BF16)) for _ in range(2))
+    x, dy = (reference("quantize_rows_fp8", randn(r.n // TOP_K, hidden, dtype=BF16), True) for _ in range(2))
     bias = randn(EXPERTS, w1[0].shape[1], dtype=F32) if activation != "silu" else None
     up = (*x, *w1[:2], bias, r.v, r.offs, TOP_K, *step, True)
     found, expected = kernel("esmm_act_fp8", *up), reference("esmm_act_fp8", *up)
@@ -165,10 +167,7 @@ def test_weight_gradients(kind: str, form: str, shared: bool) -> None:
     """Square ones: nothing but numbers tells them from their transposes."""
     r, width = route(kind, 700), 264
     magnitudes = torch.logspace(-1, 1, width, device="cuda")  # by column
-    x, g = (
-        reference("quantize_columns_fp8", randn(r.n, width, dtype=BF16) * magnitudes, None, r.offs, 1, each)
-        for each in (False, shared)
-    )
+    x, g = (quantize_groups(randn(r.n, width, dtype=BF16) * magnitudes, r.offs, each) for each in (False, shared))
     dtype, value = (F32 if form in ("f32", "added") else BF16), 2.0 if form == "added" else torch.nan
     columns = {"every second": 2 * width, "turned, odd": width + 1}.get(form, width)
     found, expected = (torch.full((EXPERTS, width, columns), value, dtype=dtype, device="cuda") for _ in range(2))
@@ -211,7 +210,7 @@ def test_a_number_that_is_none_stays_in_its_rows() -> None:
     w = quantised_weight(randn(EXPERTS, 256, 256, dtype=BF16, scale=0.06))
     x = randn(r.n, 256, dtype=BF16)
     x[17, 5] = torch.nan
-    q = kernel("quantize_rows_fp8", x)
+    q = kernel("quantize_rows_fp8", x, False)
     y = read_bytes(*kernel("esmm_fp8", *q, *w[:2], None, r.offs))
     bad = y.isnan().any(1)
     assert bad[17]

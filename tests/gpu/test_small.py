@@ -357,7 +357,7 @@ def test_second_products_before_an_activation_s_gradient(tile: str) -> None:
 def fp8_operands() -> tuple[Routing, tuple[Tensor, Tensor], list[Tensor]]:
     """Routing, quantised tokens, and a quantised weight with its transposed part."""
     r = routing()
-    x = library.kernel_for("quantize_rows_fp8", "cuda")(randn(TOKENS, 640, dtype=BF16))
+    x = library.kernel_for("quantize_rows_fp8", "cuda")(randn(TOKENS, 640, dtype=BF16), True)
     made = [
         torch.empty(EXPERTS, *size, dtype=dtype, device="cuda")
         for size, dtype in (
@@ -391,7 +391,8 @@ def test_fp8_layer(gated: bool) -> None:
     _, dx_scales = run("esmm_fp8", dh, dhs, *w[2:], None, r.offs)
     assert dx_scales[: r.routed].isfinite().all()
     for shared in (True, False):
-        x_t = run("quantize_columns_fp8", randn(TOKENS, 640, dtype=BF16), *rows, shared)
+        columns = ("group_rows_fp8", *x) if shared else ("quantize_columns_fp8", randn(TOKENS, 640, dtype=BF16))
+        x_t = run(*columns, *rows)
         dw = torch.empty(EXPERTS, 512, 640, dtype=BF16, device="cuda")
         run("estmm_fp8", dw, dh_t, dhs_t, *x_t, r.offs, shared, False)
         assert dw.isfinite().all()

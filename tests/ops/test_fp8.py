@@ -59,10 +59,11 @@ def close(found, expected, tolerance=0.04):
     assert error < tolerance, error
 
 
-def test_rows():
+@pytest.mark.parametrize("binary", [False, True])
+def test_rows(binary):
     x = torch.randn(5, D) * torch.logspace(-3, 3, 5)[:, None]
     x[2] = 0
-    q, s = fp8.quantize_rows_fp8(x.bfloat16())
+    q, s = fp8.quantize_rows_fp8(x.bfloat16(), binary)
     assert (q.shape, q.dtype, s.shape) == ((5, 256), torch.float8_e4m3fn, (5, 2))
     read = fp8_scaling.read_rows(q, s)
     assert (read[:, D:] == 0).all()
@@ -75,7 +76,7 @@ def test_rows():
 def test_what_is_not_finite_stays_so_in_its_row(value):
     x = torch.ones(3, D)
     x[1, 7] = value
-    read = fp8_scaling.read_rows(*fp8.quantize_rows_fp8(x))
+    read = fp8_scaling.read_rows(*fp8.quantize_rows_fp8(x, True))
     assert not read[1, 7].isfinite()
     assert read[[0, 2]].isfinite().all()
 
@@ -85,7 +86,10 @@ def test_what_is_not_finite_stays_so_in_its_row(value):
 def test_columns(routing, shared):
     v, _, offs = route(routing)
     x = torch.randn(len(v) // K, D)
-    q, s = fp8.quantize_columns_fp8(x, v, offs, K, shared)
+    given = v, offs, K
+    q, s = (
+        fp8.group_rows_fp8(*fp8.quantize_rows_fp8(x, True), *given) if shared else fp8.quantize_columns_fp8(x, *given)
+    )
     scales = s.view(len(s), 2, 128)
     assert torch.equal(scales, scales[..., :1].expand_as(scales)) == (shared or not len(s))
     assert q.shape == (len(v) // 128 + min(E, len(v)), 256, 128)
@@ -125,7 +129,7 @@ def operands(routing="random", gated=True):
 @pytest.mark.parametrize("gated", [True, False])
 def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
     v, inv, offs, x, dy, w1, w2, weights = operands(routing, gated)
-    xq, dyq = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy)
+    xq, dyq = fp8.quantize_rows_fp8(x, True), fp8.quantize_rows_fp8(dy, False)
     bias = torch.randn(E, w1[0].shape[1])
     h, hs, a, a_scales = fp8.esmm_act_fp8(*xq, *w1[:2], bias, v, offs, K, "silu", gated, (), True)
     y, ys = fp8.esmm_fp8(a, a_scales, *w2[:2], None, offs)
@@ -152,39 +156,44 @@ def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
     close(fp8_scaling.read_rows(*found[:2])[:routed], dh, 0.06)
     close(found[6][:routed].sum(1), (da * act).sum(1), 1e-4)
     out = torch.full((E, w1[0].shape[1], D), 5.0)
-    of_x = fp8.quantize_columns_fp8(x, v, offs, K, True)
+    of_x = fp8.group_rows_fp8(*xq, v, offs, K)
     fp8.estmm_fp8(out, *found[2:4], *of_x, offs, True, False)
     by_expert = torch.nn.functional.one_hot(expert, E).float()
     close(out, torch.einsum("pe,pn,pk->enk", by_expert, dh, x[token[:routed]]), 0.08)
     close(fp8.ess_fp8(*found[2:4], offs), by_expert.t() @ dh, 0.08)
     fp8.estmm_fp8(out, *found[2:4], *of_x, offs, True, True)
     second_out = torch.zeros(E, D, INNER)
-    fp8.estmm_fp8(second_out, *fp8.quantize_columns_fp8(dy, v, offs, K, False), *found[4:6], offs, True, False)
+    fp8.estmm_fp8(second_out, *fp8.quantize_columns_fp8(dy, v, offs, K), *found[4:6], offs, True, False)
     close(second_out, torch.einsum("pe,pn,pk->enk", by_expert, dy[token[:routed]], (act * share)[:, :INNER]), 0.08)
 
 
 def test_results_that_are_not_wanted_are_empty():
     v, _, offs, x, dy, w1, w2, weights = operands()
-    h, hs, a, _ = fp8.esmm_act_fp8(*fp8.quantize_rows_fp8(x), *w1[:2], None, v, offs, K, "silu", True, (), False)
+    h, hs, a, _ = fp8.esmm_act_fp8(*fp8.quantize_rows_fp8(x, True), *w1[:2], None, v, offs, K, "silu", True, (), False)
     assert (len(h), len(hs), len(a)) == (0, 0, len(v))
-    h, hs, _, _ = fp8.esmm_act_fp8(*fp8.quantize_rows_fp8(x), *w1[:2], None, v, offs, K, "silu", True, (), True)
+    h, hs, _, _ = fp8.esmm_act_fp8(*fp8.quantize_rows_fp8(x, True), *w1[:2], None, v, offs, K, "silu", True, (), True)
     found = fp8.esmm_act_backward_fp8(
-        *fp8.quantize_rows_fp8(dy), *w2[2:], h, hs, weights, v, offs, K, "silu", True, (), [False] * 4
+        *fp8.quantize_rows_fp8(dy, False), *w2[2:], h, hs, weights, v, offs, K, "silu", True, (), [False] * 4
     )
     assert [len(t) for t in found] == [0] * 7
 
 
 @pytest.mark.parametrize(
-    "name", ["rows", "columns", "weight", "esmm_act", "esmm", "combine", "esmm_act_backward", "estmm", "ess"]
+    "name", ["rows", "columns", "weight", "groups", "esmm_act", "esmm", "combine", "esmm_act_backward", "estmm", "ess"]
 )
 def test_opcheck(name):
     v, inv, offs, x, dy, w1, w2, weights = operands()
-    xq, dyq, xt = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy), fp8.quantize_columns_fp8(x, v, offs, K, False)
+    xq, dyq, xt = (
+        fp8.quantize_rows_fp8(x, True),
+        fp8.quantize_rows_fp8(dy, False),
+        fp8.quantize_columns_fp8(x, v, offs, K),
+    )
     static = (v, offs, K, "silu", True, [])
     h, hs, a, a_scales = fp8.esmm_act_fp8(*xq, *w1[:2], None, *static, True)
     arguments = {
-        "rows": ("quantize_rows_fp8", x),
-        "columns": ("quantize_columns_fp8", x, v, offs, K, True),
+        "rows": ("quantize_rows_fp8", x, True),
+        "columns": ("quantize_columns_fp8", x, v, offs, K),
+        "groups": ("group_rows_fp8", *xq, v, offs, K),
         "weight": ("quantize_weight_fp8", *w2, torch.randn(E, D, INNER), None, "nk", "none"),
         "esmm_act": ("esmm_act_fp8", *xq, *w1[:2], None, *static, True),
         "esmm": ("esmm_fp8", a, a_scales, *w2[:2], None, offs),
@@ -211,9 +220,9 @@ def test_opcheck(name):
 
 def test_operands_that_do_not_fit_are_refused():
     v, _, offs, x, _, w1, w2, _ = operands()
-    xq = fp8.quantize_rows_fp8(x)
+    xq = fp8.quantize_rows_fp8(x, True)
     with pytest.raises(InputError, match="float64"):
-        fp8.quantize_rows_fp8(x.double())
+        fp8.quantize_rows_fp8(x.double(), True)
     with pytest.raises(InputError, match="x is"):
         fp8.esmm_fp8(*xq, *w2[:2], None, offs)
     with pytest.raises(InputError, match="scales"):

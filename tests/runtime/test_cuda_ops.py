@@ -47,6 +47,7 @@ RECORDS = {
     "esfk": operands.Esfk,
     "quantize_rows_fp8": fp8_quantizing.QuantizeRowsFp8,
     "quantize_columns_fp8": fp8_quantizing.QuantizeColumnsFp8,
+    "group_rows_fp8": fp8_quantizing.GroupRowsFp8,
     "quantize_weight_fp8": fp8_quantizing.QuantizeWeightFp8,
     "esmm_act_fp8": fp8.EsmmActFp8,
     "esmm_fp8": fp8.EsmmFp8,

@@ -40,15 +40,15 @@ template <class T> T __ldg(const T* p) { return *p; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((uint64_t(a) * b) >> 32); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, 4);
   return x;
-}
-inline unsigned bits_of(float x) {
-  unsigned bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
 }
 
 namespace emulator {
@@ -166,7 +166,7 @@ template <class Int> Int __shfl_up_sync(unsigned, Int value, int distance) {
   return Int(emulator::meet(&word, 1)[lane < distance ? lane : lane - distance][0]);
 }
 inline float __shfl_xor_sync(unsigned, float value, int mask) {
-  const unsigned word = bits_of(value);
+  const unsigned word = __float_as_uint(value);
   return __uint_as_float(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
 }
 template <class Int> Int __shfl_xor_sync(unsigned, Int value, int mask) {

@@ -15,10 +15,26 @@ __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d
   return pack_e4m3(a, b) | pack_e4m3(c, d) << 16;
 }
 
-// Two numbers, exactly: every one of e4m3 is one of half precision.
-__device__ __forceinline__ float2 unpack_e4m3(unsigned two) {
+// Two numbers as halves in a word, exactly; their products with two powers of two; and back.
+__device__ __forceinline__ unsigned halves_of_e4m3(unsigned two) {
   unsigned halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(two)));
+  return halves;
+}
+__device__ __forceinline__ unsigned multiply_halves(unsigned halves, unsigned by) {
+  unsigned r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(halves), "r"(by));
+  return r;
+}
+__device__ __forceinline__ unsigned e4m3_of_halves(unsigned halves) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(two) : "r"(halves));
+  return two;
+}
+
+// Two numbers, exactly: every one of e4m3 is one of half precision.
+__device__ __forceinline__ float2 unpack_e4m3(unsigned two) {
+  const unsigned halves = halves_of_e4m3(two);
   float2 x;
   asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }" : "=f"(x.x), "=f"(x.y) : "r"(halves));
   return x;

@@ -1,5 +1,5 @@
 // e4m3 and scales of rows, of rows gathered and turned round in groups of 128, and of weights in both orientations; and sums over rows
-// that are turned round. As hexa_fx/ops/fp8.py says. Each reads its operand once.
+// that are turned round. As hexa_fx/ops/fp8_quantizing.py and fp8.py say. Each reads its operand once.
 #pragma once
 #include <hexa_fx/rows/tile_fp8.cuh>
 #include <hexa_fx/scheduler/segments.cuh>
@@ -8,8 +8,8 @@ namespace hexa {
 
 struct QuantizeFp8Params {
   const void* x;   // rows; of a weight its first, or only, half
-  const void* x3;  // a weight's second half of lines or columns
-  const int* v;    // columns: slot of every row, or null
+  const void* x3;  // a weight's second half of lines or columns; groups: scales of rows
+  const int* v;    // columns, groups: slot of every row, or null
   const int* offs;
   unsigned char* q;  // elements as x lies; columns: groups; sum: what is read
   float* s;
@@ -58,6 +58,7 @@ struct QuantizeFp8 {
   }
 
   // Sixteen threads a block of 128 columns of a row.
+  template <class Scale>
   static __device__ void rows(const Params& p) {
     const int blocks = padded(p.columns) / kTile;
     const long long unit = (static_cast<long long>(blockIdx.x) * kTileThreads + threadIdx.x) / 16;
@@ -67,25 +68,28 @@ struct QuantizeFp8 {
     float x[kChunk];
     const T* line = static_cast<const T*>(p.x) + (exists ? row : 0) * p.by_line;
     unpack<T>(x, ask(line, column, p.columns, exists));
-    const BlockScale of(largest_of_line(largest_of(x)));
+    const Scale of(largest_of_line(largest_of(x)));
     if (!exists) return;
     *reinterpret_cast<uint2*>(p.q + row * (blocks * kTile) + column) = quantised(x, of.inverse);
     if (threadIdx.x % 16 == 0) p.s[row * blocks + block] = of.scale;
   }
 
-  // Block (g, c): tiles c, c + gridDim.y, .. of the columns of group g, the next one on its way while one is written. kShared: the
-  // columns of a tile share a scale, which is written for each.
-  template <bool kShared>
-  static __device__ void columns(const Params& p, TileMemory& memory) {
-    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.x);
-    if (rows.expert < 0) return;
-    const int width = padded(p.columns), step = gridDim.y * kTile;
-    int from[kTileLines];  // -1: there is no such row
+  // The rows of x that the thread has; -1 where there is none.
+  static __device__ void find_rows(int (&from)[kTileLines], const Params& p, const Segment& rows) {
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
       const int row = rows.begin + tile_line(i);
       from[i] = row >= rows.end ? -1 : p.v ? __ldg(p.v + row) / p.top_k : row;
     }
+  }
+
+  // Block (g, c): tiles c, c + gridDim.y, .. of the columns of group g, the next one on its way while one is written.
+  static __device__ void columns(const Params& p, TileMemory& memory) {
+    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.x);
+    if (rows.expert < 0) return;
+    const int width = padded(p.columns), step = gridDim.y * kTile;
+    int from[kTileLines];
+    find_rows(from, p, rows);
     Raw<T> raw[kTileLines];
     auto ask_tile = [&](int first) {
 #pragma unroll
@@ -100,7 +104,7 @@ struct QuantizeFp8 {
       const long long at = static_cast<long long>(blockIdx.x) * width + first;
       float by[kChunk];
       largest_of_columns(by, raw);
-      memory.template scales<kShared>(by, p.s + at);
+      memory.of_columns(by, p.s + at);
 #pragma unroll
       for (int i = 0; i < kTileLines; ++i) {
         float x[kChunk];
@@ -113,6 +117,58 @@ struct QuantizeFp8 {
       memory.write_turned(p.q + at * kTile, kTile);
       if (first >= width) return;
     }
+  }
+
+  // The same of rows of elements, whose scales are powers of two: their exponents move to the largest scale of a tile.
+  static __device__ void groups(const Params& p, TileMemory& memory) {
+    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.x);
+    if (rows.expert < 0) return;
+    const int step = gridDim.y * kTile;
+    int from[kTileLines];
+    find_rows(from, p, rows);
+    uint2 raw[kTileLines];
+    float scale[kTileLines];
+    auto ask_tile = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kTileLines; ++i) {
+        const long long at = max(from[i], 0) * p.by_line + first;
+        const auto* there = static_cast<const unsigned char*>(p.x) + at + tile_column();
+        raw[i] = from[i] < 0 ? uint2{} : __ldg(reinterpret_cast<const uint2*>(there));
+        scale[i] = from[i] < 0 ? 0.f : __ldg(static_cast<const float*>(p.x3) + at / kTile);
+      }
+    };
+    int first = blockIdx.y * kTile;
+    ask_tile(first);
+    while (true) {
+      const long long at = static_cast<long long>(blockIdx.x) * p.columns + first;
+      float most = scale[0];
+#pragma unroll
+      for (int i = 1; i < kTileLines; ++i) most = fmaxf(most, scale[i]);
+      __syncthreads();  // whoever used the memory before has read it
+      most = memory.largest_of_all(most);
+      if (threadIdx.x < kTile) p.s[at + threadIdx.x] = most;
+#pragma unroll
+      for (int i = 0; i < kTileLines; ++i) {
+        const unsigned by = power_of_two(scale[i], most);
+        memory.put(tile_line(i), {moved(raw[i].x, by), moved(raw[i].y, by)});
+      }
+      first += step;
+      if (first < p.columns) ask_tile(first);
+      __syncthreads();
+      memory.write_turned(p.q + at * kTile, kTile);
+      if (first >= p.columns) return;
+    }
+  }
+  // `scale` over `most`, which are powers of two or infinite, as two halves.
+  static __device__ unsigned power_of_two(float scale, float most) {
+    const unsigned down = (__float_as_uint(most) - __float_as_uint(scale)) >> 23;
+    const unsigned half = down < 15 ? (15 - down) << 10 : down < 25 ? 1u << (24 - down) : 0;
+    return half | half << 16;
+  }
+  // Four elements, times a power of two.
+  static __device__ unsigned moved(unsigned four, unsigned by) {
+    return e4m3_of_halves(multiply_halves(halves_of_e4m3(four & 0xffff), by)) |
+           e4m3_of_halves(multiply_halves(halves_of_e4m3(four >> 16), by)) << 16;
   }
 
   // Block (c, l, e): a tile of one expert's matrix, of padded halves.
@@ -137,7 +193,7 @@ struct QuantizeFp8 {
     }
     float seen[kChunk];
     largest_of_columns(seen, raw);
-    const BlockScale of = memory.of_all(largest_of(seen));
+    const BlockScale of(memory.largest_of_all(largest_of_line(largest_of(seen))));
     if (threadIdx.x == 0) {
       if (p.s) p.s[blocks + blockIdx.y * (columns / kTile) + blockIdx.x] = of.scale;
       if (p.s_t) p.s_t[blocks + blockIdx.x * (lines / kTile) + blockIdx.y] = of.scale;

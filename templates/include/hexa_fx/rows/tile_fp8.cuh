@@ -82,18 +82,8 @@ struct alignas(16) TileMemory : TileElements {
   float largest[kTileThreads / 32][kTile];  // of a warp's lines, by column
   float inverse[kTile];
 
-  // Scales of the tile's columns: one each, or one for all, which is written for each. Of the largest number that each thread has seen
-  // in each of its columns it makes what they are multiplied by. All threads together.
-  template <bool kShared>
-  __device__ void scales(float (&seen)[kChunk], float* out) {
-    if constexpr (kShared) {
-      __syncthreads();  // whoever used the memory before has read it
-      const BlockScale of = of_all(largest_of(seen));
-      if (threadIdx.x < kTile) out[threadIdx.x] = of.scale;
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) seen[i] = of.inverse;
-    } else of_columns(seen, out);
-  }
+  // Scales of the tile's columns. Of the largest number that each thread has seen in each of its columns it makes what they are
+  // multiplied by. All threads together.
   __device__ void of_columns(float (&seen)[kChunk], float* scales) {
     const int warp = threadIdx.x / 32, first = tile_column();
 #pragma unroll
@@ -117,16 +107,15 @@ struct alignas(16) TileMemory : TileElements {
     for (int i = 0; i < kChunk; ++i) seen[i] = inverse[first + i];
   }
 
-  // The scale of the whole tile; as above.
-  __device__ BlockScale of_all(float seen) {
-    seen = largest_of_line(seen);
+  // The largest that the lanes of all sixteenths of a warp have seen, which are alike.
+  __device__ float largest_of_all(float seen) {
     seen = fmaxf(seen, __shfl_xor_sync(0xffffffffu, seen, 16));
     if (threadIdx.x % 32 == 0) inverse[threadIdx.x / 32] = seen;
     __syncthreads();
     float most = 0.f;
 #pragma unroll
     for (int w = 0; w < kTileThreads / 32; ++w) most = fmaxf(most, inverse[w]);
-    return BlockScale(most);
+    return most;
   }
 };
 

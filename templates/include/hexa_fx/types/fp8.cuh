@@ -15,6 +15,17 @@ struct BlockScale {
   static __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 };
 
+// The same as a power of two: what a block's elements are multiplied by is one too, which moves their exponents alone.
+struct BinaryScale {
+  float scale, inverse;
+  __device__ __forceinline__ explicit BinaryScale(float largest) {
+    const unsigned bits = __float_as_uint(fmaxf(largest, kScaleFloor)), infinity = 0x7f800000;
+    const unsigned power = ((bits + 0x1fffff) & infinity) - (8 << 23);  // 448 is 1.75 * 2^8
+    scale = __uint_as_float(bits < infinity ? power : infinity);
+    inverse = bits < infinity ? __uint_as_float((254 << 23) - power) : 0.f;
+  }
+};
+
 // The scale of a block of numbers as whole numbers of -127 to 127. If one of them is not finite, all are NaN.
 struct IntegerScale {
   float scale, inverse;
