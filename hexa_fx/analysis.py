@@ -173,23 +173,23 @@ def _kind(value: Any) -> str:
 def _analyse_candidate(
     candidate: Candidate, config: HexaConfig, cache: StructureCache, factors: bool
 ) -> tuple[BlockAnalysis, str | None]:
-    """Analyses a candidate's levels from the inside out: the first that can be rewritten, else the innermost refusal.
+    """Analyses a candidate's levels from the inside out: the first that can be rewritten in both modes, else in one, else the
+    innermost refusal. What a module is given may hold more than what it chose from, as weights of all experts do.
 
     Also returns the path of the identical block whose analysis was reused, if there was one.
     """
     if candidate.reason:
         block = candidate.levels[0]
         return refused(Refusal(block.path, why_hidden(block.module) or candidate.reason)), None
-    first: tuple[BlockAnalysis, str | None] | None = None
+    best: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache, factors)
-        if found[0].rewritten:
-            return found
-        first = first or found
-        if found[0].settled:
+        if best is None or len(found[0].rewritten) > len(best[0].rewritten):
+            best = found
+        if found[0].settled or len(best[0].rewritten) == len(MODES):
             break
-    assert first is not None
-    return first
+    assert best is not None
+    return best
 
 
 def _analyse_level(
