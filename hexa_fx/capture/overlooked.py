@@ -118,6 +118,8 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and not runs.rows.get(path))
     block = path.rpartition(".")[0] if is_list and path else path
     integers = packed_experts(module)
+    while is_list and block and not integers and _holds_only(model.get_submodule(block), module):
+        block = block.rpartition(".")[0]
     if integers:
         return block, INTEGERS.format(integers)
     around, count = model.get_submodule(block), len(members) if is_list else _stacked(module)
@@ -126,8 +128,11 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     is_named = not is_list or "expert" in path.rpartition(".")[2].lower()
     is_mixture = is_named or runs.of_same_tokens(members)
     if not (is_mixture and has_router(around, module, count)):
-        may_be = count > 1 and ((is_list and is_named) or _MIXTURE.search(type(around).__name__))
-        return (block, SLOTS) if may_be and has_slots(around, module, count, slots) else None
+        if count < 2 or not ((is_list and is_named) or _MIXTURE.search(type(around).__name__)):
+            return None
+        own = 0 if slots == runs.rows.get(block) else slots
+        has = has_slots(around, module, count, slots) or has_slots_of_their_own(around, module, count, own)
+        return (block, SLOTS) if has else None
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
     if not given:
@@ -185,6 +190,20 @@ def has_slots(block: nn.Module, experts: nn.Module, count: int, rows: int) -> bo
         if parameter.dim() == 2 and any(rows % number == 0 and (rows > 0 or experts is block) for number in each):
             return True
     return False
+
+
+def has_slots_of_their_own(block: nn.Module, experts: nn.Module, count: int, rows: int) -> bool:
+    """Whether the block holds vectors of slots for each of the listed experts, which get ``rows``, or makes them of tokens."""
+    theirs = set(map(id, experts.parameters()))
+    others = [parameter for parameter in block.parameters() if id(parameter) not in theirs]
+    given = any(p.dim() == 3 and p.shape[0] == count and rows % p.shape[1] == 0 for p in others)
+    return rows > 0 and (given or any(p.dim() == 2 and p.shape[0] == count * p.shape[1] for p in others))
+
+
+def _holds_only(around: nn.Module, experts: nn.Module) -> bool:
+    """Whether all parameters of a module around experts are theirs: the module is a part of the block."""
+    theirs = set(map(id, experts.parameters()))
+    return all(id(parameter) in theirs for parameter in around.parameters())
 
 
 def _inside(path: str, paths: Iterable[str]) -> bool:

@@ -102,6 +102,47 @@ class SoftMoE(Router):
         return scores.softmax(1) @ torch.cat([each(mixed[number]) for number, each in enumerate(self.branches)])
 
 
+class Wrapped(nn.Module):
+    """Holds a list of experts, and runs each on what it is given."""
+
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(rows) for expert, rows in zip(self.experts, x)])
+
+
+class SlotsOfTheirOwn(Listed):
+    """Vectors of slots for each expert, which are in a module of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = None, Wrapped(self.experts)
+        self.slots = self.made()
+
+    def made(self) -> nn.Parameter | nn.Module:
+        return nn.Parameter(torch.randn(E, 2, D))
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slots
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("td,esd->tes", x, self.of(x))
+        mixed = torch.einsum("tes,td->esd", scores.softmax(0), x)
+        return scores.flatten(1).softmax(1) @ self.experts(mixed).flatten(0, 1)
+
+
+class SlotsOfTokens(SlotsOfTheirOwn):
+    """The same, made of means of tokens."""
+
+    def made(self) -> nn.Parameter | nn.Module:
+        return nn.Sequential(nn.Linear(D, E * D, bias=False), nn.Unflatten(-1, (E, D)), nn.LayerNorm(D))
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slots(x.unflatten(0, (5, -1)).mean(1)).movedim(1, 0)
+
+
 class StackedMoE(Stacked):
     """The same with stacked weights."""
 
@@ -157,6 +198,8 @@ REASONS = {
     ManySlots: overlooked.SLOTS,
     SoftMoE: overlooked.SLOTS,
     StackedMoE: overlooked.SLOTS,
+    SlotsOfTheirOwn: overlooked.SLOTS,
+    SlotsOfTokens: overlooked.SLOTS,
     Unreached: overlooked.NOT_REACHED,
     Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
 }
