@@ -101,17 +101,18 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
 
 
 def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
-    """The refusal with a reason that the parameters give, if they do."""
+    """The refusal with a reason that the parameters give, if they do, and the code chooses anything at all."""
+    said = odd_expert(captured.block) or experts_in_groups(captured.block)
+    if (said or refusal.reason == APART) and not chooses(captured):
+        return Refuse(SOFT, refusal.node)
     parameters = captured.named_tensors()
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
-    said = odd_expert(captured.block) or experts_in_groups(captured.block)
     odd = f"{said} ({refusal.reason})" if said else None
     several = SEVERAL_GATES if refusal.reason == APART and of_several_routings(captured) else None
     sliced = multiplies_with_slices(captured)
     if sliced is not None:
         return sliced
-    soft = SOFT if refusal.reason == APART and not chooses(captured) else None
-    return Refuse(shared_by_some(parameters) or uneven or odd or several or soft or refusal.reason, refusal.node)
+    return Refuse(shared_by_some(parameters) or uneven or odd or several or refusal.reason, refusal.node)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:

@@ -231,6 +231,20 @@ class TwoTasks(Mixture):
         return [(y * gates.softmax(-1)[..., None, :]).sum(-1) for gates in (scores, -scores)]
 
 
-def test_soft_mixtures_for_several_tasks_are_named() -> None:
-    (block,) = hexa_fx.explain(TwoTasks().double(), (_tokens(2, 7), torch.randint(E, (2, 7)))).blocks
+class OwnExperts(TwoTasks):
+    """The same, where every task has experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(D, D) for _ in range(E)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, category: torch.Tensor) -> list[torch.Tensor]:
+        x = x + F.embedding(category, self.gate.weight.weight)
+        gates = self.gate.weight(x).softmax(-1)[..., None, :]
+        return [(torch.stack([expert(x) for expert in own], -1) * gates).sum(-1) for own in self.experts]
+
+
+@pytest.mark.parametrize("kind", [TwoTasks, OwnExperts], ids=lambda kind: kind.__name__)
+def test_soft_mixtures_for_several_tasks_are_named(kind: type[nn.Module]) -> None:
+    (block,) = hexa_fx.explain(kind().double(), (_tokens(2, 7), torch.randint(E, (2, 7)))).blocks
     assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason
