@@ -46,6 +46,8 @@ class QuantizedWeight(Tensor):
     transposed: bool
     place: Place
     """Of one of many matrices that were moved beside each other."""
+    lies: str
+    """A name of that place, which a compiler compares; empty if there is none."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -66,7 +68,7 @@ class QuantizedWeight(Tensor):
         self.packed, self.scales, self.format, self.transposed = packed, tuple(scales), format, transposed
         for number, scale in enumerate(self.scales):
             setattr(self, f"scale{number}", scale)
-        self.place = None
+        self.place, self.lies = None, ""
 
     @property
     def held(self) -> tuple[Tensor, ...]:
@@ -141,7 +143,7 @@ class QuantizedWeight(Tensor):
         """Moves what it holds to shared memory."""
         for held in self.held:
             held.share_memory_()
-        self.place = None
+        self.place, self.lies = None, ""
         return self
 
     @property

@@ -114,7 +114,9 @@ class PackedExperts(WeightReader):
             GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
         """
         if is_compiling() or _traced():
-            return self._copy(self._paths.tensors_in_trace())
+            traced = self._paths.tensors_in_trace()
+            self._check_kinds(traced)
+            return self._copy(traced)
         parameters = self._paths.tensors()
         if not self._in_place(parameters) and not self._pack(parameters):
             return self._copy(parameters)
@@ -137,23 +139,24 @@ class PackedExperts(WeightReader):
             GuardMiss: an expert was replaced or hooked, so that the original code has to run.
         """
         if is_compiling():
-            self._check_kind(self._paths.first_in_trace())
+            self._check_kinds([self._paths.first_in_trace()])
             return
         self.check()
         if _traced():
-            self._check_kind(self._paths.first_in_trace())
+            self._check_kinds([self._paths.first_in_trace()])
             return
         parameters = self._paths.tensors()
         if not self._ends_in_place(parameters):
             self._pack(parameters)
 
-    def _check_kind(self, first: torch.Tensor) -> None:
-        if type(first) is nn.Parameter:
-            return
-        if isinstance(first, QuantizedWeight):  # by way of another block with these experts, perhaps
-            raise GuardMiss(f"{'.'.join(self._paths.paths[0])} was packed after the block was rewritten; {AGAIN}")
-        if is_foreign(first):  # quantisers take all experts alike
-            raise GuardMiss(f"{'.'.join(self._paths.paths[0])} is {said_of(first)}")
+    def _check_kinds(self, tensors: Sequence[torch.Tensor]) -> None:
+        for path, tensor in zip(self._paths.paths, tensors):
+            if type(tensor) is nn.Parameter:
+                continue
+            if isinstance(tensor, QuantizedWeight):  # by way of another block with these experts, perhaps
+                raise GuardMiss(f"{'.'.join(path)} was packed after the block was rewritten; {AGAIN}")
+            if is_foreign(tensor):
+                raise GuardMiss(f"{'.'.join(path)} is {said_of(tensor)}")
 
     def _ends_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
         """A quick check, since whatever moves parameters moves all of them. Every read checks each one."""
@@ -182,7 +185,7 @@ class PackedExperts(WeightReader):
     def _pack(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Takes over the parameters' storage, or says in ``_copy_reason`` why it must not."""
         parts: list[Sequence[Any]] = self.in_parts(tensors)
-        self._check_kind(tensors[0])
+        self._check_kinds(tensors)
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
         reason = _why_not_packable(tensors)

@@ -28,10 +28,18 @@ class StackedCodes(PackedReader):
 
     def _bind(self, block: nn.Module) -> None:
         super()._bind(block)
-        self._lies: list[tuple[Tensor, int, Tensor]] = []
+        self._lies: list[tuple[Any, int, Tensor]] = []
 
-    def _in_trace(self) -> PackedStack:
-        parameters = self._seen_in_trace()
+    def _kind(self, first: Any) -> tuple[str, torch.dtype, bool]:
+        return NF4.name, first.quant_state.dtype, False
+
+    def _still_in_place(self, parameters: Sequence[Any]) -> bool:
+        return len(parameters) == len(self._lies) and all(
+            parameter is known and parameter.quant_state.absmax is absmax
+            for parameter, (known, _, absmax) in zip(parameters, self._lies)
+        )
+
+    def _copied(self, parameters: Sequence[Any]) -> PackedStack:
         parts = self.in_parts(parameters)
         codes = [torch.cat([linear4bit.codes_of(p) for p in alike]) for alike in zip(*parts)]
         scales = [torch.cat([linear4bit.scales_of(p.quant_state) for p in alike]) for alike in zip(*parts)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from hexa_fx.runtime.packed_reader import PackedReader
 from hexa_fx.runtime.paths import first_parameter
 from hexa_fx.runtime.saved_alone import with_own_storage
 
+_names = count()
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)
 
 
@@ -31,9 +32,19 @@ class StackedParts(PackedReader):
     def _bind(self, block: nn.Module) -> None:
         super()._bind(block)
         self._places: list[Place] = []
+        self._lies: list[str] = []
 
-    def _in_trace(self) -> PackedStack:
-        return self._joined(self._paths.tensors_in_trace(), PackedStack)
+    def _seen_in_trace(self) -> list[Any]:
+        return self._paths.tensors_in_trace()
+
+    def _kind(self, first: QuantizedWeight) -> tuple[str, torch.dtype, bool]:
+        return first.format, first.dtype, first.transposed
+
+    def _copied(self, parameters: Sequence[Any]) -> PackedStack:
+        return self._joined(parameters, PackedStack)
+
+    def _still_in_place(self, parameters: Sequence[Any]) -> bool:
+        return [getattr(parameter, "lies", "") for parameter in parameters] == self._lies
 
     def _in_place(self, parameters: Sequence[Tensor]) -> bool:
         return len(parameters) == len(self._places) and all(
@@ -48,6 +59,7 @@ class StackedParts(PackedReader):
                 packed = self._joined(parameters, QuantizedWeight)
                 _move(parts, packed)
         self._places = [parameter.place for part in parts for parameter in part]
+        self._lies = [parameter.lies for part in parts for parameter in part]
         return packed
 
     def _where_they_lie(self, parameters: Sequence[Tensor]) -> QuantizedWeight | None:
@@ -81,11 +93,12 @@ class StackedParts(PackedReader):
 
 def _move(parts: Sequence[Sequence[QuantizedWeight]], packed: QuantizedWeight) -> None:
     """Lets parameters lie in what was made of them."""
-    begins, number, total = [0 for _ in packed.held], count(), sum(map(len, parts))
+    begins, number, total, name = [0 for _ in packed.held], count(), sum(map(len, parts)), next(_names)
     for part in parts:
         for expert, parameter in enumerate(part):
             parameter.lie_in([_part(*each, expert) for each in zip(packed.held, parameter.held, begins)])
-            parameter.place = packed, next(number), total
+            parameter.place = place = packed, next(number), total
+            parameter.lies = f"{name}.{place[1]}"
         begins = [begin + len(own) if own.dim() else 0 for begin, own in zip(begins, part[0].held)]
 
 

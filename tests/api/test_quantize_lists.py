@@ -198,12 +198,19 @@ def test_adapters_train_on_them(order, tokens):
 def test_a_compiler_gets_them_in_one_graph(tokens):
     block, dense = packed(tokens, "nf4")
     torch.compiler.reset()
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    code = []
+    compiled = torch.compile(block, backend=lambda graph, _: code.append(graph.code) or graph.forward, fullgraph=True)
     found, expected = outcome(compiled, tokens), outcome(dense, tokens)
     torch.testing.assert_close(found[:2], expected[:2])
     with torch.no_grad():
         block[0].experts[1].down.weight.copy_(torch.ones(D, H))
     assert not torch.allclose(compiled(tokens), expected[0])
+    before = len(code)
+    block[0].experts[2].up.weight = nn.Parameter(QuantizedWeight.of(torch.ones(H, D).double(), "nf4"), False)
+    block[0].experts[3].gate.weight.data = torch.ones(H, D, dtype=torch.float64)
+    torch.testing.assert_close(compiled(tokens), block(tokens))
+    assert len(code) == before + 1
+    assert all(text.count("stack(") == 1 and "cat(" not in text for text in code), "biases alone are copied"
     torch.compiler.reset()
 
 
@@ -246,6 +253,11 @@ def test_a_block_that_shares_experts_packed_through_another_runs_its_own_code(to
     hexa_fx.optimize_(hexa_fx.undo_(model), tokens)
     torch.testing.assert_close(model(tokens), found)
     assert operators_run(model, (tokens,)) == 2
+    model[1].experts = nn.ModuleList(Gated().double() for _ in range(E))
+    hexa_fx.optimize_(hexa_fx.undo_(model), tokens)
+    model[1].experts[2].up.weight = nn.Parameter(QuantizedWeight.of(torch.ones(H, D).double(), "nf4"), False)
+    model(tokens)
+    assert "experts.2.up.weight was packed after the block was rewritten" in caplog.text
 
 
 def test_adapters_of_another_kind_are_rewritten_if_they_are_optimized_after_packing(tokens):

@@ -283,9 +283,13 @@ def test_a_compiler_gets_codes_in_one_graph(linear):
     compiled = torch.compile(model, backend=lambda graph, _: code.append(graph.code) or graph.forward, fullgraph=True)
     torch.testing.assert_close(outcome(compiled, x), expected, rtol=1e-4, atol=1e-5)
     assert [text.count("torch.ops.hexa.moe_ffn_sources") for text in code] == [2]
+    assert all(text.count("stack(") <= 2 and "cat(" not in text for text in code), "only routers unpack theirs"
     weight = model.blocks[0].experts[1].up.weight
     with torch.no_grad():
         weight.data.view(torch.uint8).fill_(0x5A)
     torch.testing.assert_close(compiled(x), model(x))
     assert not torch.allclose(compiled(x), expected[0])
+    model.blocks[0].experts[1].up.weight = copy.deepcopy(model.blocks[0].experts[2].up.weight)
+    torch.testing.assert_close(compiled(x), model(x))
+    assert all(text.count("stack(") <= 2 for text in code)
     torch.compiler.reset()
