@@ -209,7 +209,7 @@ def _rewrite_mode(
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
-            run = partial(capture, observation.module, args, kwargs, observation.path, 0, config.analysis_bytes)
+            run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))

@@ -46,7 +46,6 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     path: str = "",
-    seed: int = 0,
     analysis_bytes: int = 2 << 30,
     replacements: Replacements = AS_IT_IS,
 ) -> CapturedBlock:
@@ -61,7 +60,7 @@ def capture(
     """
     effects = SideEffects(block, namespaces_of(block))
     try:
-        run = functools.partial(_capture, block, args, kwargs, path, seed, replacements)
+        run = functools.partial(_capture, block, args, kwargs, path, replacements)
         for conditions in _CONDITIONS:
             try:
                 found = _with_side_effects(functools.partial(run, *conditions), block, effects)
@@ -73,7 +72,7 @@ def capture(
         if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
             effects.restore()
             held = replace(replacements, held=own | {**replacements.held})
-            return capture(block, args, kwargs, path, seed, analysis_bytes, held)
+            return capture(block, args, kwargs, path, analysis_bytes, held)
         return replace(found, analysis_bytes=analysis_bytes)
     finally:
         effects.restore()
@@ -106,7 +105,6 @@ def _capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     path: str,
-    seed: int,
     replacements: Replacements,
     as_it_is: bool,
     plain_int: bool,
@@ -119,7 +117,7 @@ def _capture(
     with (
         _as_capture_error(path or type(block).__name__),
         collecting.stand_ins() if collecting else nullcontext(),
-        _trial(block, seed, replacements, as_it_is) as (recorder, snapshot, replaced),
+        _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
     ):
         reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
         recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
@@ -165,7 +163,7 @@ def _capture(
 
 @contextmanager
 def _trial(
-    block: nn.Module, seed: int, replacements: Replacements, as_it_is: bool
+    block: nn.Module, replacements: Replacements, as_it_is: bool
 ) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
@@ -173,7 +171,7 @@ def _trial(
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
-        random_state_kept(seed),
+        random_state_kept(0),
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(not as_it_is),
     ):

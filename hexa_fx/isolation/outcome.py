@@ -61,18 +61,16 @@ def observe(
     module: nn.Module,
     state: ModuleState,
     inputs: tuple[Any, Any],
-    seed: int,
     gradients: bool = True,
     slices: WeightSlices | None = None,
 ) -> Outcome:
-    """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
+    """Runs ``call(*args, **kwargs)`` and its backward from one random state and a given module state.
 
     Args:
         call: the forward to observe.
         module: whose parameters' gradients are taken; ``.grad`` is not touched.
         state: restored before the call, read after it.
         inputs: (args, kwargs); floating tensors among them get gradients.
-        seed: of the random numbers.
         gradients: whether backward runs too.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
 
@@ -90,7 +88,7 @@ def observe(
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
-    with random_state_kept(seed), torch.set_grad_enabled(gradients):
+    with random_state_kept(0), torch.set_grad_enabled(gradients):
         result = _unfolded(call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
@@ -103,7 +101,7 @@ def observe(
         taken: dict[str, torch.Tensor | None] = {}
         backward_error = ""
         if gradients:
-            taken, backward_error = _gradients(results, {**roots, **parameters}, seed, slices or WeightSlices(()))
+            taken, backward_error = _gradients(results, {**roots, **parameters}, slices or WeightSlices(()))
     with torch._C.DisableTorchFunction():
         after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
@@ -155,14 +153,14 @@ def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
 
 
 def _gradients(
-    result: Any, leaves: Mapping[str, torch.Tensor], seed: int, slices: WeightSlices
+    result: Any, leaves: Mapping[str, torch.Tensor], slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
     with torch._C.DisableTorchFunction():
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
         return dict.fromkeys(wanted), ""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     cotangents = [
         torch.randn(leaf.shape, dtype=torch.float64, generator=generator, device="cpu").to(leaf.device, leaf.dtype)
         for leaf in outputs

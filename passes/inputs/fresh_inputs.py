@@ -38,8 +38,8 @@ class FreshInputs:
     Args:
         args, kwargs: the example call.
         num_experts: if known.
-        seed: for the random values; equal calls of a method give equal inputs.
         widths: what a token may be wide, which tells channels of images from pixels.
+        seed: for the random values; equal calls of a method give equal inputs.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class FreshInputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         num_experts: int | None,
-        seed: int,
         widths: Collection[int] = (),
+        seed: int = 0,
     ) -> None:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._seed = seed

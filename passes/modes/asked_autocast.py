@@ -89,7 +89,7 @@ def _run(captured: CapturedBlock, args: tuple[Any, ...], kwargs: dict[str, Any])
         torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs)
     )
     own = next((p.dtype for p in captured.block.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    run = partial(capture, copied, args, kwargs, captured.path, 0, captured.analysis_bytes)
+    run = partial(capture, copied, args, kwargs, captured.path, captured.analysis_bytes)
     with InFloat64(own):
         found = run()
         idle = expert_dropouts(found)

@@ -114,7 +114,7 @@ def _outputs(
     forward = install(block, *((form, None) if block.training else (None, form)))
     state = ModuleState(block, shared_holders(block, form.stored))
     try:
-        outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), 0, gradients=False)
+        outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), gradients=False)
     finally:
         state.restore()
         uninstall(block)

@@ -32,12 +32,11 @@ from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, chang
 from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
 from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
-from hexa_fx.passes.verify.settings import VerifySettings
+from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime.install import HexaForward, install, uninstall
 
 log = logging.getLogger(__name__)
 
-_LOOSE = 1e-2
 _ROUGH = 0.1
 """For half of the rows in 16 bits: what shows is another computation, not its rounding."""
 
@@ -84,7 +83,7 @@ def verify(
     started = time.perf_counter()
     settings = settings or VerifySettings()
     widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
-    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), settings.seed, widths)
+    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), widths)
     cases: tuple[VerificationCase, ...] = ()
     dtype = torch.float64
     for subject in _subjects(block, settings):
@@ -94,11 +93,9 @@ def verify(
             comparison = Comparison(subject, forward, inputs, settings, experts)
             cases = comparison.cases()
             if not settings.brief and not _reason(cases):
-                tolerance = settings.tolerance.get(dtype, _LOOSE)
+                tolerance = tolerance_of(dtype)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
-                runs = PerturbedRuns(
-                    subject, forward, inputs, experts, tolerance, backward, settings.factors, settings.seed
-                )
+                runs = PerturbedRuns(subject, forward, inputs, experts, tolerance, backward, settings.factors)
                 cases += up_to_different(runs.cases())
         if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
             break

@@ -31,7 +31,7 @@ from hexa_fx.passes.inputs.routing_override import (
     rows_for_all,
 )
 from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
-from hexa_fx.passes.verify.settings import TOLERANCE, VerifySettings
+from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.passes.verify.tried_calls import first_line, missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
@@ -54,7 +54,7 @@ class Comparison:
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
         stored = forward.stored[bool(subject.module.training)]
         self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
-        self.tolerance = settings.tolerance.get(subject.dtype, TOLERANCE[torch.float16])
+        self.tolerance = tolerance_of(subject.dtype)
 
     def cases(self) -> tuple[VerificationCase, ...]:
         """Up to the first that differs: it is reason enough."""
@@ -247,7 +247,7 @@ class Comparison:
                 modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients, slices)
+            return observe(call, self.subject.module, self.state, inputs, gradients, slices)
 
     def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
         """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""

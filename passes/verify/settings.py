@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +18,12 @@ _MANY = 3001
 _CHEAP = 1 << 25
 """Tokens times parameters up to which a case costs little."""
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Largest accepted difference relative to the tensor's scale, where the comparison is in this dtype."""
+    return _TOLERANCE.get(dtype, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,10 @@ class VerifySettings:
         overflow_last: whether to send them to the last experts too.
         many: tokens of one more case, for what shows only in thousands; 0: none.
         counts: numbers of tokens that the experts get, in cases of their own: the code may ask for just these.
-        seed: of inputs, cotangents and the random numbers that the block draws.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.verify.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
         room: times the tokens of the example that it may be tried on, if that is more.
-        tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (1, 7), (6, 1), (1, 1), (0, 4))
@@ -49,13 +51,11 @@ class VerifySettings:
     many: int = 0
     counts: CountsToTry = field(default_factory=CountsToTry)
     brief: bool = False
-    seed: int = 0
     factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
     analysis_bytes: int = 2 << 30
     few: int = FEW_TOKENS
     room: int = 1
-    tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(TOLERANCE))
 
 
 def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> VerifySettings:

@@ -198,7 +198,7 @@ def test_masks_of_floats() -> None:
     mask = torch.zeros(2, 6)
     mask[0, 0] = float("-inf")
     for given, tried in ((mask, True), (torch.ones(2, 6), True), (torch.full((2, 6), 0.5), False)):
-        inputs = FreshInputs((torch.randn(2, 6, D), given), {}, E, 0)
+        inputs = FreshInputs((torch.randn(2, 6, D), given), {}, E)
         names = [p.name for p in perturbations(inputs, Masked(), ())]
         assert any("'mask'" in name for name in names) is tried
 

@@ -29,7 +29,7 @@ def seeded():
 
 def test_fresh_inputs_keep_tokens_and_routing_consistent():
     x, index, weights = routing(6)
-    inputs = FreshInputs((x.reshape(2, 3, D), index), {"weights": weights, "mask": F.one_hot(index, E).sum(1)}, E, 0)
+    inputs = FreshInputs((x.reshape(2, 3, D), index), {"weights": weights, "mask": F.one_hot(index, E).sum(1)}, E)
     assert inputs.given_routing
     args, kwargs = inputs.at(3, 7, torch.float64)
     assert args[0].shape == (3, 7, D)
@@ -45,7 +45,7 @@ def test_fresh_inputs_keep_tokens_and_routing_consistent():
 
 def test_sparse_weights_keep_their_pattern():
     scores = torch.rand(6, E) * F.one_hot(torch.arange(6) % E, E)
-    inputs = FreshInputs((torch.randn(6, D), scores), {}, E, 0)
+    inputs = FreshInputs((torch.randn(6, D), scores), {}, E)
     fresh = inputs.at(3, 4, torch.float32)[0][1]
     assert fresh.shape == (12, E)
     assert (fresh.ne(0).sum(-1) == 1).all()
@@ -146,9 +146,9 @@ def test_a_router_that_compares_with_the_kth_logit_passes():
 
 
 def test_tokens_as_wide_as_there_are_experts_are_no_scores():
-    assert not FreshInputs((torch.randn(6, E),), {}, E, 0).given_routing
+    assert not FreshInputs((torch.randn(6, E),), {}, E).given_routing
     tokens, scores = torch.randn(6, E), torch.randn(6, E)
-    inputs = FreshInputs((tokens, scores), {}, E, 0)
+    inputs = FreshInputs((tokens, scores), {}, E)
     assert inputs.given_routing
     (x, scores), _ = inputs.like_example(torch.float64, ROUTINGS[1])
     assert set(scores.argmax(-1).tolist()) <= {E - 1, E - 2}
