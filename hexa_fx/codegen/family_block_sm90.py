@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
-from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, TABLES
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, bookkeeping_bytes, cluster_of, expert_tables, whole_kib
 from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
@@ -56,14 +56,10 @@ def block_shape(spec: KernelSpec) -> BlockShape:
         row_columns=PART if paired else TILE_N,
         part_scales=spec.op != "estmm" or bool(spec.option("shared", False)),
         staging_bytes=_chunks(spec) * CHUNK_BYTES,
-        max_experts=_experts(spec),
+        max_experts=expert_tables(spec),
         producer_registers=72 if spec.gather else 40,
         consumer_registers=216 if spec.gather else 232,
     )
-
-
-def _experts(spec: KernelSpec) -> int:
-    return int(spec.option("experts", TABLES[0]))
 
 
 def _chunks(spec: KernelSpec) -> int:
@@ -74,21 +70,12 @@ def _chunks(spec: KernelSpec) -> int:
 def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
     """sizeof(BlockSmem): what the bf16 kernels have (`hexa_fx.codegen.family_gemm_sm90`), and the scales of every stage."""
     stages = spec.stages * (TILE_M + TILE_N) * TILE_K
-    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * _experts(spec) + 14
     scales = 4 * spec.stages * (TILE_M + (TILE_N if spec.op == "estmm" else 4))
-    return _up(stages + 8 * chunks * CHUNK_BYTES + small) + _up(scales)
-
-
-def _up(size: int) -> int:
-    return -(-size // 1024) * 1024
+    return whole_kib(stages + 8 * chunks * CHUNK_BYTES + bookkeeping_bytes(spec)) + whole_kib(scales)
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
-    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)), cluster=_cluster(spec))
-
-
-def _cluster(spec: KernelSpec) -> int:
-    return int(spec.option("cluster", 1))
+    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)), cluster=cluster_of(spec))
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
@@ -104,7 +91,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.op} adds to nothing; estmm does"
     if (spec.bm, spec.bn, spec.bk) != (TILE_M, TILE_N, TILE_K):
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected {TILE_M}x{TILE_N}x{TILE_K}"
-    if spec.op == "estmm" and _cluster(spec) > 1:
+    if spec.op == "estmm" and cluster_of(spec) > 1:
         yield "both warpgroups of one block share a weight tile, so no clusters"
     if spec.op == "estmm" and spec.gather:
         yield "weight gradients read rows that are turned round already"

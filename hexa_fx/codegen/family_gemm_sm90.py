@@ -89,7 +89,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         low_rank=int(spec.option("low_rank")),
         borrow=_borrows(spec),
         staging_bytes=_chunks(spec) * CHUNK_BYTES,
-        max_experts=_experts(spec),
+        max_experts=expert_tables(spec),
         producer_registers=_registers(spec)[0],
         consumer_registers=_registers(spec)[1],
     )
@@ -125,23 +125,34 @@ def smem_bytes(spec: KernelSpec) -> int:
 
 def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
     stages = spec.stages * (spec.bm + spec.bn) * spec.bk * _bits(spec) // 8
-    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * _experts(spec) + 14
-    return -(-(stages + 8 * chunks * CHUNK_BYTES + small) // 1024) * 1024
+    return whole_kib(stages + 8 * chunks * CHUNK_BYTES + bookkeeping_bytes(spec))
+
+
+def bookkeeping_bytes(spec: KernelSpec) -> int:
+    """Barriers, the ring of tiles and the expert tables."""
+    return 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * expert_tables(spec) + 14
+
+
+def whole_kib(size: int) -> int:
+    """As many bytes, rounded up to a KiB."""
+    return -(-size // 1024) * 1024
 
 
 def _bits(spec: KernelSpec) -> int:
     return int(DataTypeSize[spec.dtype])
 
 
-def _experts(spec: KernelSpec) -> int:
+def expert_tables(spec: KernelSpec) -> int:
+    """How many experts the tables hold."""
     return int(spec.option("experts", TABLES[0]))
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
-    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec), cluster=_cluster(spec))
+    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec), cluster=cluster_of(spec))
 
 
-def _cluster(spec: KernelSpec) -> int:
+def cluster_of(spec: KernelSpec) -> int:
+    """Blocks that share a tile."""
     return int(spec.option("cluster", 1))
 
 
@@ -175,7 +186,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         return
     if spec.bm not in (64, 128) or spec.bn not in (64, 128, 256) or spec.bk != line_elements(spec.dtype):
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 64, 128 or 256 x {line_elements(spec.dtype)}"
-    if spec.bn == 64 and (spec.op not in ("esmm", "estmm") or _cluster(spec) > 1):
+    if spec.bn == 64 and (spec.op not in ("esmm", "estmm") or cluster_of(spec) > 1):
         yield f"{spec.op}: tiles of 64 columns are for plain narrow products, which share nothing in a cluster"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
@@ -184,7 +195,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{accumulators} accumulator registers a thread; 192 fit"
     if spec.bm == 64 and not _pingpong(spec):
         yield "a cooperative tile has 128 rows"
-    if spec.op not in ROW_OPS and (_pingpong(spec) or _cluster(spec) > 1):
+    if spec.op not in ROW_OPS and (_pingpong(spec) or cluster_of(spec) > 1):
         yield f"{spec.op}: both warpgroups of one block share a weight tile, so no ping-pong and no clusters"
 
 
@@ -194,7 +205,7 @@ def _check_swapped(spec: KernelSpec) -> Iterable[str]:
         yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {line_elements(spec.dtype)}"
     if _pingpong(spec):
         yield "both warpgroups share a swapped tile: no ping-pong"
-    if _cluster(spec) > 1 and spec.gather:
+    if cluster_of(spec) > 1 and spec.gather:
         yield "clusters of swapped tiles share rows that the copy engine brings, not gathered ones"
 
 

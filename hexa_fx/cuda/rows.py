@@ -22,10 +22,10 @@ from hexa_fx.cuda.choosing import cached_choice, collection, described_card
 from hexa_fx.cuda.fallback import Unsupported, generic
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
-from hexa_fx.errors import InputError
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu
 from hexa_fx.ops.operands import ActivateBackward
+from hexa_fx.ops.reindex import out_of_range
 from hexa_fx.ops.rows import accumulate_dtype, row_count
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,7 @@ def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
         return
     low, high = (int(v) for v in torch.aminmax(top_k_index))
     if low < 0 or high > num_experts:
-        raise InputError(
-            f"hexa::reindex: expert ids run from {low} to {high}; expected 0 to {num_experts - 1}, or {num_experts} for "
-            "a slot that contributes nothing"
-        )
+        raise out_of_range(low, high, num_experts)
 
 
 @cuda_kernel("combine")

@@ -76,6 +76,5 @@ def move_state(
 
 def _moved(state: Mapping[str, Any], shard: ShardedParameter) -> list[str]:
     """What an optimizer keeps of every element of a slice."""
-    shape = list(shard.whole)
-    shape[shard.chunks[0].dim] = sum(chunk.length for chunk in shard.chunks)
+    shape = shard.held_shape
     return [key for key, value in state.items() if isinstance(value, Tensor) and list(value.shape) == shape]

@@ -37,9 +37,7 @@ def pieces_of(held: Tensor, shard: ShardedParameter) -> tuple[Piece, ...]:
     Raises:
         InputError: FSDP2 cut it in a way that is not known.
     """
-    slice_shape = list(shard.whole)
-    slice_shape[shard.chunks[0].dim] = sum(chunk.length for chunk in shard.chunks)
-    size, offset = _within(held, slice_shape, shard)
+    size, offset = _within(held, shard.held_shape, shard)
     boxes = (_intersection(chunk, size, offset) for chunk in shard.chunks)
     return tuple(box for box in boxes if 0 not in box.size)
 

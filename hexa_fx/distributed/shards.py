@@ -88,6 +88,13 @@ class ShardedParameter:
     chunks: tuple[Chunk, ...]
 
     @property
+    def held_shape(self) -> list[int]:
+        """Of what this rank holds by the plan."""
+        shape = list(self.whole)
+        shape[self.chunks[0].dim] = sum(chunk.length for chunk in self.chunks)
+        return shape
+
+    @property
     def parameter(self) -> Tensor:
         """The parameter that the module holds now."""
         held: Tensor = getattr(self.owner, self.name.rpartition(".")[2])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import checks, library
+from hexa_fx.ops import checks, library, reindex
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.esmm_act import check_first_projection
 from hexa_fx.ops.operands import MoeFfn
@@ -186,9 +186,7 @@ def fake_forward(*args: Any) -> tuple[Tensor, ...]:
     """Empty results."""
     o = MoeFfn(*args)
     h = o.x.new_empty((0 if o.recompute_h else o.rows, o.width))
-    index = torch.empty(o.rows, dtype=torch.int32, device=o.x.device)
-    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
-    return fake(*args), h, index, torch.empty_like(index), offs
+    return fake(*args), h, *reindex.fake(o.top_k_index, o.w1.shape[0])
 
 
 def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:

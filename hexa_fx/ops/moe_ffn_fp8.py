@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK, padded
-from hexa_fx.ops import checks, fp8_checks, library, main_grad
+from hexa_fx.ops import checks, fp8_checks, library, main_grad, reindex
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
 from hexa_fx.ops.fp8_quantizing import rows_and_scales
@@ -203,9 +203,8 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
         rows_and_scales(o.x, o.x.shape[0], padded(o.input_size)),
         rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden),
     )
-    index = torch.empty(n, dtype=torch.int32, device=o.x.device)
-    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
-    return _fake(*args), *x, *h, index, torch.empty_like(index), offs
+    routing = reindex.fake(o.top_k_index, o.w1.shape[0])
+    return _fake(*args), *x, *h, *routing
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 
-from hexa_fx.ops import library
+from hexa_fx.ops import library, reindex
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
 from hexa_fx.ops.projection import (
@@ -265,9 +265,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
     ranks = [None if a is None else a.shape[1] for a in (o.a1, o.a3, o.a2)]
     u = [x.new_empty((0, 0) if rank is None else (n, rank)) for rank in ranks]
-    routing = torch.empty(n, dtype=torch.int32, device=x.device)
-    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=x.device)
-    return _fake(*args), h, *u, routing, torch.empty_like(routing), offs
+    return _fake(*args), h, *u, *reindex.fake(index, o.w1.shape[0])
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:

@@ -134,10 +134,15 @@ def _within_range(ids: Tensor, num_experts: int) -> Tensor:
 
 def _refuse_if_checked(low: int, high: int, num_experts: int) -> None:
     if checked_mode():
-        raise InputError(
-            f"hexa::reindex: expert ids run from {low} to {high}; expected 0 to {num_experts - 1}, or {num_experts} "
-            "for a slot that contributes nothing"
-        )
+        raise out_of_range(low, high, num_experts)
+
+
+def out_of_range(low: int, high: int, num_experts: int) -> InputError:
+    """What is said in checked mode of ids below 0 or above ``num_experts``."""
+    return InputError(
+        f"hexa::reindex: expert ids run from {low} to {high}; expected 0 to {num_experts - 1}, or {num_experts} for a "
+        "slot that contributes nothing"
+    )
 
 
 def _narrowest(num_experts: int) -> torch.dtype:
@@ -153,11 +158,12 @@ def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(num_experts + 2, dtype=dtype, device="cpu")
 
 
-def _fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty results."""
     n = top_k_index.shape[0] * top_k_index.shape[1]
     int32 = {"dtype": torch.int32, "device": top_k_index.device}
     return torch.empty(n, **int32), torch.empty(n, **int32), torch.empty(num_experts + 1, **int32)  # type: ignore[call-overload]
 
 
-library.register_fake("reindex", _fake, check)
+library.register_fake("reindex", fake, check)
 library.register_kernel("reindex", "cpu", reindex_cpu)
