@@ -251,6 +251,7 @@ class RewrittenBlock:
         reads: what the recorded run read from Python, without what modules read that the graph calls.
         autocast: dtypes of the original's results under autocast; None if nobody asked. In calls of a kind that is not there the
             original runs.
+        in_trace: what counts besides ``reads`` where a compiler traces the graph.
         path: the block's path in the model.
     """
 
@@ -263,3 +264,4 @@ class RewrittenBlock:
     num_experts: int | None = None
     reads: tuple[PythonRead, ...] = ()
     autocast: AutocastDtypes | None = None
+    in_trace: tuple[PythonRead, ...] = ()

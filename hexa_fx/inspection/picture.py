@@ -23,6 +23,7 @@ _PLUMBING = (
     "after",
     "require",
     "require_finite",
+    "require_routing",
 )
 _LONGEST_LOOP = 96
 

@@ -47,6 +47,7 @@ class AttributeGuards:
         packed: paths of parameters that are read side by side, and of which that is checked with them.
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
         dtypes: of parameters by path, which have to stay.
+        in_trace: what counts under a compiler besides ``reads``.
     """
 
     def __init__(
@@ -57,11 +58,14 @@ class AttributeGuards:
         packed: Iterable[str] = (),
         own_forward: Callable[..., Any] | None = None,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        in_trace: Iterable[PythonRead] = (),
     ) -> None:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
         self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
-        seen_in_trace = (read for read in self.reads if _is_plain(read) and not (called and str(read) in called))
+        seen_in_trace = (
+            read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
+        )
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
@@ -86,7 +90,7 @@ class AttributeGuards:
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
         asked = any(guard.exact_dtype for guard in rewritten.guards)
         dtypes = _dtypes_read(block, rewritten) if asked else {}
-        return cls(block, called_in(rewritten.graph), rewritten.reads, packed, own_forward, dtypes)
+        return cls(block, called_in(rewritten.graph), rewritten.reads, packed, own_forward, dtypes, rewritten.in_trace)
 
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 
 from hexa_fx.ir import InputGuard
 
@@ -29,7 +30,12 @@ LEFT = "left to the original: "
 
 
 class GuardMiss(Exception):
-    """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it."""
+    """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it.
+
+    ``called``: path and result of each submodule that has been called by then and is not to be called again.
+    """
+
+    called: Sequence[tuple[str, Any]] = ()
 
 
 def say_in_trace(path: str, reason: str) -> bool:
@@ -84,6 +90,46 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
     """
     if not values.isfinite().all():
         raise GuardMiss(f"expected {expected}")
+
+
+class RoutingMiss(GuardMiss):
+    """A router gave something of another form: the reason, and what has been ``called``."""
+
+    @property
+    def called(self) -> Sequence[tuple[str, Any]]:  # type: ignore[override]  # a tracer makes no exceptions with own attributes
+        called: Sequence[tuple[str, Any]] = self.args[1]
+        return called
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def require_routing(
+    tokens: tuple[torch.Tensor, torch.dtype],
+    sources: Sequence[tuple[torch.Tensor, int, int, torch.dtype]],
+    called: Sequence[tuple[str, Any]],
+) -> None:
+    """A guard node of a rewritten graph: raises `RoutingMiss` unless the routing has the form that it was recorded in.
+
+    Dtypes count only where tokens have theirs, and nothing changes what calls give: a model in another dtype may give others, which
+    verification has seen.
+
+    Args:
+        tokens: (..., D), and their recorded dtype.
+        sources: what routers gave, how many numbers of it belong to a token (0: unknown), its dimensions and recorded dtype.
+        called: see `GuardMiss`.
+    """
+    given, recorded = tokens
+    exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
+    rows = given.numel() // given.shape[-1]
+    for values, each, dimensions, dtype in sources:
+        same = values.dim() == dimensions and (values.dtype == dtype or not exact)
+        if not same or (each and values.numel() != rows * each):
+            raise RoutingMiss(
+                f"what the router gives is not of the form that it was rewritten for ({each or 'as many'} {dtype} for a token); "
+                f"{AGAIN}",
+                called,
+            )
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
+from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
 from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code
@@ -111,14 +112,13 @@ class HexaForward:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
         for told in self.restarted:
             told()
-        with self.adapters.in_place() if self.adapters else nullcontext():
-            return self._original(*args, **kwargs)
+        return self._original(*args, **kwargs)
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
-        if self._own_original is not None:
-            return self._own_original(*args, **kwargs)
-        module = self.module
-        return type(module).forward(module, *args, **kwargs)
+        with self.adapters.in_place() if self.adapters else nullcontext():
+            if self._own_original is not None:
+                return self._own_original(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for told in self.called:
@@ -126,23 +126,23 @@ class HexaForward:
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
-        small, wanted = self.small[training], is_grad_enabled()
-        limit = small.with_gradients if wanted else small.without_gradients
-        if is_small(limit, args, kwargs) and not (wanted and self._has_main_grad(training)):
-            return self.original(*args, **kwargs)
-        if self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs):
+        wanted = is_grad_enabled()
+        small = is_small(self.small[training][wanted], args, kwargs)
+        small = small and not (wanted and self._has_main_grad(training))
+        if small or (self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs)):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
         except GuardMiss as miss:
-            # torch 2.11's tracer cannot make a text of an exception
-            reason, of_sizes = miss.args[0], not is_compiling() and isinstance(miss, SizeMiss)
+            reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
+            of_sizes, called = (False, ()) if is_compiling() else (isinstance(miss, SizeMiss), miss.called)
         if is_compiling():
             say_in_trace(self._path, reason)
-        else:
-            self._log(reason)
-            self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
-        return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs)
+        self._log(reason)
+        self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
+        with answered(self.module, called):
+            return self._original(*args, **kwargs) if called else self.original(*args, **kwargs)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the rewritten forward of the current mode, without falling back.
@@ -170,11 +170,10 @@ class HexaForward:
         result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
-        if not self.stored[training]:
-            return result
-        output, kept = result
-        results.leave(module, self.stored[training], kept)
-        return output
+        if self.stored[training]:
+            result, kept = result
+            results.leave(module, self.stored[training], kept)
+        return result
 
     def follow_adapters(self, module: nn.Module) -> LinearLora | TracedLora | None:
         """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
@@ -211,13 +210,12 @@ class HexaForward:
 
     def takes_adapters(self) -> bool:
         """Whether the programs run `hexa::moe_ffn` as it is, which takes weights and their adapters apart."""
-        made = [program for program in self.programs.values() if program is not None]
-        return len(made) > 0 and all("hexa_fx_ops_direct_moe_ffn(" in program.source for program in made)
+        made = [program.source for program in self.programs.values() if program is not None]
+        return len(made) > 0 and all("hexa_fx_ops_direct_moe_ffn(" in source for source in made)
 
     @property
     def _path(self) -> str:
-        program = self.programs[True] or self.programs[False]
-        return (program.path if program else "") or type(self.module).__name__
+        return next((p.path for p in self.programs.values() if p and p.path), type(self.module).__name__)
 
     def _has_main_grad(self, training: bool) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""

@@ -19,7 +19,8 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
-from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, reads_of_replaced, refuse_late_conditions
+from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
+from hexa_fx.passes.rewrite.kept_routers import kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.passes.rewrite.region import Live, RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
@@ -61,6 +62,7 @@ class _Rewriter:
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
+    called: dict[torch.fx.Node, str] = field(default_factory=dict)
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
@@ -71,6 +73,7 @@ class _Rewriter:
         order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
         conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
         refuse_late_conditions(conditions, order, kept)
+        routers = kept_routers(captured, kept, order, self.match.regions)
         for node in order:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())
@@ -80,6 +83,8 @@ class _Rewriter:
                 self._copy(node, kept)
             if node in overwritten:
                 self.unwritten[node] = self.graph.call_method("clone", (self.new[node],))
+            for form in routers.forms.get(node, ()):
+                form.emit(self.graph, self.new, self.called)
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
@@ -92,9 +97,8 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(self.match, self._removed(kept), self._added(), len(packed))
         guards, experts = self._guards(captured, by_rows), self.match.num_experts
-        routing = [node for match in self.match.regions for node in match.routing.nodes]
-        reads = reads_of_replaced(captured, kept, called_in(self.graph), routing)
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, reads)
+        of_python = routers.reads, None, routers.in_trace
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""
@@ -230,6 +234,7 @@ class _Rewriter:
         args, kwargs = tuple(self._map(call.args)), self._map(call.kwargs)
         if call.function is None:
             result = self.graph.call_module(call.path, args, kwargs)
+            self.called[result] = call.path
         else:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured

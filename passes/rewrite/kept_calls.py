@@ -9,7 +9,6 @@ from itertools import chain
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.ir import PythonRead
 from hexa_fx.passes.detect.graph import (
     RANDOM,
     ancestors,
@@ -23,7 +22,6 @@ from hexa_fx.passes.detect.graph import (
 )
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.runtime.attribute_guards import is_within
 
 
 @dataclass(frozen=True)
@@ -204,29 +202,7 @@ def _needed(
     return needed
 
 
-def reads_of_replaced(
-    captured: CapturedBlock, kept: KeptNodes, called: Collection[str], routing: Sequence[torch.fx.Node]
-) -> tuple[PythonRead, ...]:
-    """What was read from Python by code that the new graph does not call, or of which it does something beside the call.
-
-    And whole numbers that a router reads, such as how many experts it chooses: what follows was recorded for these.
-
-    Args:
-        called: paths of the submodules that the new graph calls.
-        routing: nodes that the regions' routing is read from.
-    """
-    alone = set(called) - _opened(captured, kept)
-    routers = {kept.calls[node].path for node in ancestors(routing) if node in kept.calls}
-    set_inside = {str(item.place) for item in captured.stored}
-
-    def is_followed(scope: str, read: PythonRead) -> bool:
-        fixed = type(read.value) is int and str(read) not in set_inside and is_within(scope, routers)
-        return is_within(scope, alone) and not fixed
-
-    return tuple(read for read in captured.reads if not all(is_followed(scope, read) for scope in read.scopes))
-
-
-def _opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:
+def opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:
     """Paths of the submodules that are called and of whose insides something is computed beside the call too."""
     order = list(captured.graph.nodes)
     inside = {node: call.path for call in kept.calls.values() for node in order[call.start : call.end]}

@@ -35,7 +35,7 @@ from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.passes.verify.tried_calls import first_line, missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
-from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss
+from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
 from hexa_fx.runtime.install import HexaForward
 
 
@@ -214,7 +214,9 @@ class Comparison:
         if isinstance(original, Exception) and not raised_by_user(original):
             return VerificationCase(name, "skipped", detail=raises, raised=True)
         other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
-        if isinstance(other, GuardMiss):
+        if isinstance(other, GuardMiss) and not isinstance(
+            other, RoutingMiss
+        ):  # nothing has changed in the router here
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(original, Exception):

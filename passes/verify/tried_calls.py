@@ -28,14 +28,14 @@ class LateMiss(RuntimeError):
 
 
 def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers."""
+    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers of its own."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         before = random_states()
         try:
             return call(*args, **kwargs)
         except GuardMiss as miss:
-            if all(map(torch.equal, before, random_states())):
+            if miss.called or all(map(torch.equal, before, random_states())):
                 raise
             raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
 

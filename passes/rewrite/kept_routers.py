@@ -1,0 +1,164 @@
+"""Where a router's call stays in the rewritten graph, what it gives is asked in every call in place of what it reads.
+
+A router may read step counters, temperatures and noise scales that change all the time, and the number of experts that it chooses,
+for which the code around it was recorded. The form of what it gives tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
+from hexa_fx.ir import PythonRead
+from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.rewrite.kept_calls import KeptNodes, opened
+from hexa_fx.runtime import guards
+from hexa_fx.runtime.attribute_guards import is_within
+
+
+@dataclass(frozen=True)
+class Form:
+    """What has to hold of a region's routing: so many numbers of each kind for a token, of these dtypes.
+
+    Args:
+        tokens: the node whose rows are the tokens.
+        nodes: where the routing is read.
+        each: how many numbers a node holds for a token; 0 if that is no whole number.
+    """
+
+    tokens: torch.fx.Node
+    nodes: tuple[torch.fx.Node, ...]
+    each: tuple[int, ...]
+
+    def emit(
+        self,
+        graph: torch.fx.Graph,
+        new: Mapping[torch.fx.Node, torch.fx.Node],
+        called: Mapping[torch.fx.Node, str],
+    ) -> None:
+        """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form."""
+        values = [record_of(node).value for node in self.nodes]
+        sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
+        tokens = new[self.tokens], record_of(self.tokens).value.dtype
+        results = tuple((path, result) for result, path in called.items())
+        graph.call_function(guards.require_routing, (tokens, sources, results))
+
+
+@dataclass(frozen=True)
+class KeptRouters:
+    """The routers that the rewritten graph calls as they are.
+
+    Args:
+        forms: what is asked, by the node after which it can be.
+        reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
+        in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
+    """
+
+    forms: dict[torch.fx.Node, list[Form]]
+    reads: tuple[PythonRead, ...]
+    in_trace: tuple[PythonRead, ...]
+
+
+def kept_routers(
+    captured: CapturedBlock,
+    kept: KeptNodes,
+    order: Sequence[torch.fx.Node],
+    regions: Sequence[MoEMatch],
+) -> KeptRouters:
+    """What the rewritten graph depends on beside its inputs.
+
+    Args:
+        order: in which the kept nodes are emitted.
+    """
+    called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
+    alone = called - opened(captured, kept) - _read_for(regions, kept)
+    forms: dict[torch.fx.Node, list[Form]] = {}
+    told, limited, counted = set[str](), set[str](), set[str]()
+    for match in regions:
+        calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
+        routers = {call.path for call in calls} & alone
+        if not any(_is_setting(read, routers) for read in captured.reads):
+            continue
+        if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
+            limited |= routers  # the new graph holds that number, which may be the router's own
+        last = _last(match, order)
+        if last is None or any(_changes_more(captured, kept, node) for node in order[: order.index(last) + 1]):
+            counted |= routers
+            continue
+        told |= {call.path for call in calls if _has_effects(captured, call)}
+        forms.setdefault(last, []).append(_form(match))
+    set_inside = {str(item.place) for item in captured.stored}
+
+    def numbers(read: PythonRead, routers: set[str], kinds: tuple[type, ...] = (int,)) -> bool:
+        counts = type(read.value) in kinds and str(read) not in set_inside
+        return counts and any(is_within(scope, routers) for scope in read.scopes)
+
+    def is_followed(scope: str, read: PythonRead) -> bool:
+        return is_within(scope, alone) and not numbers(read, counted) and not numbers(read, limited, (int, float))
+
+    reads = [read for read in captured.reads if not all(is_followed(scope, read) for scope in read.scopes)]
+    left = [read for read in captured.reads if read not in reads]
+    return KeptRouters(forms, tuple(reads), tuple(read for read in left if numbers(read, told)))
+
+
+def _is_setting(read: PythonRead, routers: set[str]) -> bool:
+    return type(read.value) in (bool, int, float, str) and any(is_within(scope, routers) for scope in read.scopes)
+
+
+def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:
+    """Routers of whose results one is read by the regions, but not by the code: that it fits the others is theirs to know."""
+    found = set[str]()
+    for match in regions:
+        read = ancestors([match.output], stop=kept.calls.__contains__)
+        found |= {kept.calls[node].path for node in match.routing.nodes if node in kept.calls and node not in read}
+    return found
+
+
+def _form(match: MoEMatch) -> Form:
+    tokens = record_of(match.source).value
+    count = tokens.numel() // tokens.shape[-1]
+    routing = match.routing
+    sources = (routing.index, *routing.before, *routing.after, *routing.keep)
+    each = {node: n for source in sources for node, n in _numbers_of_token(source, count)}
+    return Form(match.source, tuple(each), tuple(each.values()))
+
+
+def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[torch.fx.Node, int]]:
+    for node in source.nodes:
+        value = record_of(node).value
+        by_token = not source.groups and source.reading not in ("expert", "token_expert_position")
+        yield node, value.numel() // tokens if by_token and value.numel() % tokens == 0 else 0
+
+
+def _last(match: MoEMatch, order: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+    """The node after which the tokens and all of the routing are known; None if that is only with the region."""
+    needed = {match.source, *match.routing.nodes}
+    places = [place for place, node in enumerate(order) if node in needed]
+    return order[max(places)] if len(places) == len(needed) else None
+
+
+def _changes_more(captured: CapturedBlock, kept: KeptNodes, node: torch.fx.Node) -> bool:
+    """Whether something was drawn or written with ``node`` that answering calls of modules would not undo."""
+    call = kept.calls.get(node)
+    if call is None:
+        return draws(node) or writes_outside(node)
+    inside = list(captured.graph.nodes)[call.start : call.end]
+    if call.function is not None:
+        return any(draws(n) or writes_outside(n) for n in inside)
+    own = {record_of(n).storage for n in captured.graph.nodes if n.op == "get_attr"}
+    outside = {record_of(n).storage for n in captured.graph.nodes if n.op != "output" and n not in set(inside)}
+    return any(record_of(n).writes and record_of(n).storage in outside - own for n in inside)
+
+
+def _has_effects(captured: CapturedBlock, call: ModuleCall) -> bool:
+    inside = list(captured.graph.nodes)[call.start : call.end]
+    noted = [scope for item in captured.stored for scope in item.scopes]
+    noted += [scope for changed in captured.changed for scope in changed.scopes]
+    noted += [access.scope for access in captured.accesses]
+    keeps = any(is_within(scope, {call.path}) for scope in noted)
+    return keeps or any(draws(node) or writes_outside(node) for node in inside)

@@ -1,0 +1,233 @@
+"""Routers that are called as they are may count, anneal and draw; what they give is asked for its form."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hexa_fx
+from tests.zoo.common import experts
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, K
+
+torch.set_num_threads(1)
+
+
+class Scheduled(nn.Module):
+    """A router that reads what schedules change: numbers, flags, and a counter and a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, D))
+        self.top_k, self.step, self.temperature, self.noise, self.scaled, self.full = K, 0, 2.0, 0.5, False, True
+        self.seen, self.decayed, self.capacity = 0, 1.0, None
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = F.linear(flat, self.weight) / max(0.5, self.temperature * 0.9**self.step)
+        if self.scaled:
+            logits = logits * 3
+        if self.training:
+            self.seen += 1
+            self.decayed *= 0.9
+            self.calls += 1
+            logits = logits + torch.randn_like(logits) * self.noise * self.decayed / (self.seen + self.calls)
+        weights, indices = logits.softmax(-1).topk(self.top_k)
+        return weights if self.full else weights.float(), indices
+
+
+class Quiet(Scheduled):
+    """Neither draws nor counts."""
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = 1.0 if self.step % 2 else self.temperature
+        weights, indices = (F.linear(flat, self.weight) * scale).softmax(-1).topk(self.top_k)
+        return weights if self.full else weights.float(), indices
+
+
+class Block(nn.Module):
+    """All experts on all tokens, so that weights of another dtype give an output of another one."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        every = torch.stack([expert(flat) for expert in self.experts], 1)
+        return (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1).view_as(x)
+
+
+def inputs(seed: int = 1) -> torch.Tensor:
+    return torch.randn(2, 7, D, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(gate: type[nn.Module] = Scheduled) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Block(gate())
+    return model, hexa_fx.optimize(copy.deepcopy(model), inputs())
+
+
+def is_rewritten(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
+    return operators_run(copy.deepcopy(model), (inputs().to(dtype),)) > 0
+
+
+@pytest.mark.parametrize("gate", [Scheduled, Quiet])
+def test_schedules_of_a_router_stay_on_the_rewritten_path(gate):
+    model, optimized = pair(gate)
+    for step in range(4):
+        for m in (model, optimized):
+            m.gate.step, m.gate.temperature = step, max(0.7, 2.0 - 0.4 * step)
+            m.gate.noise, m.gate.scaled = 0.5 * 0.9**step, step > 2
+        for train in (True, False):
+            assert is_rewritten(optimized.train(train))
+            assert compare(model, optimized, (inputs(step),), train=train).within(1e-5)
+    assert (model.gate.seen, model.gate.decayed) == (optimized.gate.seen, optimized.gate.decayed)
+
+
+@pytest.mark.parametrize("gate", [Scheduled, Quiet])
+def test_results_of_another_form_run_the_original_without_another_call_of_the_router(gate):
+    model, optimized = (m.double() for m in pair(gate))
+    optimized = hexa_fx.optimize(hexa_fx.undo_(optimized), inputs().double())
+    hooked: list[Any] = []
+    optimized.gate.register_forward_hook(lambda *call: hooked.append(call))
+    for setting in ({"top_k": 1}, {"top_k": 3}, {"top_k": K, "full": False}):
+        for m in (model, optimized):
+            vars(m.gate).update(setting)
+        for train in (True, False):
+            before = len(hooked)
+            assert compare(model, optimized, (inputs().double(),), train=train).within(1e-6)
+            assert len(hooked) == before + 1
+            assert not operators_run(copy.deepcopy(optimized).train(train), (inputs().double(),))
+    assert model.gate.seen == optimized.gate.seen
+    assert "_compiled_call_impl" not in vars(optimized.gate)
+    model.gate.full = optimized.gate.full = True
+    assert is_rewritten(optimized, torch.float64)
+    assert compare(model, optimized, (inputs().double(),)).within(1e-10)
+
+
+class Frozen(Block):
+    """Calls its router without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        with torch.no_grad():
+            weights, indices = self.gate(flat)
+        every = torch.stack([expert(flat) for expert in self.experts], 1)
+        return (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1).view_as(x)
+
+
+def test_what_a_frozen_router_gave_has_no_gradient_in_the_original_either():
+    torch.manual_seed(0)
+    model = Frozen(Scheduled())
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    model.gate.top_k = optimized.gate.top_k = 1
+    found = compare(model, optimized, (inputs(),), train=True)
+    assert found.within(1e-5)
+    assert not found.none_gradients
+
+
+def test_schedules_under_checkpointing():
+    model, optimized = pair()
+    for step in (0, 1, 2):
+        found = []
+        for m in (model.train(), optimized.train()):
+            m.gate.step, m.gate.top_k = step, 1 if step == 2 else K
+            found.append(results(lambda x, m=m: checkpoint(m, x, use_reentrant=False), m, step))
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gate", [Scheduled, Quiet])
+def test_schedules_under_a_compiler(gate):
+    """Where the router draws and counts, another number of it means the original there: no part of a trace can be taken back."""
+    model, optimized = pair(gate)
+    traced: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.append("moe_ffn" in graph.code)
+        return graph.forward
+
+    compiled = torch.compile(optimized.train(), backend=backend, fullgraph=True)
+    model.train()
+    for step, top_k in ((0, K), (1, K), (2, 1)):
+        for m in (model, optimized):
+            m.gate.step, m.gate.top_k = step, top_k
+        for ours, theirs in zip(results(model, model, step), results(compiled, optimized, step), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert traced[-1] == (top_k == K and (step == 0 or gate is Quiet))
+    torch.compiler.reset()
+
+
+def results(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, seed: int) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    out = call(inputs(seed))
+    out.square().sum().backward()
+    return [out, *(p.grad for p in model.parameters())]
+
+
+class Listing(Quiet):
+    """Gives places in lists that are cut at a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 3.0
+
+    def forward(self, flat: torch.Tensor) -> Any:
+        weights, indices = super().forward(flat)
+        places = [torch.where((indices == e).any(-1))[0][: int(self.most)] for e in range(E)]
+        return weights, indices, places
+
+
+class OfLists(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices, places = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            scale = (weights * (indices == e))[places[e]].sum(-1, keepdim=True)
+            out.index_add_(0, places[e], expert(flat[places[e]]) * scale)
+        return out.view_as(x)
+
+
+class Dense(Quiet):
+    """Gates for all experts, which may come to be of more experts than the ids that it gives too, and nobody reads."""
+
+    def forward(self, flat: torch.Tensor) -> Any:
+        weights, indices = super().forward(flat)
+        probabilities = F.linear(flat, self.weight).softmax(-1)
+        gates = torch.zeros_like(probabilities).scatter(1, indices, weights)
+        return probabilities if self.scaled else gates, indices
+
+
+class OfGates(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        gates, _ = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token = (gates[:, e] > 0).nonzero()[:, 0]
+            out.index_add_(0, token, expert(flat[token]) * gates[token, e, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "gate", "name", "value"), [(OfLists, Listing, "most", 5.0), (OfGates, Dense, "scaled", True)]
+)
+def test_what_the_form_of_a_result_does_not_tell_is_a_condition(block, gate, name, value):
+    torch.manual_seed(0)
+    model = block(gate())
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    assert operators_run(optimized, (inputs(),))
+    setattr(model.gate, name, value)
+    setattr(optimized.gate, name, value)
+    assert compare(model, optimized, (inputs(),)).within(1e-5)
