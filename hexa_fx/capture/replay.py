@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.captured import CapturedBlock
@@ -47,7 +48,7 @@ class Replay:
         self._written = {record_of(node).storage for node in self._nodes if record_of(node).writes}
         self._coarse = is_coarse(self._nodes)
         self._parameters = {record_of(node).storage for node in self._nodes if node.op == "get_attr"}
-        self._parts: dict[tuple[torch.fx.Node, torch.fx.Node], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._parts: dict[tuple[torch.fx.Node, torch.fx.Node], tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def value(self, node: torch.fx.Node) -> Any:
         """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
@@ -63,16 +64,17 @@ class Replay:
         result: torch.Tensor = self._execute(node, dict(replace))
         return result
 
-    def linear_part(self, node: torch.fx.Node, data: torch.fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    def linear_part(self, node: torch.fx.Node, data: torch.fx.Node) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(product, constant) of the call of ``node``: what depends on its operand ``data``, and what it gives of zeros.
 
-        Both are kept, since each reads a whole weight.
+        No constant if the call is a product of two operands and nothing else. Both are kept, since each reads a whole weight.
         """
         key = node, data
         if key not in self._parts:
             given = self.value(data)
-            constant = self.call(node, {data: torch.zeros_like(given)})
-            self._parts[key] = self.call(node, {data: given}) - constant, constant
+            constant = None if _is_product(node) else self.call(node, {data: torch.zeros_like(given)})
+            product = self.call(node, {data: given})
+            self._parts[key] = product if constant is None else product - constant, constant
         return self._parts[key]
 
     def run(
@@ -88,21 +90,27 @@ class Replay:
         targets = list(wanted)
         stale = self._stale(replace)
         needed = self._needed(targets, stale, replace)
-        values: dict[torch.fx.Node, Any] = {node: tensor.clone() for node, tensor in replace.items()}
-        answers = {node: self._answer(replace[node]) for node in targets if node in replace}
+        values: dict[torch.fx.Node, Any] = {node: self._own(node, tensor) for node, tensor in replace.items()}
+        answers = {node: self._own(node, replace[node]) for node in targets if node in replace}
         open_targets = set(targets) - set(answers)
         with torch.no_grad(), random_state_kept(seed=0):
             for node in needed:
                 values[node] = self._attempt(node, values)
                 if node in open_targets:  # copied at once: a later write must not change the answer
-                    answers[node] = self._answer(values[node])
+                    answers[node] = self._own(node, values[node])
         for node in open_targets - set(answers):
             answers[node] = self.value(node)
         return answers
 
-    @staticmethod
-    def _answer(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
+    def _own(self, node: torch.fx.Node, value: Any) -> Any:
+        """A node's value for itself: a copy, unless the run writes nothing to the memory that it lies in.
+
+        Of a value that does not lie row after row a view may be a copy in the run, and none here.
+        """
+        record = record_of(node)
+        if not isinstance(value, torch.Tensor) or not isinstance(record.value, torch.Tensor):
+            return value
+        return value.clone() if record.storage in self._written or not record.value.is_contiguous() else value
 
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
         """Nodes whose value may change: downstream of a replacement, or sharing memory with a write that is."""
@@ -161,9 +169,7 @@ class Replay:
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         def load(argument: torch.fx.Node) -> Any:
             if argument not in values:
-                frozen = self.value(argument)
-                written = isinstance(frozen, torch.Tensor) and record_of(argument).storage in self._written
-                values[argument] = frozen.clone() if written else frozen
+                values[argument] = self._own(argument, self.value(argument))
             return values[argument]
 
         args = upcast(torch.fx.map_arg(node.args, load))
@@ -187,6 +193,18 @@ class Replay:
         limit = self._captured.whole_bytes
         is_weight = limit is not None and (8 * value.numel() > limit or memory_of(value) in self._parameters)
         return self._captured.in_float64(value) if is_weight else value.double()
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    """Whether a call is a product of two operands and nothing else: of zeros it gives zeros."""
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    operands = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
+    others = (leaf for leaf in leaves if not isinstance(leaf, torch.fx.Node | str | None))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _PRODUCTS and len(operands) == 2 and operands[0] is not operands[1] and not any(True for _ in others)
+
+
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum"})
 
 
 def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.fx.immutable_collections import immutable_list
 from hexa_fx import ops  # defines the operators
 from hexa_fx.isolation import upcast_weight
 from hexa_fx.isolation.lazy_gradient import LazyGradient, run
-from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, sketch, sketch_of_dense
+from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, sketch, sketch_of_dense, sketches
 from hexa_fx.isolation.upcast_weight import LEAST_BYTES, UpcastWeight
 from hexa_fx.ops.dispatch_mode import DispatchMode
 
@@ -23,8 +23,19 @@ _ATEN = torch.ops.aten
 
 
 @torch.no_grad()
-def compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """What of a gradient is compared: of an upcast weight's its products with random directions, of others all."""
+def compared(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """What of gradients is compared: of upcast weights' their products with random directions, of others all."""
+    single = {
+        number: term
+        for number, (gradient, parameter) in enumerate(zip(gradients, parameters))
+        if isinstance(parameter, UpcastWeight) and isinstance(gradient, LazyGradient) and (term := _matrix(gradient))
+    }
+    sketched = dict(zip(single, sketches([*single.values()])))
+    each = enumerate(zip(gradients, parameters))
+    return [sketched[n] if n in sketched else _compared(*pair) for n, pair in each]
+
+
+def _compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
     if not isinstance(parameter, UpcastWeight):
         return gradient.filled() if isinstance(gradient, LazyGradient) else gradient
     if gradient is None:
@@ -35,6 +46,16 @@ def compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
         return sketch(gradient.terms, gradient.shape, gradient.device)
     except NotAPlace:
         return sketch_of_dense(gradient.filled())
+
+
+def _matrix(gradient: LazyGradient) -> Term | None:
+    """The one product that a matrix's gradient is, as those of listed experts are."""
+    if gradient.dim() != 2 or len(gradient.terms) != 1:
+        return None
+    (term,) = gradient.terms
+    if term.steps == tuple(reversed(PLAIN)):
+        term = Term(term.right.t(), term.left.t(), term.starts, PLAIN)
+    return term if term.steps == PLAIN and term.extents == tuple(gradient.shape) and not any(term.starts) else None
 
 
 def lazy_gradients(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:

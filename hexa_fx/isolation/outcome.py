@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from torch.utils import _pytree as pytree
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept, random_states
-from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.isolation.size import batches, is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
 
-_PIECE = 1 << 17
-"""Elements that are compared at a time."""
+_PIECE, _TOGETHER = 1 << 17, 1 << 20
+"""Elements of one tensor that are compared at a time, and of several: each look at a number waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _gradients(
             raise
         return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        found = {name: compared(grad, leaf) for (name, leaf), grad in zip(wanted.items(), grads)}
+        found = dict(zip(wanted, compared(grads[: len(wanted)], [*wanted.values()])))
     return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
 
@@ -195,21 +196,25 @@ def _filled(
 
 def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
     """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
-    scales = {name: largest(wide(tensor)) for name, tensor in first.items()}
+    different = (text for name, one in first.items() if (text := _unlike(name, one, second[name])))
+    if text := next(different, ""):
+        return 0.0, "", text
+    scales: dict[str, float] = {}
+    distances: dict[str, float] = {}
+    for names in batches(first, lambda name: first[name].numel(), _TOGETHER):
+        ones, twos = ([wide(values[name]) for name in names] for values in (first, second))
+        scales |= zip(names, largest_of(ones))
+        distances |= zip(names, _distances(ones, twos))
     odd = {name for name, scale in scales.items() if not math.isfinite(scale)}
     scales |= {name: largest(_finite(wide(first[name]))) for name in odd}
     floor = SCALE_FLOOR * max(scales.values(), default=0.0)
     furthest, worst = 0.0, ""
-    for name, one in first.items():
-        two = second[name]
-        if _unlike(name, one, two):
-            return 0.0, name, _unlike(name, one, two)
-        one, two = wide(one), wide(two)
-        distance = math.nan if name in odd else _distance(one, two)
-        if not math.isfinite(distance):
+    for name, distance in distances.items():
+        if name in odd or not math.isfinite(distance):
+            one, two = wide(first[name]), wide(second[name])
             if not torch.equal(_oddities(one), _oddities(two)):
                 return 0.0, name, f"{name}: NaN or inf in other places"
-            distance = _distance(_finite(one), _finite(two))
+            distance = largest(_finite(one) - _finite(two))
         scale = max(scales[name], floor)
         error = distance / scale if scale else distance
         if error > furthest:
@@ -217,13 +222,20 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return furthest, worst, ""
 
 
-def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
-    """The largest difference, NaN if there is one; of much on a CPU in pieces, since large memory that is new is slow."""
-    if one.numel() <= _PIECE or one.device.type != "cpu":
-        return largest(one - two)
-    pieces = zip(one.flatten().split(_PIECE), two.flatten().split(_PIECE))
-    found = [largest(a - b) for a, b in pieces]
-    return math.nan if any(map(math.isnan, found)) else max(found)
+def _distances(ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> list[float]:
+    """The largest differences, NaN where there is one; in pieces, since large memory that is new is slow on a CPU."""
+    found = [0.0] * len(ones)
+    pieces = [(number, *piece) for number, pair in enumerate(zip(ones, twos)) for piece in zip(*map(_pieces, pair))]
+    for batch in batches(pieces, lambda piece: piece[1].numel(), _TOGETHER):
+        numbers, left, right = zip(*batch)
+        for number, distance in zip(numbers, largest_of(torch._foreach_sub(left, right))):
+            if not distance <= found[number]:  # so that NaN is the largest
+                found[number] = distance
+    return found
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (tensor,) if tensor.numel() <= _PIECE else tensor.flatten().split(_PIECE)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -245,6 +257,18 @@ def largest(tensor: torch.Tensor) -> float:
     if tensor.numel() <= _PIECE:
         return float(tensor.abs().max()) if tensor.numel() else 0.0
     return float(torch.stack(torch.aminmax(tensor)).abs().max())
+
+
+def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """`largest` of each, by one wait for a device."""
+    found = [0.0] * len(tensors)
+    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
+    for _, numbers in groupby(filled, lambda number: tensors[number].device):
+        chosen = [*numbers]
+        ends = torch.stack([torch.stack(torch.aminmax(tensors[number])) for number in chosen])
+        for number, value in zip(chosen, ends.abs().amax(1).tolist()):
+            found[number] = value
+    return found
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -17,10 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hexa_fx.isolation.size import batches
 from hexa_fx.isolation.upcast_weight import TooLarge
 from hexa_fx.ops.rows import contiguous_strides
 
 _DIRECTIONS = 4
+
+_TOGETHER = 1 << 21
+"""Elements of several products that are held side by side."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,24 @@ def sketch(terms: Sequence[Term], shape: Sequence[int], device: torch.device) ->
             raise NotAPlace
         place.add_(projected)
     return result
+
+
+def sketches(terms: Sequence[Term]) -> list[Tensor]:
+    """`sketch` of matrices that are one product each, for all those of one width together."""
+    found: dict[int, Tensor] = {}
+    alike: dict[tuple[int, int, torch.device], list[int]] = {}
+    for number, term in enumerate(terms):
+        alike.setdefault((*term.extents, term.left.device), []).append(number)
+    for (rows, width, device), numbers in alike.items():
+        probe = directions(width, device)
+        sums = torch.zeros(len(numbers), rows, _DIRECTIONS, dtype=torch.float64, device=device)
+        found |= zip(numbers, sums.unbind())
+        filled = [number for number in numbers if len(terms[number].right)]
+        for batch in batches(filled, lambda number: terms[number].right.numel(), _TOGETHER):
+            rights = [terms[number].right for number in batch]
+            for number, part in zip(batch, (torch.cat(rights) @ probe).split([*map(len, rights)])):
+                torch.mm(terms[number].left, part, out=found[number])
+    return [found[number] for number in range(len(terms))]
 
 
 def sketch_of_dense(tensor: Tensor) -> Tensor:

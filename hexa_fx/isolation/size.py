@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
 import torch
 from torch import nn
 
 from hexa_fx.isolation.module_tree import tensors_of
 from hexa_fx.isolation.upcast_weight import LEAST_BYTES
+
+Item = TypeVar("Item")
 
 FEW_TOKENS = 32
 """Tokens that such a block is tried on at a time: what its code keeps for them may be as large as its weights."""
@@ -40,6 +45,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Runs of items that are no larger than ``most`` together, but for single ones: what is done at a time in bounded memory."""
+    batch: list[Item] = []
+    room = most
+    for item in items:
+        room -= size(item)
+        if room < 0 and batch:
+            yield batch
+            batch, room = [], most - size(item)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def is_large(value: torch.Tensor) -> bool:

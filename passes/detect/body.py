@@ -18,9 +18,10 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.expert_function import Hypothesis, activate, hypotheses, row_factor
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
-from hexa_fx.passes.detect.projections import Contraction, feature_size
+from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
+from hexa_fx.passes.detect.second_projection import second_projection
 from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -101,7 +102,7 @@ def identify_body(
             between = _explain(hypothesis, order, probe, instances, values, gains)
             if between is None:
                 continue
-            down, inner_bias = _second_projection(instances, replay, weights)
+            down, inner_bias = second_projection(instances, replay, weights)
             readings = [instances[0].readings[i] for i in order]
             return ExpertBody(
                 gate=readings[0],
@@ -147,19 +148,19 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
     """Rows of normally distributed numbers, and some that reach the end of the range."""
     generator = torch.Generator().manual_seed(11)
     replace: dict[torch.fx.Node, torch.Tensor] = {}
-    for instance in instances:
-        for contraction in instance.first:
-            recorded = replay.value(contraction.node)
-            noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64, device="cpu")
-            wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64, device="cpu") < 0.3
-            spread = (
-                (torch.rand(recorded.shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5) * 2 * reach
-            )
-            values = _by_feature(torch.where(wide, spread, 2 * noise), contraction.node)
-            half = values.shape[1] // 2
-            for column in {0, min(1, values.shape[1] - 1), half, min(half + 1, values.shape[1] - 1)}:
-                values[:, column] = values[:, column].abs() + 0.5  # no activation makes the whole row zero
-            replace[contraction.node] = values.reshape(recorded.shape).to(recorded.device)
+    for batch in in_batches([contraction for instance in instances for contraction in instance.first]):
+        recorded = [replay.value(contraction.node) for contraction in batch]
+        width = feature_size(batch[0].node)
+        rows = [value.numel() // width for value in recorded]
+        noise, wide, spread = (
+            make(sum(rows), width, generator=generator, dtype=torch.float64, device="cpu")
+            for make in (torch.randn, torch.rand, torch.rand)
+        )
+        values = torch.where(wide < 0.3, (spread - 0.5) * 2 * reach, 2 * noise)
+        some = sorted({0, min(1, width - 1), width // 2, min(width // 2 + 1, width - 1)})
+        values[:, some] = values[:, some].abs() + 0.5  # no activation makes the whole row zero
+        parts = values.to(recorded[0].device).split(rows)
+        replace |= {c.node: part.reshape(value.shape) for c, part, value in zip(batch, parts, recorded)}
     answers = replay.run(replace, [instance.second.data for instance in instances])
     hidden = [[_by_feature(replace[c.node], c.node) for c in instance.first] for instance in instances]
     return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])
@@ -229,64 +230,36 @@ def _explain(
     gains: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...] | None:
     """The row factors under which the hypothesis gives what was observed, or None."""
-    factors = []
-    for hidden, activated, instance in zip(probe.hidden, probe.activated, instances):
-        inputs = [hidden[i] for i in order]
-        outside = [c.bias is None for c in (instance.first[i] for i in order)]
+    factors: list[torch.Tensor] = []
+    outside = [instances[0].first[i].bias is None for i in order]
+    if any([instance.first[i].bias is None for i in order] != outside for instance in instances):
+        return None
+    numbers = {instance.second: number for number, instance in enumerate(instances)}
+    for batch in in_batches([instance.second for instance in instances]):
+        chosen = [numbers[second] for second in batch]
+        inputs = [joined([probe.hidden[number][i] for number in chosen]) for i in order]
+        activated = joined([probe.activated[number] for number in chosen])
+        expert = joined([instances[number].expert for number in chosen])
         shifted = [
-            h if bias is None or not added_later else h + bias[instance.expert]
+            h if bias is None or not added_later else h + bias[expert]
             for h, bias, added_later in zip(inputs, biases, outside)
         ]
         expected = activate(hypothesis, shifted)
         if gains is not None and gains.shape[1:] == expected.shape[1:]:
-            expected = expected * gains[instance.expert]
+            expected = expected * gains[expert]
         elif gains is not None:
             return None
         if expected.shape != activated.shape:
             return None
-        real = instance.token >= 0  # whose bias a padding row gets is arbitrary
+        real = joined([instances[number].token for number in chosen]) >= 0  # whose bias a padding row gets is arbitrary
         found = row_factor(activated[real], expected[real])
         if found is None:
             return None
         factor = torch.ones(len(real), dtype=found.dtype, device=found.device)
         factor[real] = found
-        factors.append(factor)
+        factors += factor.split([len(instances[number].token) for number in chosen])
     return tuple(factors)
 
 
-def _second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:
-    """The reading of the second weight, and the base of a bias inside the call."""
-    second = instances[0].second
-    for stack in weights.matrices(second.base, feature_size(second.node), feature_size(second.data)):
-        if all(_is_product(instance, stack, replay) for instance in instances):
-            _check_inner_bias(instances, replay, weights)
-            return stack, second.bias
-    raise Refuse("the second projection is not a product with one matrix an expert", second.node)
-
-
-def _is_product(instance: Instance, stack: Stack, replay: Replay) -> bool:
-    if instance.second.base != stack.base:
-        raise Refuse("experts use their weights in different ways", instance.second.node)
-    product, _ = replay.linear_part(instance.second.node, instance.second.data)
-    product = product.reshape(-1, stack.matrices.shape[1])
-    data = replay.value(instance.second.data).reshape(-1, stack.matrices.shape[2])
-    if len(product) != len(data) or len(data) != len(instance.expert):
-        return False
-    expected = torch.empty_like(product)
-    for expert in instance.expert.unique().tolist():
-        chosen = instance.expert == expert
-        expected[chosen] = data[chosen] @ stack.matrices[expert].T
-    scale = product.abs().amax().clamp(min=1e-12) if product.numel() else 1.0
-    real = instance.token >= 0  # the expert of a padding row is arbitrary
-    return bool(((product - expected)[real].abs() <= 1e-5 * scale).all())
-
-
-def _check_inner_bias(instances: list[Instance], replay: Replay, weights: WeightTable) -> None:
-    for instance in instances:
-        for contraction in (*instance.first, instance.second):
-            _, constant = replay.linear_part(contraction.node, contraction.data)
-            constant = constant.reshape(-1, feature_size(contraction.node))[instance.token >= 0]
-            vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
-            expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
-            if not torch.allclose(constant, expected, rtol=1e-5, atol=1e-6):
-                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.isolation.size import batches
 from hexa_fx.passes.detect.graph import (
     CONTRACTIONS,
     ancestors,
@@ -128,3 +130,12 @@ def feature_size(node: torch.fx.Node) -> int:
     """Size of the last dimension; a trailing 1 makes the value a column vector, whose features are the dimension before."""
     shape = record_of(node).value.shape
     return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 else shape[-1])
+
+
+_BATCH = 1 << 20
+
+
+def in_batches(contractions: Sequence[Contraction]) -> Iterator[list[Contraction]]:
+    """Products of one width that follow each other, together no larger than what an experiment may hold besides."""
+    for _, alike in groupby(contractions, lambda contraction: feature_size(contraction.node)):
+        yield from batches(alike, lambda contraction: record_of(contraction.node).value.numel(), _BATCH)

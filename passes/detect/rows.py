@@ -1,10 +1,9 @@
-"""Finds the token behind every row of the expert products, `row = s * x[t] @ W[e]`, by projecting on random directions."""
+"""Finds the token behind every row of the expert products: the tensor that the rows are taken from, and which one is whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.fx
@@ -20,7 +19,8 @@ from hexa_fx.passes.detect.graph import (
     is_tensor,
     operation,
 )
-from hexa_fx.passes.detect.projections import Contraction, feature_size
+from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
+from hexa_fx.passes.detect.row_matcher import RowMatch, RowMatcher
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -28,6 +28,8 @@ from hexa_fx.passes.detect.verdict import Refuse
 NOT_TOKENS = (
     "what the experts read are not rows of one tensor that has a row for every token, times at most one number a row"
 )
+
+DIFFERENT_WAYS = "experts use their weights in different ways"
 
 _SAME_ROWS = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
@@ -52,57 +54,9 @@ class Instance:
     scale: torch.Tensor
 
 
-class RowMatch(NamedTuple):
-    """token (R,), expert (R,) and scale (R,) of the rows of a product."""
-
-    token: torch.Tensor
-    expert: torch.Tensor
-    scale: torch.Tensor
-
-
-class RowMatcher:
-    """Finds the token and expert that rows of a first projection were computed from: ``row = s * x[t] @ W[e]``.
-
-    All tokens and experts are projected on a few random directions once. Looking a row up by its direction also gives the factor
-    s, if any. Loops, sorts, one-hot einsums and gathered weights all look alike here.
-    """
-
-    _DIRECTIONS = 8
-    _TOLERANCE = 1e-6
-
-    def __init__(self, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
-        """tokens (T, K); matrices (E, N, K), the experts' weights."""
-        generator = torch.Generator().manual_seed(7)
-        probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64, device="cpu")
-        self._probe = probe.to(matrices.device)
-        directions = torch.bmm(matrices.transpose(1, 2), self._probe.expand(len(matrices), -1, -1))
-        table = torch.einsum("tk,ekd->etd", tokens, directions)
-        self._experts, self._tokens = table.shape[:2]
-        self._table = table.reshape(-1, self._DIRECTIONS)
-        self._norms = self._table.norm(dim=1)
-
-    def match(self, product: torch.Tensor, expert: int) -> RowMatch | None:
-        """Looks up product (R, N); None when a row is not explained. Zero rows are token -1."""
-        wanted = product @ self._probe
-        norms = wanted.norm(dim=1)
-        low, high = (0, len(self._table)) if expert == ALL else (expert * self._tokens, (expert + 1) * self._tokens)
-        table, table_norms = self._table[low:high], self._norms[low:high].clamp(min=1e-300)
-        zero = norms <= 1e-12 * table_norms.max()
-        found = _nearest(wanted / norms[:, None].clamp(min=1e-300), table / table_norms[:, None])
-        scale = norms / table_norms[found]
-        error = (wanted - scale[:, None] * table[found]).norm(dim=1)
-        if not bool(((error <= self._TOLERANCE * norms) | zero).all()):  # so that NaN is no match
-            return None
-        scale = torch.where((scale - 1).abs() < self._TOLERANCE, torch.ones_like(scale), scale)
-        flat = found + low
-        token = torch.where(zero, -1, flat % self._tokens)
-        return RowMatch(token, flat // self._tokens, scale)
-
-
-def _nearest(wanted: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """Index of the most similar unit vector, in blocks so that the similarity matrix stays small."""
-    step = max(1, 4_000_000 // max(1, len(candidates)))
-    return torch.cat([(block @ candidates.T).argmax(1) for block in wanted.split(step)] or [wanted.new_zeros(0).long()])
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of several tensors below each other."""
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
 
 
 def match_rows(
@@ -183,12 +137,36 @@ class _Reader:
         self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
 
     def read(self, contraction: Contraction) -> tuple[Stack, RowMatch] | None:
-        product, _ = self._replay.linear_part(contraction.node, contraction.data)
-        width = feature_size(contraction.node)
-        for stack, matcher in self._candidates(contraction):
-            match = matcher.match(product.reshape(-1, width), contraction.expert)
+        found = self._read_together([contraction])
+        return None if found is None else found[0]
+
+    def read_each(self, contractions: Sequence[Contraction]) -> list[tuple[Stack, RowMatch]] | None:
+        """The readings of products; None if one is not explained. Those that read one weight alike are looked up together."""
+        found: list[tuple[Stack, RowMatch]] = []
+        kinds = {(c.base, c.expert == ALL, *_feature_sizes(c)) for c in contractions}
+        for batch in in_batches(contractions) if len(kinds) == 1 else ():
+            together = self._read_together(batch)
+            if together is None:
+                break
+            found += together
+        if len(found) == len(contractions):
+            return found
+        each = [self.read(contraction) for contraction in contractions]
+        return None if None in each else [one for one in each if one is not None]
+
+    def _read_together(self, contractions: Sequence[Contraction]) -> list[tuple[Stack, RowMatch]] | None:
+        """As one product of all their rows."""
+        first = contractions[0]
+        products = [self._replay.linear_part(c.node, c.data)[0].reshape(-1, feature_size(c.node)) for c in contractions]
+        sizes = [len(product) for product in products]
+        experts = None
+        if first.expert != ALL:
+            numbers = torch.tensor([c.expert for c in contractions], device="cpu")
+            experts = numbers.repeat_interleave(torch.tensor(sizes, device="cpu")).to(products[0].device)
+        for stack, matcher in self._candidates(first):
+            match = matcher.match(joined(products), experts)
             if match is not None:
-                return stack, match
+                return [(stack, RowMatch(*parts)) for parts in zip(*(values.split(sizes) for values in match))]
         return None
 
     def _candidates(self, contraction: Contraction) -> Iterator[tuple[Stack, RowMatcher]]:
@@ -202,27 +180,35 @@ class _Reader:
 
 
 def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader) -> list[Instance] | None:
-    instances: list[Instance] = []
-    for first, second in pairs:
-        readings = [reader.read(contraction) for contraction in first]
-        read = [reading for reading in readings if reading is not None]
-        if len(read) < len(first):
-            return None
-        token, expert, scale = read[0][1]
-        if any(not torch.equal(token, m.token) or not torch.equal(expert, m.expert) for _, m in read[1:]):
-            return None
-        if any(not torch.allclose(scale, m.scale, rtol=1e-6) for _, m in read[1:]):
-            return None
-        instances.append(Instance(first, tuple(stack for stack, _ in read), second, token, expert, scale))
+    odd = next((second for first, second in pairs if len(first) != len(pairs[0][0])), None)
+    if odd is not None:
+        raise Refuse(DIFFERENT_WAYS, odd.node)
+    columns = [reader.read_each(column) for column in zip(*(first for first, _ in pairs))]
+    read = [column for column in columns if column is not None]
+    if len(read) < len(columns) or not all(_same_rows(read[0], column) for column in read[1:]):
+        return None
+    instances = [
+        Instance(first, tuple(stack for stack, _ in row), second, *row[0][1])
+        for (first, second), row in zip(pairs, zip(*read))
+    ]
     _check_alike(instances)
     return instances
+
+
+def _same_rows(one: list[tuple[Stack, RowMatch]], two: list[tuple[Stack, RowMatch]]) -> bool:
+    """Whether two first products of every instance are of the same tokens, by the same experts, with the same factors."""
+    if any(len(a.token) != len(b.token) for (_, a), (_, b) in zip(one, two)):
+        return False
+    first, second = (RowMatch(*map(joined, zip(*(match for _, match in column)))) for column in (one, two))
+    same = torch.equal(first.token, second.token) and torch.equal(first.expert, second.expert)
+    return same and torch.allclose(first.scale, second.scale, rtol=1e-6)
 
 
 def _check_alike(instances: list[Instance]) -> None:
     expected = [(s.base, s.layout, s.part) for s in instances[0].readings]
     for instance in instances[1:]:
         if [(s.base, s.layout, s.part) for s in instance.readings] != expected:
-            raise Refuse("experts use their weights in different ways", instance.second.node)
+            raise Refuse(DIFFERENT_WAYS, instance.second.node)
 
 
 def _feature_sizes(contraction: Contraction) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hexa_fx.capture import capture, record_of
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect
-from hexa_fx.passes.detect.rows import RowMatcher
+from hexa_fx.passes.detect.row_matcher import RowMatcher
 from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
@@ -154,7 +154,7 @@ def test_row_matcher_finds_token_expert_and_scale():
     scale = torch.rand(20, dtype=torch.float64) + 0.1
     rows = scale[:, None] * torch.einsum("rd,rhd->rh", tokens[token], matrices[expert])
     rows[3] = 0
-    match = RowMatcher(tokens, matrices).match(rows, ALL)
+    match = RowMatcher(tokens, matrices).match(rows)
     keep = torch.arange(20) != 3
     assert match.token[3] == -1
     assert torch.equal(match.token[keep], token[keep])
@@ -162,9 +162,20 @@ def test_row_matcher_finds_token_expert_and_scale():
     torch.testing.assert_close(match.scale[keep], scale[keep])
 
 
+def test_row_matcher_looks_among_the_rows_of_known_experts_only():
+    """Those of several experts at once, and of none of them where a row is another expert's."""
+    tokens, matrices = torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64)
+    token, expert = torch.randint(0, 9, (20,)), torch.randint(0, E, (20,))
+    rows = torch.einsum("rd,rhd->rh", tokens[token], matrices[expert])
+    match = RowMatcher(tokens, matrices).match(rows, expert)
+    assert torch.equal(match.token, token)
+    assert torch.equal(match.expert, expert)
+    assert RowMatcher(tokens, matrices).match(rows, (expert + 1) % E) is None
+
+
 def test_row_matcher_refuses_rows_that_are_no_tokens():
     matcher = RowMatcher(torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64))
-    assert matcher.match(torch.randn(4, H, dtype=torch.float64), ALL) is None
+    assert matcher.match(torch.randn(4, H, dtype=torch.float64)) is None
 
 
 def test_the_plain_loop():

@@ -139,7 +139,7 @@ def test_no_whole_weight_or_gradient_is_made(use: Use):
         lazy, same = torch.autograd.grad(found, [upcast, x], torch.ones_like(found))
     assert isinstance(lazy, LazyGradient)
     torch.testing.assert_close(same, dx)
-    torch.testing.assert_close(compared(lazy, upcast), sketch_of_dense(dw))
+    torch.testing.assert_close(*compared([lazy], [upcast]), sketch_of_dense(dw))
     torch.testing.assert_close(filled(lazy.terms, lazy.shape, lazy.device, 1 << 20), dw)
 
 
@@ -152,7 +152,7 @@ def test_other_operations_get_a_copy_if_it_is_small_enough(use: Use):
     (dw,) = torch.autograd.grad(expected, [copied], torch.ones_like(expected))
     with LazyGradients([upcast]):
         (lazy,) = torch.autograd.grad(found, [upcast], torch.ones_like(found))
-    torch.testing.assert_close(compared(lazy, upcast), sketch_of_dense(dw))
+    torch.testing.assert_close(*compared([lazy], [upcast]), sketch_of_dense(dw))
     with pytest.raises(TooLarge, match="as a whole"):
         use(nn.Parameter(UpcastWeight(stored(), limit=1000)), x)
 
@@ -162,7 +162,7 @@ def test_a_wrong_gradient_of_one_element_shows():
     gradient = torch.randn(E, N, K, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     other = gradient.clone()
     other[2, 5, 7] += 1e-6
-    one, two = compared(gradient, weight), compared(other, weight)
+    one, two = compared([gradient, other], [weight, weight])
     assert float((one - two).abs().max()) > 1e-8
     assert bool(((one - two).abs().amax(-1) > 0).nonzero().eq(torch.tensor([[2, 5]])).all())
 
