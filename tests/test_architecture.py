@@ -16,8 +16,8 @@ import torch.distributed as dist
 import hexa_fx
 from hexa_fx.cuda import choosing, register
 from hexa_fx.ops import program
+from tests.cuda.cards import Cards
 from tests.inspect import models
-from tests.runtime.cards import Cards
 
 ROOT = Path(__file__).parents[1]
 WALKS = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Three walks")[1].split("\n## ")[0]

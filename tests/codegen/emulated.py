@@ -19,7 +19,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.templates import INCLUDE_DIR
-from tests.runtime.cards import AMPERE
+from tests.cuda.cards import AMPERE
 
 EMULATOR = Path(__file__).parent / "emulator"
 FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{INCLUDE_DIR}"]

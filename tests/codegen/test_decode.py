@@ -37,8 +37,8 @@ from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import fixed_order
 from tests.codegen.emulated import emulated  # noqa: F401
+from tests.cuda.cards import HOPPER, any_number_of_rows  # noqa: F401
 from tests.gpu.cases import row_error
-from tests.runtime.cards import HOPPER, any_number_of_rows  # noqa: F401
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),

@@ -15,8 +15,8 @@ from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.codegen.emulated import emulated  # noqa: F401
+from tests.cuda.cards import HOPPER
 from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error
-from tests.runtime.cards import HOPPER
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 E = 5

@@ -18,7 +18,7 @@ from models import D as WIDTH
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
-from tests.runtime.filling import Filling
+from tests.cuda.filling import Filling
 
 STEPS = 3
 

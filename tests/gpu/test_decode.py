@@ -15,8 +15,8 @@ from hexa_fx.cuda import calls, decode, layer
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.activations import activation_forward
+from tests.cuda.cards import any_number_of_rows  # noqa: F401
 from tests.gpu.cases import DEVICE, ROUTINGS, make_routing, randn, row_error
-from tests.runtime.cards import any_number_of_rows  # noqa: F401
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, F16: 1e-3}

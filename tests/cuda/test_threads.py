@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import choosing, fallback, gemm, rows
-from tests.runtime.cards import Cards, arguments, copied
+from tests.cuda.cards import Cards, arguments, copied
 
 
 def in_a_thread(run: Callable[[], Any]) -> Any:

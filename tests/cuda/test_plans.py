@@ -21,7 +21,7 @@ from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
-from tests.runtime.cards import AMPERE, HOPPER
+from tests.cuda.cards import AMPERE, HOPPER
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 

@@ -10,7 +10,7 @@ import torch
 
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.workspace import Part, lay_out
-from tests.runtime.cards import Cards
+from tests.cuda.cards import Cards
 
 MIB = 1 << 20
 

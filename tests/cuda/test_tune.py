@@ -13,7 +13,7 @@ from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.errors import KernelError
-from tests.runtime.cards import AMPERE
+from tests.cuda.cards import AMPERE
 
 PROBLEM = Problem("gemm_sm80", "esmm", "bf16 tensor", False, 8, 1024, 1024)
 TILES = [{"bm": 16}, {"bm": 64}, {"bm": 128}]

@@ -17,7 +17,7 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library
-from tests.runtime.cards import Cards, D, E, H, Kept, T, arguments, copied
+from tests.cuda.cards import Cards, D, E, H, Kept, T, arguments, copied
 
 
 def launched(cards: Cards, args: Sequence[Any], run: Callable[[], Tensor]) -> tuple[list[Any], list[tuple[int, int]]]:

@@ -16,7 +16,7 @@ import pytest
 
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.ops import moe_ffn_autograd
-from tests.runtime.cards import Card, Cards, Launch
+from tests.cuda.cards import Card, Cards, Launch
 
 READ = 16
 """Bytes of an operand that count; every operand of a test has as many."""

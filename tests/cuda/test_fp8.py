@@ -14,7 +14,7 @@ from hexa_fx.cuda.kernel_set import fp8_kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8
-from tests.runtime.cards import Cards, Launch
+from tests.cuda.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
 E4M3, F32 = torch.float8_e4m3fn, torch.float32

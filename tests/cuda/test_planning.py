@@ -16,7 +16,7 @@ from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan, Operand, planning_of
 from hexa_fx.cuda.product import chosen_tile
-from tests.runtime.cards import AMPERE, Cards
+from tests.cuda.cards import AMPERE, Cards
 
 ACTIVATE = KernelSpec("activate", "activate", 80, activation="silu").with_options(weights="f32", warps_per_row=1)
 

@@ -28,7 +28,7 @@ from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
-from tests.runtime.cards import HOPPER
+from tests.cuda.cards import HOPPER
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16

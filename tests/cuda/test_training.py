@@ -17,7 +17,7 @@ from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm
 from hexa_fx.cuda import layer as cuda_layer
-from tests.runtime.cards import Cards, Kept, arguments, copied
+from tests.cuda.cards import Cards, Kept, arguments, copied
 
 TOKENS = 200
 NEEDS = (True, True, True, True, True, True, True, True)
