@@ -203,7 +203,7 @@ def test_weights_that_another_library_packs_afterwards(name, caplog):
     expected = original(inputs(name, 40))
     for call in (model, torch.compile(model, backend="eager")):
         torch.testing.assert_close(call(inputs(name, 40)), expected)
-    assert "is now a tests.runtime.test_own_code.Coded, which only the block's own code reads" in caplog.text
+    assert "is now a tests.passes.test_own_code.Coded, which only the block's own code reads" in caplog.text
 
 
 class Listed(nn.Module):
