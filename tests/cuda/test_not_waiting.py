@@ -20,9 +20,9 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuildError, background
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops import library, moe_ffn_autograd
+from tests.cuda import cards as cards_module
 from tests.cuda.cards import AMPERE, HOPPER, Cards, D, E, H, K, arguments, copied
 from tests.jit.conftest import FakeCompiler, compiler  # noqa: F401  (a fixture)
-from tests.runtime import cards as cards_module
 
 
 class SlowBuilder:
