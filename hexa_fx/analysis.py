@@ -93,7 +93,7 @@ def analyse_model(
         factors: whether rewritten blocks may be given low-rank additions to listed weights at run time. If not, adapters that
             are there are a part of the experts' code.
     """
-    factors = factors and config.compute == "native" and not config.batch_invariant
+    factors = factors and config.compute == "native"
     effects = SideEffects(model, namespaces_of(model))
     try:
         with autocast_off() as was_on:

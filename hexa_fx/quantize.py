@@ -85,8 +85,8 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
     """
     if not forward.takes_adapters():
         raise InputError(
-            f"{path or 'the block'} does not run hexa::moe_ffn as it is (batch_invariant, compute, an ablation, or experts of an "
-            "unusual form), which alone reads packed weights"
+            f"{path or 'the block'} does not run hexa::moe_ffn as it is (compute, an ablation, experts of an unusual form, "
+            "adapters that drop numbers or are no LoRA, which may be added after packing), and that alone reads packed weights"
         )
     made = [training for training, program in forward.programs.items() if program is not None]
     found = {training: forward.matrices[training] for training in made}

@@ -23,6 +23,11 @@ def moe_ffn(*args: Any) -> Any:
     return (sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn.default)(*args)
 
 
+def moe_ffn_fixed(*args: Any) -> Any:
+    """``hexa::moe_ffn_fixed``."""
+    return (sources.moe_ffn_fixed if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fixed.default)(*args)
+
+
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
     return (fp8_sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fp8.default)(*args)
@@ -45,6 +50,7 @@ def combine(*args: Any) -> Any:
 
 DIRECT: dict[Any, Callable[..., Any]] = {
     _OPS.moe_ffn.default: moe_ffn,
+    _OPS.moe_ffn_fixed.default: moe_ffn_fixed,
     _OPS.moe_ffn_fp8.default: moe_ffn_fp8,
     _OPS.reindex.default: reindex,
     _OPS.esmm.default: esmm,

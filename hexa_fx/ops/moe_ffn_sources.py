@@ -35,11 +35,11 @@ from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, MoeFfnSources, check
 
 _OPS = torch.ops.hexa
-_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
+INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
 
-library.define(f"moe_ffn_sources({_INPUTS}) -> Tensor")
+library.define(f"moe_ffn_sources({INPUTS}) -> Tensor")
 library.define(
-    f"moe_ffn_sources_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, "
+    f"moe_ffn_sources_forward({INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, "
     "Tensor offs)"
 )
 library.define(
@@ -212,13 +212,17 @@ def _with_bias(dweights: Tensor, b2: Tensor | None, dy: Tensor, inv: Tensor, row
     return total
 
 
-class _MoeFfnSources(DirectFunction):
+class MoeFfnSourcesFunction(DirectFunction):
     """What it keeps besides weights: x if something needs it, h unless it is computed again, and the routing."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            y, h, *kept = _OPS.moe_ffn_sources_forward.default(*args)
+            return MoeFfnSourcesFunction.kept(ctx, args, *_OPS.moe_ffn_sources_forward.default(*args))
+
+    @staticmethod
+    def kept(ctx: Any, args: tuple[Any, ...], y: Tensor, h: Tensor, *kept: Tensor) -> Tensor:
+        """Keeps what backward needs of a forward's results, of which it returns the first."""
         o, wanted = MoeFfnSources(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:15]]
         keep_x = o.recompute_h or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
@@ -226,7 +230,7 @@ class _MoeFfnSources(DirectFunction):
         ctx.scales = tuple(map(len, (o.s1, o.s3, o.s2)))
         ctx.save_for_backward(*routed, *args[2:15], *o.s1, *o.s3, *o.s2)
         ctx.static = (o.alphas, o.formats, args[20:], o.top_k_index.shape[1], needs)
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,24 +252,26 @@ class _MoeFfnSources(DirectFunction):
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _MoeFfnSources.apply(*args)
+        return MoeFfnSourcesFunction.apply(*args)
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn_sources.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _fake(*args: Any) -> Tensor:
+def fake(*args: Any) -> Tensor:
+    """Shape and dtype of the result."""
     o = MoeFfnSources(*args)
     return o.x.new_empty((o.x.shape[0], columns_of(o.shaped(o.x).w2, o.layout2)))
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+def fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    """Shapes and dtypes of what `training` gives."""
     o = MoeFfnSources(*args)
     x, index, recompute = o.x, o.top_k_index, o.recompute_h
     n, width = index.shape[0] * index.shape[1], columns_of(o.shaped(x).w1, o.layout1)
     h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
     ranks = [None if a is None else a.shape[1] for a in (o.a1, o.a3, o.a2)]
     u = [x.new_empty((0, 0) if rank is None else (n, rank)) for rank in ranks]
-    return _fake(*args), h, *u, *reindex.fake(index, o.w1.shape[0])
+    return fake(*args), h, *u, *reindex.fake(index, o.w1.shape[0])
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
@@ -280,11 +286,11 @@ def _fake_gradient(name: str, t: Tensor) -> Tensor:
     return torch.empty_like(t) if name[0] == "c" and experts_last(t) else t.new_empty(t.shape)
 
 
-_CAST = (0, *range(3, 15))
-library.register_fake("moe_ffn_sources", _fake, check)
+CAST = (0, *range(3, 15))
+library.register_fake("moe_ffn_sources", fake, check)
 library.register_kernel("moe_ffn_sources", "any", inference)
-library.register_autocast("moe_ffn_sources", cast=_CAST)
-library.register_fake("moe_ffn_sources_forward", _fake_forward, check)
+library.register_autocast("moe_ffn_sources", cast=CAST)
+library.register_fake("moe_ffn_sources_forward", fake_forward, check)
 library.register_kernel("moe_ffn_sources_forward", "any", training)
 library.register_fake("moe_ffn_sources_backward", _fake_backward)
 run_backward = library.register_kernel("moe_ffn_sources_backward", "any", backward)

@@ -16,6 +16,14 @@ from hexa_fx.ops.rows import flip
 
 _OPS = torch.ops.hexa
 
+TAKE_SOURCES = ("moe_ffn", "moe_ffn_fixed")
+"""Operators of rewritten graphs that take sources in place of weights."""
+
+
+def takes_sources(target: Any) -> bool:
+    """Whether a node's target is such an operator."""
+    return any(target is getattr(_OPS, name).default for name in TAKE_SOURCES)
+
 
 def is_source(weight: Any) -> bool:
     """Whether a weight is packed or has an addition."""
@@ -24,6 +32,15 @@ def is_source(weight: Any) -> bool:
 
 def moe_ffn(*args: Any) -> Any:
     """`hexa::moe_ffn` of arguments of which some weights are sources."""
+    return _OPS.moe_ffn_sources.default(*_arguments(*args))
+
+
+def moe_ffn_fixed(*args: Any) -> Any:
+    """`hexa::moe_ffn_fixed` of such arguments."""
+    return _OPS.moe_ffn_sources_fixed.default(*_arguments(*args))
+
+
+def _arguments(*args: Any) -> tuple[Any, ...]:
     x, index, gates, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, recompute_h = args
     first, second = [_source(w, layout1) for w in (w1, w3)], _source(w2, layout2)
     if first[0].layout == flip(layout1) or (w3 is not None and first[1].layout == flip(layout1)):
@@ -34,9 +51,7 @@ def moe_ffn(*args: Any) -> Any:
     factors = [factor for source in all_of for factor in source.factors]
     packed = *(source.scales for source in all_of), [source.format for source in all_of]
     static = activation, glu, params, layout1, second.layout, recompute_h
-    return _OPS.moe_ffn_sources.default(
-        x, index, gates, *operands, *factors, [source.scale for source in all_of], *packed, *static
-    )
+    return x, index, gates, *operands, *factors, [source.scale for source in all_of], *packed, *static
 
 
 class _Source(NamedTuple):

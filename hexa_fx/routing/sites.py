@@ -37,7 +37,8 @@ _NOWHERE = "no top-k, argmax, max, sort or multinomial over scores in its code, 
 _LOOSE = "its gate values do not follow the ids that are chosen"
 _MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
 
-_OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed\.default|moe_ffn_fp8|reindex)\(")
+_OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed|moe_ffn_fp8|reindex)\(")
+_LAYERS = {f"hexa::moe_ffn{kind}" for kind in ("", "_fixed", "_fp8", "_sources", "_sources_fixed")}
 
 
 class _Reached(Exception):
@@ -70,7 +71,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_fp8", "hexa::moe_ffn_sources"):
+        if operator in _LAYERS:
             self._end(args[1], args[2])
         if operator == "hexa::reindex":
             self._end(args[0], None)

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from hexa_fx.errors import InputError
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
+from hexa_fx.ops.sources import TAKE_SOURCES
 from hexa_fx.runtime import results
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -209,9 +210,9 @@ class HexaForward:
         return dtypes_under_autocast(known, self.guards[training], self._arguments.bind(args, kwargs))
 
     def takes_adapters(self) -> bool:
-        """Whether the programs run `hexa::moe_ffn` as it is, which takes weights and their adapters apart."""
+        """Whether the programs run an operator that takes weights and their adapters apart."""
         made = [program.source for program in self.programs.values() if program is not None]
-        return len(made) > 0 and all("hexa_fx_ops_direct_moe_ffn(" in source for source in made)
+        return len(made) > 0 and all(any(f"_{name}(" in source for name in TAKE_SOURCES) for source in made)
 
     @property
     def _path(self) -> str:

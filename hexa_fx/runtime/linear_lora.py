@@ -21,6 +21,7 @@ from hexa_fx.contexts import items_set
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import IsA
+from hexa_fx.ops.sources import takes_sources
 from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
@@ -277,4 +278,4 @@ def _used_otherwise(graph: torch.fx.Graph, weights: Mapping[str, PackedWeight]) 
 
 def _multiplies(user: torch.fx.Node, weight: torch.fx.Node) -> bool:
     places = [place for place, value in enumerate(user.args) if value is weight]
-    return user.target is torch.ops.hexa.moe_ffn.default and all(place in _MULTIPLIED for place in places)
+    return takes_sources(user.target) and all(place in _MULTIPLIED for place in places)

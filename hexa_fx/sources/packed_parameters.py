@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hexa_fx.contexts import items_set
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.ops.sources import takes_sources
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +39,7 @@ def matrices_of(graph: torch.fx.Graph, stacked: Collection[str] = ()) -> dict[st
     Empty if one of them is not read as it is.
     """
     found: dict[str, str] = {}
-    for node in graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default):
+    for node in (node for node in graph.nodes if takes_sources(node.target)):
         for operand, layout in ((3, 12), (5, 12), (7, 13)):
             weight = node.args[operand]
             if weight is None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import sources
 from tests.ops import test_fixed_order as cases
 
 SIZES = [(48, 33, 150), (256, 192, 1500)]
@@ -19,6 +20,15 @@ def test_bits_are_the_same_in_any_batch(spec: FfnSpec, dtype: torch.dtype, model
     layouts = (spec.layout1, spec.layout2)
     given = cases.operands(dtype, model, inner, tokens, spec.glu, layouts, device="cuda")
     cases.assert_same_bits(*given, spec)
+
+
+@pytest.mark.parametrize("tokens", [150, 1500])
+@pytest.mark.parametrize("spec", cases.SPECS[::3], ids=str)
+@pytest.mark.parametrize(("format", "rank"), cases.SOURCES)
+def test_packed_and_adapted_weights(format: str | None, rank: int, spec: FfnSpec, tokens: int) -> None:
+    layouts = (spec.layout1, spec.layout2)
+    given = cases.operands(torch.bfloat16, 256, 192, tokens, spec.glu, layouts, device="cuda")
+    cases.assert_same_bits(*cases.with_sources(given, format, rank), spec, sources.moe_ffn_fixed)
 
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS)

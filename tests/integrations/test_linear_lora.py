@@ -9,6 +9,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import HexaConfig
+from hexa_fx.ops.quantized_weight import QuantizedWeight
 from tests.integrations.test_transformers import operators_run
 
 peft = pytest.importorskip("peft")
@@ -66,18 +67,18 @@ def tokens():
 ORDERS = pytest.mark.parametrize("order", ["optimize first", "adapters first"])
 
 
-def pair(tokens, config, order="optimize first"):
+def pair(tokens, config, order="optimize first", options=CONFIG):
     """The adapted original, and the same optimized before or after its adapters were added."""
     torch.manual_seed(0)
     model = nn.Sequential(Block()).double()
     other = copy.deepcopy(model)
     if order == "optimize first":
-        hexa_fx.optimize_(other, tokens, CONFIG)
+        hexa_fx.optimize_(other, tokens, options)
     made = []
     for each in (model, other):
         torch.manual_seed(2)
         made.append(peft.get_peft_model(each, copy.deepcopy(config)).eval())
-    return made if order == "optimize first" else [made[0], hexa_fx.optimize_(made[1], tokens, CONFIG)]
+    return made if order == "optimize first" else [made[0], hexa_fx.optimize_(made[1], tokens, options)]
 
 
 def outcome(model, x):
@@ -148,6 +149,29 @@ def test_switched_combined_disabled_merged_scaled_and_deleted(order, tokens):
     original, optimized = original.merge_and_unload(), optimized.merge_and_unload()
     torch.testing.assert_close(optimized(tokens), original(tokens))
     assert operators_run(optimized, (tokens,))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@ORDERS
+def test_a_token_has_the_same_bits_in_any_batch(packed, order, tokens, caplog):
+    config = HexaConfig(batch_invariant=True)
+    original, optimized = pair(tokens, lora(ALL), order, config)
+    if packed:
+        hexa_fx.quantize_experts_(optimized, "int8_rows")
+        dense = {name: p.dense() for name, p in optimized.named_parameters() if isinstance(p, QuantizedWeight)}
+        original.load_state_dict(dense, strict=False)
+    tokens = (tokens * 8).round() / 8
+    for model in (original, optimized):  # scores that no order of a sum rounds
+        model.base_model.model[0].router.weight.data.mul_(8).round_().div_(8)
+    assert_same(original, optimized, tokens)
+    with torch.no_grad():
+        whole = optimized(tokens)
+        assert torch.equal(torch.cat([optimized(part) for part in tokens.split([1, 4, 6])]), whole)
+        torch.compiler.reset()
+        compiled = torch.compile(optimized, backend="eager")
+        assert torch.equal(torch.cat([compiled(part) for part in tokens.split([4, 7])]), whole)
+    torch.compiler.reset()
+    assert "original forward" not in caplog.text
 
 
 @ORDERS

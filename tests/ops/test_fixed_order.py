@@ -12,7 +12,9 @@ import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fixed_order
+from hexa_fx.ops import fixed_order, sources
+from hexa_fx.ops.adapted_weight import AdaptedWeight
+from hexa_fx.ops.quantized_weight import QuantizedWeight
 
 EXPERTS = 6
 
@@ -58,17 +60,43 @@ def test_bits_are_the_same_in_any_batch(dtype, spec):
     assert_same_bits(*operands(dtype, glu=spec.glu, layouts=(spec.layout1, spec.layout2)), spec)
 
 
-def assert_same_bits(x, index, weights, experts, spec):
+SOURCES = [(None, 4), ("int8_rows", 0), ("nf4", 0), ("nf4", 8)]
+"""Formats of packed weights, and ranks of what is added to them."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", SPECS[::3], ids=str)
+@pytest.mark.parametrize(("format", "rank"), SOURCES)
+def test_bits_of_packed_and_adapted_weights_are_the_same_in_any_batch(format, rank, spec, dtype):
+    given = operands(dtype, 64, 128, 100, spec.glu, (spec.layout1, spec.layout2))
+    assert_same_bits(*with_sources(given, format, rank), spec, sources.moe_ffn_fixed)
+
+
+def with_sources(given, format, rank):
+    """Operands with packed weights, or with additions, or both."""
+    *rows, experts = given
+    made = list(experts)
+    for place in (0, 2, 4):
+        if (weight := experts[place]) is None:
+            continue
+        made[place] = weight if format is None else QuantizedWeight.of(weight, format)
+        if rank:
+            left, right = (torch.randn(EXPERTS, size, rank, device=weight.device) / 8 for size in weight.shape[1:])
+            made[place] = AdaptedWeight(made[place], left, right.transpose(1, 2), 0.5)
+    return *rows, tuple(made)
+
+
+def assert_same_bits(x, index, weights, experts, spec, operator=torch.ops.hexa.moe_ffn_fixed):
     """The whole batch against parts of permutations of it, with and without gradients."""
-    whole = run(x, index, weights, experts, spec)
+    whole = run(x, index, weights, experts, spec, operator)
     assert not torch.equal(whole, torch.zeros_like(whole))
     generator = torch.Generator().manual_seed(0)
     for number in range(25):
         order = torch.randperm(len(x), generator=generator).to(x.device)
         for part in order.tensor_split(torch.randint(1, len(x), (number % 7,), generator=generator).sort()[0].tolist()):
-            found = run(x[part], index[part], weights[part], experts, spec)
+            found = run(x[part], index[part], weights[part], experts, spec, operator)
             assert torch.equal(found, whole[part]), "a token's bits depend on its batch"
-    training = run(x.clone().requires_grad_(), index, weights, experts, spec)
+    training = run(x.clone().requires_grad_(), index, weights, experts, spec, operator)
     assert training.requires_grad
     assert torch.equal(training, whole)
 
