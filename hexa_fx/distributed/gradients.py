@@ -177,6 +177,7 @@ def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float
         _, held = parts.setdefault(tuple(tuple(dist.get_process_group_ranks(g)) for g in groups), (groups, []))
         held += [] if parameter.grad is None else [local_part(parameter.grad)]
     zero = local_part(wanted[0]).new_zeros(1, dtype=_norm_dtype(p.dtype for p in wanted))
+    meet(session.groups, Place.NORM)
     with session.guard("the norm of the gradients"):
         norms = [_norm(grads, norm_type, groups, zero) for groups, grads in parts.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -14,6 +14,7 @@ import torch
 
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups, gather_even
+from hexa_fx.distributed.whereabouts import await_others
 from hexa_fx.errors import RankError
 
 
@@ -26,6 +27,7 @@ class Place(IntEnum):
     COUNT = 3
     SYNC = 4
     CHECKPOINT = 5
+    NORM = 6
 
 
 _SAID = {
@@ -35,6 +37,7 @@ _SAID = {
     Place.COUNT: "the count of a step's samples or tokens",
     Place.SYNC: "the sum of a step's gradients",
     Place.CHECKPOINT: "a checkpoint",
+    Place.NORM: "the norm of the gradients",
 }
 
 
@@ -48,7 +51,8 @@ def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
         return [number]
     out = torch.empty((groups.world, 2), dtype=torch.int64, device="cpu")
     with guarded(_SAID[place], groups):
-        gather_even(out, torch.tensor([[place, number]], device="cpu"), group=groups.host)
+        mine = torch.tensor([[place, number]], device="cpu")
+        await_others(gather_even(out, mine, group=groups.host, async_op=True), groups, _SAID[place])
     places, numbers = out.t().tolist()
     if places.count(place) != groups.world:
         raise _apart(places, groups.rank)

@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.distributed import collective_errors, rank_failures
+from hexa_fx.distributed import collective_errors, rank_failures, whereabouts
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.broken_steps import BrokenSteps, in_backward_of
@@ -70,6 +70,7 @@ class PartitionSession(AttachedPartition):
         self.data = data_axes(data_mesh, self.groups)
         with self.guard("the set-up of the watch of lost ranks"):
             rank_failures.watch(self.groups)
+        whereabouts.answer_for(self.groups)
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
         centric = [layer for layer in plan.layers if layer.mode == "data_centric"]

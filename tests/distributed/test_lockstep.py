@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan
 
-from hexa_fx.distributed.gradients import loss_weight, sync_gradients
+from hexa_fx.distributed import whereabouts
+from hexa_fx.distributed.gradients import clip_grad_norm_, loss_weight, sync_gradients
 from hexa_fx.errors import PlanError, RankError
 
 TWO = [KINDS["concat"]] * 2
+PLACES = {"forward": "the beginning of a forward", "backward": "a backward", "norm": "the norm of the gradients"}
 
 
 def apart(rank: int, world: int, mode: str, what: str) -> str:
@@ -30,6 +34,37 @@ def apart(rank: int, world: int, mode: str, what: str) -> str:
     with pytest.raises(RankError, match="have come apart") as error, torch.set_grad_enabled(rank == 0):
         others[what]() if rank == 0 else model(x)
     return str(error.value)
+
+
+def in_a_barrier(rank: int, world: int, mode: str, place: str) -> str:
+    """What rank 0 is told when rank 1 is late, which is no error, and then waits in a barrier of the user's own."""
+    whereabouts._PATIENCE = whereabouts._POLL = whereabouts._STILL = whereabouts._LOOK = 0.2
+    model = Net(TWO)
+    session = install(model, make_plan(world, "even", MODES[mode][:2], TWO, slots=2)).session
+    session.follow(model)
+    x, target = batch(3)
+    time.sleep(2.0 * rank)
+    loss = loss_sum(model(x), target)
+    others = {
+        "forward": lambda: model(x),
+        "backward": loss.backward,
+        "norm": lambda: clip_grad_norm_(model, session, 1.0),
+    }
+    if rank == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(RankError, match="have come apart") as error:
+        others[place]()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("mode", "place"), [("data", "forward"), ("model", "backward"), ("data", "norm")])
+def test_a_rank_in_a_barrier_of_its_own(mode: str, place: str) -> None:
+    (kind, said), (_, other) = start(2, in_a_barrier, mode, place)
+    assert (kind, other) == ("ok", ""), said
+    assert "rank 1 waits at test_lockstep.py:" in said
+    assert "(barrier) for a collective that rank 0 has not begun" in said
+    assert f"rank 0 waits for it at {PLACES[place]}" in said
 
 
 def made_again(rank: int, world: int, mode: str) -> None:

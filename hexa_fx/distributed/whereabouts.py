@@ -1,0 +1,176 @@
+"""Says where a rank is that does not come, while the others wait for it.
+
+A rank in a barrier of the user's own would be waited for until the timeout, half an hour by default, and would wait as long itself.
+So who has waited a while asks in the job's store, and a thread of the rank that is asked answers: where its main thread stands
+still, and how many collectives it has begun in each process group. If these are more than the asking rank has begun, neither can
+ever go on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexa_fx.distributed.groups import Groups
+from hexa_fx.errors import RankError
+
+log = logging.getLogger(__name__)
+
+_PATIENCE, _POLL = 10.0, 0.5
+"""Seconds until who waits asks, and between two looks at the answers."""
+_STILL, _LOOK = 4.0, 1.0
+"""Seconds for which a main thread must not have moved, and between two looks at it."""
+
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_COLLECTIVES = dist.distributed_c10d.__file__, str(Path(__file__).parent)
+
+
+def await_others(work: Any, groups: Groups, where: str) -> None:
+    """Waits for a collective of hosts.
+
+    Raises:
+        RankError: a rank waits in a collective that this one has not begun, and so can never come.
+        RuntimeError: the backend's, if the collective fails.
+    """
+    if _ends_within(work, min(_PATIENCE, groups.timeout.total_seconds() / 4)):
+        return
+    store, key, read = dist.distributed_c10d._get_default_store(), _key(groups, _begun(groups.host)), 0
+    store.set(f"{key}/asked", where)
+    while not _ends_within(work, _POLL):
+        for number in range(read, store.add(f"{key}/answers", 0)):
+            read, answer = number + 1, json.loads(store.get(f"{key}/answer/{number}"))
+            _judge(answer, groups, where)
+
+
+def _ends_within(work: Any, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _judge(answer: dict[str, Any], groups: Groups, where: str) -> None:
+    rank, place, mine = answer["rank"], answer["place"], _begun_by_group()
+    if not any(begun > mine.get(name, begun) >= 0 for name, begun in answer["begun"].items()):
+        log.warning("rank %d waits at %s for rank %d, which is at %s", groups.rank, where, rank, place)
+        return
+    time.sleep(2 * _POLL)  # others who wait have seen it too, before this one ends
+    raise RankError(
+        f"the ranks of the partition have come apart: rank {rank} waits at {place} for a collective that rank {groups.rank} has "
+        f"not begun, and rank {groups.rank} waits for it at {where}. Every rank makes as many forwards and backwards as the others, "
+        "and calls barriers and collectives of its own at the same points between them"
+    )
+
+
+def _key(groups: Groups, number: int) -> str:
+    return f"hexa_fx/where/{groups.host.group_name}/{number}"
+
+
+def _begun(group: Any) -> int:
+    """How many collectives a process group has begun here; -1 if its backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return -1
+
+
+def _begun_by_group() -> dict[str, int]:
+    return {str(group.group_name): _begun(group) for group in list(dist.distributed_c10d._world.pg_map)}
+
+
+# --- who is asked ----------------------------------------------------------------------------------------------------
+
+
+class _Answering:
+    """The thread that answers for this process. It looks into the store only where the main thread has not moved for a while."""
+
+    def __init__(self) -> None:
+        self.groups: list[Groups] = []
+        self._end = threading.Event()
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+        self._given: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="hexa_fx where this rank is", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        with suppress(RuntimeError, ValueError):  # the process groups are gone, or the store is
+            while not self._end.wait(_LOOK):
+                self._look()
+
+    def _look(self) -> None:
+        frame = top = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        here = dist.distributed_c10d._world.pg_map
+        self.groups = [groups for groups in self.groups if groups.host in here]
+        if frame is None or top is None:
+            return
+        seen, now = (id(frame), frame.f_lasti, *(_begun(groups.host) for groups in self.groups)), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        elif now - self._since >= _STILL:
+            self._answer(frame, top.f_code.co_filename.startswith(_COLLECTIVES))
+
+    def _answer(self, frame: FrameType, in_collective: bool) -> None:
+        store, begun = dist.distributed_c10d._get_default_store(), _begun_by_group()
+        if not in_collective:  # Gloo counts what two ranks send each other, too
+            begun = {name: n for name, n in begun.items() if dist.get_backend(_named(name)) == "nccl"}
+        for groups in self.groups:
+            key = _key(groups, _begun(groups.host) + 1)
+            answer = json.dumps({"rank": groups.rank, "place": _place(frame), "begun": begun})
+            if self._given.get(key) != answer and store.check([f"{key}/asked"]):
+                self._given[key] = answer
+                store.set(f"{key}/answer/{store.add(f'{key}/answering', 1) - 1}", answer)
+                store.add(f"{key}/answers", 1)
+                log.warning(
+                    "rank %d stands at %s, and others wait for it at %s",
+                    *(groups.rank, _place(frame), store.get(f"{key}/asked").decode()),
+                )
+
+
+def _named(name: str) -> Any:
+    return next((group for group in dist.distributed_c10d._world.pg_map if group.group_name == name), None)
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line of code that is not torch's, and what it called of torch."""
+    called = ""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        called = called if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" + f" ({called})" * bool(called)
+
+
+@functools.cache
+def _answering() -> _Answering:
+    return _Answering()
+
+
+def answer_for(groups: Groups) -> None:
+    """From now on this process says where it is, if other ranks of these groups wait for it."""
+    if groups.world > 1 and groups not in _answering().groups:
+        _answering().groups.append(groups)
