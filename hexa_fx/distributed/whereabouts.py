@@ -2,8 +2,8 @@
 
 A rank in a barrier of the user's own would be waited for until the timeout, half an hour by default, and would wait as long itself.
 So who has waited a while asks in the job's store, and a thread of the rank that is asked answers: where its main thread stands
-still, and how many collectives it has begun in each process group. If these are more than the asking rank has begun, neither can
-ever go on.
+still, and how many collectives it has begun in each process group since they last met. If these are more than the asking rank has
+begun, neither can ever go on.
 """
 
 from __future__ import annotations
@@ -45,14 +45,45 @@ def await_others(work: Any, groups: Groups, where: str) -> None:
         RankError: a rank waits in a collective that this one has not begun, and so can never come.
         RuntimeError: the backend's, if the collective fails.
     """
-    if _ends_within(work, min(_PATIENCE, groups.timeout.total_seconds() / 4)):
-        return
-    store, key, read = dist.distributed_c10d._get_default_store(), _key(groups, _begun(groups.host)), 0
+    meetings = _meetings.setdefault(groups.main_name, _Meetings())
+    meetings.number += 1
+    if not _ends_within(work, min(_PATIENCE, groups.timeout.total_seconds() / 4)):
+        _ask(work, groups, meetings, where)
+    meetings.begun = _begun()
+
+
+class _Meetings:
+    """How often the hosts of some groups wanted to meet, and what this one had begun when they last did."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.begun: dict[str, int] = {}
+
+    def since(self) -> dict[str, int]:
+        """The collectives begun since they last met, by the names of their groups."""
+        return {name: n - self.begun.get(name, 0) for name, n in _begun().items()}
+
+
+_meetings: dict[str, _Meetings] = {}
+
+
+def _begun() -> dict[str, int]:
+    """How many collectives each process group has begun here. Not every backend counts them."""
+    found = {}
+    groups: list[tuple[Any, str]] = list(dist.distributed_c10d._world.pg_names.items())
+    for group, name in groups:
+        with suppress(RuntimeError):
+            found[str(name)] = int(group._get_sequence_number_for_group())
+    return found
+
+
+def _ask(work: Any, groups: Groups, meetings: _Meetings, where: str) -> None:
+    store, key, read = dist.distributed_c10d._get_default_store(), _key(groups, meetings.number), 0
     store.set(f"{key}/asked", where)
     while not _ends_within(work, _POLL):
         for number in range(read, store.add(f"{key}/answers", 0)):
-            read, answer = number + 1, json.loads(store.get(f"{key}/answer/{number}"))
-            _judge(answer, groups, where)
+            read = number + 1
+            _judge(json.loads(store.get(f"{key}/answer/{number}")), groups, meetings.since(), where)
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
@@ -65,33 +96,21 @@ def _ends_within(work: Any, seconds: float) -> bool:
     return True
 
 
-def _judge(answer: dict[str, Any], groups: Groups, where: str) -> None:
-    rank, place, mine = answer["rank"], answer["place"], _begun_by_group()
-    if not any(begun > mine.get(name, begun) >= 0 for name, begun in answer["begun"].items()):
+def _judge(answer: dict[str, Any], groups: Groups, mine: dict[str, int], where: str) -> None:
+    rank, place = answer["rank"], answer["place"]
+    if not any(begun > mine[name] for name, begun in answer["begun"].items() if name in mine):
         log.warning("rank %d waits at %s for rank %d, which is at %s", groups.rank, where, rank, place)
         return
     time.sleep(2 * _POLL)  # others who wait have seen it too, before this one ends
     raise RankError(
-        f"the ranks of the partition have come apart: rank {rank} waits at {place} for a collective that rank {groups.rank} has "
-        f"not begun, and rank {groups.rank} waits for it at {where}. Every rank makes as many forwards and backwards as the others, "
-        "and calls barriers and collectives of its own at the same points between them"
+        f"the ranks of the partition have come apart: rank {rank} waits at {place} for a collective that rank {groups.rank} "
+        f"has not begun, and rank {groups.rank} waits for it at {where}. Every rank makes as many forwards and backwards as the "
+        "others, and calls barriers and collectives of its own at the same points between them"
     )
 
 
 def _key(groups: Groups, number: int) -> str:
-    return f"hexa_fx/where/{groups.host.group_name}/{number}"
-
-
-def _begun(group: Any) -> int:
-    """How many collectives a process group has begun here; -1 if its backend does not count them."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return -1
-
-
-def _begun_by_group() -> dict[str, int]:
-    return {str(group.group_name): _begun(group) for group in list(dist.distributed_c10d._world.pg_map)}
+    return f"hexa_fx/where/{groups.main_name}/{number}"
 
 
 # --- who is asked ----------------------------------------------------------------------------------------------------
@@ -127,18 +146,18 @@ class _Answering:
         self.groups = [groups for groups in self.groups if groups.host in here]
         if frame is None or top is None:
             return
-        seen, now = (id(frame), frame.f_lasti, *(_begun(groups.host) for groups in self.groups)), time.monotonic()
+        seen, now = (id(frame), frame.f_lasti, *_begun().values()), time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
         elif now - self._since >= _STILL:
             self._answer(frame, top.f_code.co_filename.startswith(_COLLECTIVES))
 
     def _answer(self, frame: FrameType, in_collective: bool) -> None:
-        store, begun = dist.distributed_c10d._get_default_store(), _begun_by_group()
-        if not in_collective:  # Gloo counts what two ranks send each other, too
-            begun = {name: n for name, n in begun.items() if dist.get_backend(_named(name)) == "nccl"}
+        store = dist.distributed_c10d._get_default_store()
         for groups in self.groups:
-            key = _key(groups, _begun(groups.host) + 1)
+            meetings = _meetings[groups.main_name]
+            begun = {name: n for name, n in meetings.since().items() if in_collective or _only_collectives(name)}
+            key = _key(groups, meetings.number + 1)
             answer = json.dumps({"rank": groups.rank, "place": _place(frame), "begun": begun})
             if self._given.get(key) != answer and store.check([f"{key}/asked"]):
                 self._given[key] = answer
@@ -150,8 +169,10 @@ class _Answering:
                 )
 
 
-def _named(name: str) -> Any:
-    return next((group for group in dist.distributed_c10d._world.pg_map if group.group_name == name), None)
+def _only_collectives(name: str) -> bool:
+    """Whether what a group counts are collectives. Gloo counts what two ranks send each other, too."""
+    named = (group for group, other in list(dist.distributed_c10d._world.pg_names.items()) if other == name)
+    return all(dist.get_backend(group) == "nccl" for group in named)
 
 
 def _place(frame: FrameType | None) -> str:
@@ -172,5 +193,8 @@ def _answering() -> _Answering:
 
 def answer_for(groups: Groups) -> None:
     """From now on this process says where it is, if other ranks of these groups wait for it."""
-    if groups.world > 1 and groups not in _answering().groups:
+    if groups.world == 1:
+        return
+    _meetings.setdefault(groups.main_name, _Meetings()).begun = _begun()
+    if groups not in _answering().groups:
         _answering().groups.append(groups)
