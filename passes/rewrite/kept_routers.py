@@ -101,9 +101,9 @@ def kept_routers(
     def is_followed(scope: str, read: PythonRead) -> bool:
         return is_within(scope, alone) and not numbers(read, counted) and not numbers(read, limited, (int, float))
 
-    reads = [read for read in captured.reads if not all(is_followed(scope, read) for scope in read.scopes)]
-    left = [read for read in captured.reads if read not in reads]
-    return KeptRouters(forms, tuple(reads), tuple(read for read in left if numbers(read, told)))
+    followed = [(read, all(is_followed(scope, read) for scope in read.scopes)) for read in captured.reads]
+    reads = tuple(read for read, left in followed if not left)
+    return KeptRouters(forms, reads, tuple(read for read, left in followed if left and numbers(read, told)))
 
 
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:
