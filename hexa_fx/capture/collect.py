@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.access_log import KINDS, AccessPath
 from hexa_fx.capture.recorder import Recorder
-from hexa_fx.capture.stored import is_liftable
+from hexa_fx.capture.stored import UNKNOWN, lifted
 from hexa_fx.ir import Container, ContainerItem, PythonRead
 from hexa_fx.isolation.contents import contents
 
@@ -155,8 +155,9 @@ def puts(accesses: Iterable[Access]) -> list[Any]:
 def _lifted(access: Access, recorder: Recorder) -> Access:
     if access.problem:
         return replace(access, value=None)
-    if is_liftable(access.value):
-        return replace(access, value=recorder.lift(access.value))
+    value = lifted(access.value, recorder)
+    if value is not UNKNOWN:
+        return replace(access, value=value)
     problem = f"puts something other than tensors into {access}, of which a graph holds one value"
     return replace(access, problem=problem, value=None)
 

@@ -32,12 +32,15 @@ class Pieces:
         self._known[id(pieces)] = pieces, node
         return pieces
 
+    def given_by(self, pieces: Any) -> torch.fx.Node | None:
+        """The call that gave them; None if none did, or they were added to since."""
+        known, node = self._known.get(id(pieces), ((), None))
+        return node if node is not None and known is pieces and len(known) == len(record_of(node).value) else None
+
     def number(self, pieces: Any) -> Any:
         """How many there are, as a symbolic number; None if no call gave them, or they were added to since."""
-        if id(pieces) not in self._known or self._known[id(pieces)][0] is not pieces:
-            return None
-        node = self._known[id(pieces)][1]
-        if len(pieces) != len(record_of(node).value):
+        node = self.given_by(pieces)
+        if node is None:
             return None
         if node.target == "tolist":
             size = self._recorder.add("call_method", "size", (node.args[0], 0), {}, len(pieces))

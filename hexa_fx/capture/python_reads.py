@@ -9,9 +9,10 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,17 @@ class PythonReads:
             held = list(items(edge.value).values()) if isinstance(edge.noted, Keys) else []
             if is_collection(edge.value) and (held or not edge.value) and not any(type(item) in KINDS for item in held):
                 yield edge.value
+
+    def handed(self, settings: Mapping[tuple[int, str], Collection[str]]) -> Iterator[tuple[str, str]]:
+        """Of attributes that the run itself set to what is no tensor, before they were read: who set one, and who read it.
+
+        Args:
+            settings: who set an attribute, by the module's id and name.
+        """
+        edges = (edge for edges in self._edges.values() for edge in edges.values() if edge.own)
+        for edge in edges:
+            if not isinstance(edge.value, torch.Tensor):
+                yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
 
     def values(self) -> tuple[PythonRead, ...]:
         """Everything that was read, by every way to it from a module or a Python module."""

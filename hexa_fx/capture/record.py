@@ -153,6 +153,7 @@ def _capture(
         _met_among(kept_before, recorder),
         _met_among(inside, recorder),
         reads=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
+        handed=frozenset(reads.handed(settings.scopes)),
         collections=tuple(reads.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.records import record_of
+from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
@@ -50,10 +53,10 @@ class Settings:
 def noted_settings(recorder: Recorder) -> Iterator[Settings]:
     """Notes which attributes the run sets."""
     noted = Settings()
-    plain = nn.Module.__setattr__
+    unnoted = nn.Module.__setattr__
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
-        plain(module, name, value)
+        unnoted(module, name, value)
         noted.scopes.setdefault((id(module), name), set()).add(recorder.scopes[-1])
         if value is None:
             noted.emptied.add((id(module), name))
@@ -80,15 +83,33 @@ def stored_values(
         for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            yield StoredValue(
-                ModuleAttribute(path, name), recorder.lift(value) if is_liftable(value) else UNKNOWN, scopes
-            )
+            yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
 
 
-def is_liftable(value: Any) -> bool:
-    """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
+def lifted(value: Any, recorder: Recorder) -> Any:
+    """A value that a rewritten forward can set too, with nodes: None, a tensor, a number or shape that the run got from one, or a
+    tuple, list or dict of such. `UNKNOWN` for others.
+    """
+    if isinstance(value, SymbolicSize):
+        return recorder.record_call(torch.Size, (recorder.lift(tuple(value)),), torch.Size(map(plain, value)))
+    numbers = recorder.pieces.given_by(value)
+    if numbers is not None and numbers.target == "tolist":
+        return _asked_again(numbers, recorder)
     if type(value) in (tuple, list):
-        return all(is_liftable(item) for item in value)
-    if type(value) is dict:
-        return all(isinstance(key, str) and is_liftable(item) for key, item in value.items())
-    return value is None or isinstance(value, torch.Tensor)
+        items = [lifted(item, recorder) for item in value]
+        return UNKNOWN if UNKNOWN in items else type(value)(items)
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        held = {key: lifted(item, recorder) for key, item in value.items()}
+        return UNKNOWN if UNKNOWN in held.values() else held
+    return recorder.lift(value) if value is None or isinstance(value, (torch.Tensor, *SYMBOLIC)) else UNKNOWN
+
+
+def _asked_again(numbers: torch.fx.Node, recorder: Recorder) -> Any:
+    """A second call of ``tolist``: with the numbers of the first the code may have gone on, which keeping them does not."""
+    (tensor,) = numbers.all_input_nodes
+    later = itertools.takewhile(lambda node: node is not numbers, reversed(recorder.graph.nodes))
+    if any(record_of(node).writes and record_of(node).storage == record_of(tensor).storage for node in later):
+        return UNKNOWN
+    again = recorder.add("call_method", "tolist", numbers.args, {}, record_of(numbers).value)
+    record_of(again).scope, record_of(again).location = record_of(numbers).scope, record_of(numbers).location
+    return again

@@ -122,7 +122,7 @@ def _unfolded(result: Any) -> Any:
 def difference(original: Outcome, other: Outcome) -> Difference:
     """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
     for name in sorted({*original.facts, *other.facts}):
-        if original.facts.get(name) != other.facts.get(name):
+        if not same_fact(original.facts.get(name), other.facts.get(name)):
             return Difference(reason=f"{name}: not what the original has")
     if set(original.values) != set(other.values):
         return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
@@ -139,6 +139,15 @@ def difference(original: Outcome, other: Outcome) -> Difference:
         return Difference(forward, reason=f"gradient of {reason}")
     zeroed = tuple(name for name in first if original.gradients[name] is None)
     return Difference(forward, gradient, value, of, none_became_zero=zeroed)
+
+
+def same_fact(one: Any, two: Any) -> bool:
+    """Whether plain values are equal; numbers, which the code may have got from a tensor, but for rounding."""
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=1e-5) or (math.isnan(one) and math.isnan(two))
+    if type(one) in (list, tuple) and type(one) is type(two):
+        return len(one) == len(two) and all(map(same_fact, one, two))
+    return bool(one == two)
 
 
 def unlike(original: Outcome, other: Outcome) -> str:

@@ -76,7 +76,7 @@ def kept_routers(
         order: in which the kept nodes are emitted.
     """
     called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
-    alone = called - opened(captured, kept) - _read_for(regions, kept)
+    alone = called - opened(captured, kept) - _read_for(regions, kept) - _left_plain(captured, called)
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
     for match in regions:
@@ -117,6 +117,12 @@ def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:
         read = ancestors([match.output], stop=kept.calls.__contains__)
         found |= {kept.calls[node].path for node in match.routing.nodes if node in kept.calls and node not in read}
     return found
+
+
+def _left_plain(captured: CapturedBlock, called: set[str]) -> set[str]:
+    """Submodules whose code leaves plain values on modules that other code reads: the graph holds these as they were."""
+    across = ((path, by, to) for path in called for by, to in captured.handed if is_within(by, {path}))
+    return {path for path, _, to in across if not is_within(to, {path})}
 
 
 def _form(match: MoEMatch) -> Form:

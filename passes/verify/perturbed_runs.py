@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
+from hexa_fx.isolation.outcome import Outcome, difference, observe, same_fact, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.weight_slices import sliced
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -179,7 +179,8 @@ def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = t
         rows: of the differences of a tensor's rows, the one that counts.
     """
     for fact in sorted({*original.facts, *other.facts}):
-        if str(original.facts.get(fact)) != str(other.facts.get(fact)):
+        one, two = original.facts.get(fact), other.facts.get(fact)
+        if str(one) != str(two) and not same_fact(one, two):
             return f"{fact}: not what the original has", 0.0
     if set(original.values) != set(other.values):
         return f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}", 0.0

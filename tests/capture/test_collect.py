@@ -95,6 +95,7 @@ ADDED: dict[str, tuple[Callable[[Block, Any], Any], Any, list[str]]] = {
     "extend": (lambda m, loss: m.losses.extend((loss, loss + 1)), [], ["self.losses"] * 2),
     "onto": (_onto, [], ["self.losses"] * 2),
     "a pair": (lambda m, loss: m.losses.append(("aux", loss)[1:]), [], ["self.losses"]),
+    "number": (lambda m, loss: m.losses.append(loss.item()), [], ["self.losses"]),
     "deque": (lambda m, loss: m.losses.append(loss), deque([1.0], maxlen=1), ["self.losses"]),
     "dict": (lambda m, loss: m.losses.__setitem__("aux", loss), {"aux": 0.0}, ["self.losses['aux']"]),
     "update": (lambda m, loss: m.losses.update({3: loss}, z=loss), {}, ["self.losses[3]", "self.losses['z']"]),
@@ -150,7 +151,7 @@ MORE: dict[str, tuple[Callable[[Block, Any], Any], Any, str]] = {
     "an item": (lambda m, loss: m.losses.__setitem__(0, loss), [0], "self.losses in place by __setitem__"),
     "left": (lambda m, loss: m.losses.appendleft(loss), deque(), "self.losses in place by appendleft"),
     "default": (lambda m, loss: m.losses.setdefault("a", loss), {}, "self.losses in place by setdefault"),
-    "number": (lambda m, loss: m.losses.append(loss.item()), [], "puts something other than tensors into self.losses"),
+    "text": (lambda m, loss: m.losses.append("x"), [], "puts something other than tensors into self.losses"),
     "size": (lambda m, loss: m.losses.append(m.gate), [], "puts something other than tensors into self.losses"),
     "key": (lambda m, loss: m.losses.__setitem__(loss.item(), loss), {}, "by a key that is neither text nor"),
 }

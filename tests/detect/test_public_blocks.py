@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, I, K
 
@@ -55,3 +58,66 @@ def test_around_a_part_that_chooses_in_one_mode_only_both_modes_are_rewritten(tr
         assert operators_run(optimized.train(train), (x,))
         found = compare(block, optimized, (x,), train=train)
         assert found.within(1e-10), found
+
+
+class Keeps(nn.Module):
+    """Leaves shapes, counts and other numbers on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(MLP)
+
+    def routed(self, flat: torch.Tensor) -> Any:
+        return self.gate(flat)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.shape = x.shape
+        flat = x.reshape(-1, D)
+        weights, index = self.routed(flat)
+        self.rows, self.highest = len(flat), weights.detach().sum().item()
+        order = index.flatten().argsort(stable=True)
+        self.sizes = index.flatten().bincount(minlength=E).tolist()
+        rows = flat[order // K].split(self.sizes)
+        out = torch.cat([expert(given) for expert, given in zip(self.experts, rows)]) * weights.flatten()[order, None]
+        return torch.zeros_like(flat).index_add(0, order // K, out).view(self.shape)
+
+
+class WithLoss(TopKGate):
+    """Has a loss in train mode, and none in eval mode."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = super().forward(x)
+        self.loss = found[0].square().mean() if self.training else 0
+        return found
+
+
+class Asks(Keeps):
+    """Returns what its router left on itself, which is a number in one mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = WithLoss()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.gate.loss
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", [Keeps, Asks], ids=lambda kind: kind.__name__)
+def test_numbers_are_left_on_modules(kind: type[Keeps], train: bool) -> None:
+    torch.manual_seed(0)
+    block = kind().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    for x in (_tokens(3, 5), _tokens(1, 1)):
+        assert operators_run(optimized.train(train), (x,)), optimized.report
+        found = compare(block, optimized, (x,), train=train)
+        assert found.within(1e-10), found
+        assert (optimized.shape, optimized.rows, optimized.sizes) == (block.shape, block.rows, block.sizes)
+        assert optimized.highest == pytest.approx(block.highest)
+        assert list(map(type, (optimized.shape, optimized.rows, optimized.sizes))) == [torch.Size, int, list]
+
+
+def test_a_router_alone_in_the_other_mode_leaves_what_it_leaves_there() -> None:
+    optimized = hexa_fx.optimize(Asks().double(), _tokens(2, 7)).eval()
+    optimized.gate.train()
+    assert isinstance(optimized(_tokens(3, 5))[1], torch.Tensor)
