@@ -9,7 +9,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, operation
 from hexa_fx.passes.detect.projections import Contraction
-from hexa_fx.passes.detect.tags import Tag, uneven_experts
+from hexa_fx.passes.detect.tags import Tag, expert_groups, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
 
 _NONE = (
@@ -36,7 +36,9 @@ _PARTS = frozenset("getitem split chunk narrow unbind tensor_split split_with_si
 
 
 def multiplies_with_slices(captured: CapturedBlock) -> Refuse | None:
-    """The refusal of a block that joins products with several parts of one parameter; None if it does not."""
+    """The refusal of a block that joins products with several parts of an expert's parameter; None if it does not."""
+    groups = expert_groups(captured.named_tensors()).members.values()
+    listed = {name for names in groups for name in names}
     for node in captured.graph.find_nodes(op="call_function", target=torch.cat, sort=False):
         products = [n for n in node.all_input_nodes if operation(n) in CONTRACTIONS and len(n.all_input_nodes) > 1]
         weights = {_whole(n.all_input_nodes[1]) for n in products}
@@ -44,7 +46,7 @@ def multiplies_with_slices(captured: CapturedBlock) -> Refuse | None:
             (whole,) = weights
             part = record_of(products[0].all_input_nodes[1]).value
             # fewer dimensions: of one expert, in a parameter of all
-            if whole.op == "get_attr" and part.numel() < _numel(whole) and part.dim() == record_of(whole).value.dim():
+            if whole.target in listed and part.numel() < _numel(whole) and part.dim() == record_of(whole).value.dim():
                 return Refuse(_SLICED.format(whole.target), node)
     return None
 

@@ -157,7 +157,7 @@ class Slices(nn.Module):
         self.up, self.down = nn.Linear(D, I, bias=False), nn.Linear(I, D, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        halves = self.up.weight.split(I // 2)
+        halves = self.up.weight[: I // 2], self.up.weight[I // 2 :]
         return self.down(torch.cat([F.linear(x, half) for half in halves], -1).relu())
 
 
