@@ -201,8 +201,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
 
 def _check_swapped(spec: KernelSpec) -> Iterable[str]:
     yield from why_not_swapped(spec.op, spec.glu, spec.layout)
-    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != line_elements(spec.dtype):
-        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {line_elements(spec.dtype)}"
+    if spec.bm % 32 or not 32 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != line_elements(spec.dtype):
+        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 32 to 320 by 32 x 128 x {line_elements(spec.dtype)}"
     if _pingpong(spec):
         yield "both warpgroups share a swapped tile: no ping-pong"
     if cluster_of(spec) > 1 and spec.gather:

@@ -25,7 +25,7 @@ _FUNCTIONS = {
     "quantize_weight": "weight",
     "ess": "sum",
 }
-_BLOCKS = {"quantize_columns": 3, "group_rows": 3, "quantize_weight": 4}
+_BLOCKS = {"quantize_columns": 3, "group_rows": 4, "quantize_weight": 4}
 """Of a multiprocessor, for operators that take tiles."""
 
 

@@ -81,7 +81,10 @@ def test_columns(kind, op, gathers, dtype, width):
     x = torch.randn(TOKENS if gathers else len(v), width).to(dtype)
     x[:, 3] *= 1e3
     x[5] *= 1e-6
+    x[6, ::2] = 0
     rows = (x,) if op == "quantize_columns_fp8" else fp8.quantize_rows_fp8(x, True)
+    if op == "group_rows_fp8":  # with scales of other rows, larger and smaller
+        rows[0].view(torch.uint8)[4:7, 7] = 0x7F  # NaN
     args = (*rows, *((v, offs, K) if gathers else (None, offs, 1)))
     used = int(first_groups(offs)[-1])
     found, expected = getattr(fp8_rows, op)(*args), getattr(fp8, op)(*args)
