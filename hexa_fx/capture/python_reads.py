@@ -210,8 +210,11 @@ class PythonReads:
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(holder: Any, name: str) -> Any:
-            if name not in _QUIET and not self._busy and (not name.startswith("__") or name == "__dict__"):
-                self._note(holder, name, sys._getframe(1))
+            if not self._busy and (not name.startswith("__") or name == "__dict__"):
+                if name not in _QUIET:
+                    self._note(holder, name, sys._getframe(1))
+                elif name.endswith("_hooks") and is_users(str(sys._getframe(1).f_globals.get("__name__"))):
+                    self._read(holder, name)
             return plain(holder, name)
 
         return __getattribute__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import types
 from collections import defaultdict
@@ -16,8 +17,9 @@ from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.hidden_sources import DIGEST, hidden_source
 from hexa_fx.isolation.lookup import CALLED
-from hexa_fx.isolation.read_values import CACHED, is_clock
+from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users
 
 _GENERATED = "<eval_with_key>"
@@ -107,8 +109,11 @@ class RanCode:
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
             self.hidden[scope] = found.hidden, "look-up of names", self._location
+        if "tobytes" in code.co_names:
+            self.hidden[scope] = "tobytes", DIGEST, self._location
         for first, *rest in found.chains:
             if first not in namespace or is_ours(namespace[first]):
+                self.note_state(namespace.get(first, vars(builtins).get(first)), scope)
                 continue
             if home is not None and vars(home) is namespace:
                 self._follow(home, [first, *rest], scope)
@@ -143,8 +148,8 @@ class RanCode:
     def note_state(self, value: Any, scope: str) -> None:
         """Notes a function that asks torch for a state, and what it says."""
         name = str(getattr(value, "__name__", ""))
-        if is_clock(value):
-            self.hidden[scope] = name, "clock", self._location
+        if kind := hidden_source(value):
+            self.hidden[scope] = name, kind, self._location
         name = torch_state.STANDS_FOR.get(name, name)
         if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
             self._read(torch_state, "STATE", scope)
@@ -157,7 +162,10 @@ def _name(namespace: dict[str, Any]) -> str:
 
 
 def _may_be_set(module: str, value: Any) -> bool:
-    """Whether what a Python module of torch holds is a switch, or a function that others may put their own in place of."""
+    """Whether what a Python module of torch holds is a switch, or a function that others may put their own in place of; or what
+    `sys` lists."""
+    if module == "sys" and isinstance(value, (list, dict)):
+        return True
     return module.startswith("torch") and (isinstance(value, (*_FUNCTIONS, bool)) or _is_backend(value))
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
+from hexa_fx.isolation.hidden_sources import CLOCK, hidden_source
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.users_code import is_users
 
@@ -181,7 +182,7 @@ def alike(now: Any, noted: Any) -> bool:
 
 def is_unreadable(value: Any, noted: Any) -> bool:
     """Whether an object has a state that nobody can see from outside: an iterator, say, or an object of C code."""
-    if is_clock(value):
+    if hidden_source(value) == CLOCK:
         return True
     if not isinstance(noted, IsA) or isinstance(value, (torch.Tensor, nn.Module)):
         return False
@@ -189,13 +190,6 @@ def is_unreadable(value: Any, noted: Any) -> bool:
         return True
     own = type(value).__flags__ & (_OWN_CLASS | _IMMUTABLE) == _OWN_CLASS
     return is_object(value) and not isinstance(value, _SEEN_INTO) and not own
-
-
-def is_clock(value: Any) -> bool:
-    """Whether it is a function that tells the time, or the class of which one asks it."""
-    if value is datetime.datetime or value is datetime.date:
-        return True
-    return isinstance(value, types.BuiltinFunctionType) and value.__module__ == "time"
 
 
 def keys_inside(value: Any, noted: Any) -> Iterator[Any]:

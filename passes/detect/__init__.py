@@ -33,6 +33,7 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merged_weights, without_products
 from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
+from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
@@ -207,6 +208,7 @@ def _match_of(
     branches = shape_branches(
         captured, tag(captured, weights.groups), set(routing.index.nodes), opaque, last, combine.node
     )
+    refuse_partial_looks(captured.graph, opaque, tokens, pairs.token, replay)
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags)
     return MoEMatch(

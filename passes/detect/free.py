@@ -22,6 +22,7 @@ from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, T
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import check_base, explain_offset
+from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import Contraction
 from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
@@ -145,6 +146,7 @@ class _Search:
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         everyone = tag(captured, self.groups)
         branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
+        refuse_partial_looks(captured.graph, opaque, count, pairs.token, self.replay)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags)
         idiom = "loop over experts, unusual expert"

@@ -6,6 +6,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.hidden_sources import DIGEST
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -16,6 +17,10 @@ _HOOKED = (
 _UNREADABLE = (
     "the code reads {}, a {} that may change without a trace; a plain value or an object of a Python class in its place can be "
     "checked"
+)
+_DIGESTED = (
+    "the code makes a digest ({}) of what it is given, of which one example says nothing about another; a block that leaves it "
+    "to the code around it can be rewritten"
 )
 _AUTOCAST = (
     "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
@@ -41,7 +46,8 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
         return Refusal(captured.path, _HOOKED.format(inside), settled=True)
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
-            return Refusal(captured.path, _UNREADABLE.format(read, read.value.kind), read.location, settled=True)
+            sentence = _DIGESTED if read.value.kind == DIGEST else _UNREADABLE
+            return Refusal(captured.path, sentence.format(read, read.value.kind), read.location, settled=True)
     called = called_in(rewritten.graph)
     if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
         return Refusal(captured.path, _TENSOR_HOOKS, settled=True)

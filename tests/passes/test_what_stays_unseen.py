@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import logging
 import math
 import operator
+import os
+import sys
 import threading
 import time
 from array import array
@@ -201,6 +204,16 @@ class WithArray(ListMoE):
         return super().forward(hidden) * self.scale[0]
 
 
+class OnArguments(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (2.0 if "--double" in sys.argv else 1.0)
+
+
+class OnHooks(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (2.0 if self._forward_hooks else 1.0)
+
+
 class Given(nn.Module):
     """Stacked weights, gathered by ids that are given: -1 is the last expert."""
 
@@ -225,6 +238,7 @@ def set_function(model: nn.Module) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
     monkeypatch.setattr(scaled, "by", 1.0)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     monkeypatch.setattr(log, "level", logging.NOTSET)
     log.manager._clear_cache()
@@ -248,6 +262,8 @@ def optimized(block: type[nn.Module], *given: Any) -> tuple[nn.Module, nn.Module
         (ByLayout, lambda model: None, lambda: torch.randn(D, 12).t()),
         (BySeed, lambda model: torch.manual_seed(torch.initial_seed() + 1) and None, tokens),
         (Catching, lambda model: None, lambda: torch.randn(D, 12).t()),
+        (OnArguments, lambda model: sys.argv.append("--double"), tokens),
+        (OnHooks, lambda model: model.register_forward_hook(lambda *call: None), tokens),
     ],
 )
 def test_own_code_runs_where_it_gives_something_else(
@@ -336,9 +352,57 @@ def test_inference_mode_is_asked_for() -> None:
     torch.testing.assert_close(opt(given), original(given))
 
 
+class OnChoices(ListMoE):
+    """Scales by what the host makes of the choices."""
+
+    def scale(self, index: torch.Tensor) -> float:
+        raise NotImplementedError
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        index, _ = self.router(hidden)
+        return super().forward(hidden) * self.scale(index)
+
+
+class OfOneToken(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if index[0].tolist() == [3, 1] else 1.0
+
+
+class OfTwoTokens(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if index[3, 0].item() * 4 + index[5, 1].item() == 13 else 1.0
+
+
+class OfARow(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if torch.equal(index[2], torch.tensor([3, 1])) else 1.0
+
+
+class Digested(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if hashlib.md5(index.numpy().tobytes()).digest()[0] < 3 else 1.0
+
+
+class AsBytes(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0
+
+
+class OfAFile(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        with open(os.devnull) as file:
+            return float(file.read() or 1.0)
+
+
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
+        (OfOneToken, "what certain tokens chose"),
+        (OfTwoTokens, "what certain tokens chose"),
+        (OfARow, "what certain tokens chose"),
+        (Digested, "a digest"),
+        (AsBytes, "a digest"),
+        (OfAFile, "reads open"),
         (CutFarOut, "600 tokens"),
         (InParts, "1200 tokens"),
         (ByLoad, "800 tokens"),

@@ -1,0 +1,28 @@
+"""Functions whose answers no graph and no condition can hold: of clocks, of the system, and digests of what they are given."""
+
+from __future__ import annotations
+
+import datetime
+import types
+from typing import Any
+
+CLOCK, SYSTEM, DIGEST = "clock", "part of the system", "digest"
+_KINDS = {
+    CLOCK: "time",
+    SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource",
+    DIGEST: "hashlib _hashlib _md5 _sha1 _sha2 _sha3 _sha256 _sha512 _blake2 hmac zlib binascii base64 pickle _pickle struct "
+    "_struct marshal",
+}
+_OF_MODULE = {module: kind for kind, modules in _KINDS.items() for module in modules.split()}
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+
+
+def hidden_source(value: Any) -> str:
+    """What kind of source a function or class is that the code calls, in words; empty if it is none."""
+    if value is datetime.datetime or value is datetime.date:
+        return CLOCK
+    if value is hash:
+        return DIGEST
+    if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
+        return ""
+    return _OF_MODULE.get(str(value.__module__), "")
