@@ -25,8 +25,9 @@ SAYS = {
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
     "all_to_all_experts": "equal to one device",
+    "trainer_on_a_mesh": "as of one process",
 }
-OF_SEVERAL = ("unequal_devices", "all_to_all_experts")
+OF_SEVERAL = ("unequal_devices", "all_to_all_experts", "trainer_on_a_mesh")
 """Run by tests/distributed/test_examples.py."""
 
 

@@ -17,7 +17,14 @@ from tests.test_examples import FOLDER, OF_SEVERAL, SAYS
 
 def example(rank: int, world: int, name: str) -> str:
     """What the script prints. The ranks have met already."""
-    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "TORCHELASTIC_RUN_ID": "test"}
+    given = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    given |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}  # accelerate asks whether they are there
     os.environ |= {key: str(value) for key, value in given.items()}
     sys.path.insert(0, str(FOLDER))
     dist.init_process_group = lambda *_: None  # in this process, which ends with the script
@@ -28,6 +35,8 @@ def example(rank: int, world: int, name: str) -> str:
 
 @pytest.mark.parametrize("name", OF_SEVERAL)
 def test_two_processes(name: str) -> None:
+    if name == "trainer_on_a_mesh":
+        pytest.importorskip("accelerate")
     outcomes = start(2, example, name)
     assert [kind for kind, _ in outcomes] == ["ok", "ok"], outcomes
     assert SAYS[name] in "".join(said for _, said in outcomes)
