@@ -44,6 +44,7 @@ import hexa_fx  # noqa: E402
 from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
+from hexa_fx.errors import kind_and_line  # noqa: E402
 
 ROWS = "fsdp2_grouped_mm fsdp2_hexa data model fsdp auto mesh_data mesh_model ep_grouped_mm ep_hexa".split()
 SEQUENCE = 2048
@@ -177,7 +178,7 @@ def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     try:
         return head | measured(name, tokens, row, o)
     except Exception as error:  # the same on every rank, or the job hangs until its limit
-        return head | {"reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
+        return head | {"reason": kind_and_line(error)}
     finally:
         gc.collect()
         if torch.cuda.is_available():

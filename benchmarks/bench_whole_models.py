@@ -32,6 +32,7 @@ from torch import nn  # noqa: E402
 from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
+from hexa_fx.errors import kind_and_line  # noqa: E402
 
 MIB = 2.0**20
 
@@ -45,7 +46,7 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
         try:
             row |= measured(model, implementation, options)
         except Exception as error:  # of a package that is not there, or of this card
-            row["reason"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            row["reason"] = kind_and_line(error)
         model.set_experts_implementation(as_it_is)
         model.zero_grad()
         yield row

@@ -64,3 +64,13 @@ class RankError(HexaError, RuntimeError):
 def named(path: str) -> str:
     """The path of a module in words, also of the model itself, whose path is empty."""
     return path or "(the model itself)"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it says nothing; torch appends a C++ stack to it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def kind_and_line(error: BaseException) -> str:
+    """An error's kind and the first line of its text, in at most 200 characters of it."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

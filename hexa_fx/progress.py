@@ -1,7 +1,7 @@
 """The progress bar of everything that takes long: analysing blocks, building kernels, measuring tiles.
 
 Rank 0 draws it on standard error if that is a terminal or a notebook, once two seconds have passed; ``HEXA_FX_PROGRESS=0``
-switches it off. It is rich's on a terminal, or a plain line where rich is missing and in notebooks. Elsewhere, in a file or a job's
+switches it off. It is rich's on a terminal, a plain line in notebooks. Elsewhere, in a file or a job's
 log, the same is logged at INFO now and then. A thread draws it, so that time goes on while one step takes long.
 """
 
@@ -95,14 +95,6 @@ def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Ba
         thread.join()
 
 
-def _has_rich() -> bool:
-    try:
-        import rich.progress  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def _is_drawn(stream: TextIO) -> bool:
     return stream.isatty() or _is_notebook(stream)
 
@@ -121,19 +113,9 @@ def _draw(bar: Bar, stream: TextIO, ended: threading.Event) -> None:
             log.info("%s", _line(bar, began))
             ended.wait(_LOGGED)
         return
-    with _drawing(bar, stream, began) as draw:
+    with _plain(bar, stream, began) if _is_notebook(stream) else _rich(bar, stream) as draw:
         while not ended.wait(_INTERVAL):
             draw()
-
-
-@contextmanager
-def _drawing(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
-    if _is_notebook(stream) or not _has_rich():
-        with _plain(bar, stream, began) as draw:
-            yield draw
-        return
-    with _rich(bar, stream) as draw:
-        yield draw
 
 
 @contextmanager
@@ -151,7 +133,7 @@ def _rich(bar: Bar, stream: TextIO) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _plain(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
-    clear = f"\r{' ' * _LONGEST}\r" if _is_notebook(stream) else "\r\033[K"
+    clear = f"\r{' ' * _LONGEST}\r"
 
     def draw() -> None:
         stream.write(f"{clear}{_line(bar, began)[:_LONGEST]}")

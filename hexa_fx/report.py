@@ -86,7 +86,7 @@ class OptimizationReport:
         return target
 
     def table(self) -> Table:
-        """A table for a rich console. Needs rich."""
+        """A table for a rich console."""
         from rich.table import Table
 
         table = Table("block", "status", "written as", "sizes", "expert", "weights", "error fwd / grad")
@@ -115,7 +115,7 @@ class OptimizationReport:
         return {"text/plain": str(self)}
 
     def print(self) -> None:
-        """Prints a table, with the reasons below it, if the terminal has room for one and rich is installed; else lines of text."""
+        """Prints a table, with the reasons below it, if the terminal has room for one; else lines of text."""
         console = _wide_console()
         if console is None:
             print(self)
@@ -166,9 +166,7 @@ def _wide_console() -> Any:
     """rich's console if standard output is a terminal with room for a table, else None."""
     if not sys.stdout.isatty():
         return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
+    from rich.console import Console
+
     console = Console()
     return console if console.width >= 140 else None

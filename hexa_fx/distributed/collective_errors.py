@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hexa_fx.distributed import rank_failures
 from hexa_fx.distributed.groups import Groups, groups_named, marks_of_ranks
-from hexa_fx.errors import HexaError, RankError
+from hexa_fx.errors import HexaError, RankError, first_line
 
 _incidents = 0
 
@@ -27,11 +27,6 @@ def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
         dist.monitored_barrier(groups.host, timeout=timeout or groups.timeout, wait_all_ranks=True)
     except RuntimeError as error:
         raise RankError(f"not all ranks arrived {when}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text; torch appends a C++ stack to it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def is_collective_failure(error: BaseException) -> bool:

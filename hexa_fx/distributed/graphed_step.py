@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.distributed.shared_cache import SharedCache
 from hexa_fx.distributed.step_recorder import CudaRecorder, Recording, StepRecorder
 from hexa_fx.distributed.step_signature import Call, HostRandom, Optimizers, difference
-from hexa_fx.errors import PlanError, RankError
+from hexa_fx.errors import PlanError, RankError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class GraphedStep:
         except RankError:
             raise
         except Exception as error:
-            return f"it cannot be recorded: {(str(error).splitlines() or [type(error).__name__])[0]}", None
+            return f"it cannot be recorded: {first_line(error)}", None
         after = [p.grad for p in parameters]
         added_to = [old if old is new else None for old, new in zip(before, after)]
         held = [slot.buffer for slot in session.cache.slots]

@@ -21,6 +21,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.cuda.modes import torch_operators
+from hexa_fx.errors import kind_and_line
 from hexa_fx.inspection.roles import REGION
 from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
@@ -77,7 +78,7 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     except Exception as error:  # the block's own: it cannot run with gradients, say
         log.debug("memory of %s was not measured", captured.path, exc_info=error)
         saved = after_saved = None
-        why = f"could not be measured ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
+        why = f"could not be measured ({kind_and_line(error)})"
     return Costs(
         tokens_of(captured, snapshots.case),
         Cost(flops, moved, saved),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.errors import InputError
+from hexa_fx.errors import InputError, first_line, kind_and_line
 from hexa_fx.example_tokens import example_tokens, nested
 
 LARGEST = 50_000_000
@@ -106,7 +106,7 @@ def default_config(model_type: str) -> Any:
     try:
         return AutoConfig.for_model(model_type)
     except ValueError as error:
-        raise InputError(f"{model_type!r}: {_first_line(error)}") from error
+        raise InputError(f"{model_type!r}: {first_line(error)}") from error
 
 
 def tiny_config(config: Any, whole: bool = False) -> Any:
@@ -140,7 +140,7 @@ def built(config: Any, name: str, seed: int = 0, largest: int = LARGEST) -> tupl
         raise
     except Exception as error:  # of the library's own code
         raise InputError(
-            f"{name!r} does not build with tiny widths ({type(error).__name__}: {_first_line(error)}); write a factory for it"
+            f"{name!r} does not build with tiny widths ({kind_and_line(error)}); write a factory for it"
         ) from error
     return model.eval(), example_tokens(model)
 
@@ -260,7 +260,3 @@ def _per_layer(known: dict[str, Any], layers: int) -> list[str]:
 
 def _whole_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:300]

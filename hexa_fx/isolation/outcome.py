@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept, random_states
@@ -183,7 +184,7 @@ def _gradients(
     except (RuntimeError, NotImplementedError) as error:
         if is_out_of_memory(error):
             raise
-        return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return dict.fromkeys(wanted), kind_and_line(error)
     with torch.no_grad(), torch._C.DisableTorchFunction():
         found = dict(zip(wanted, compared(grads[: len(wanted)], [*wanted.values()])))
     return slices.whole(found, wanted, grads[len(wanted) :]), ""

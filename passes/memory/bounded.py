@@ -16,6 +16,7 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
+from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.garbage import collect
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
@@ -59,7 +60,7 @@ def with_few_enough_tokens(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason, times = str(error).splitlines()[0] if str(error) else type(error).__name__, 1.0
+            reason, times = first_line(error), 1.0
             config = replace(config, analysis_bytes=max(config.analysis_bytes // 8, _LEAST_BYTES))
         _released(reason)
         if config.probe_tokens <= _FEWEST:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
@@ -32,7 +33,7 @@ from hexa_fx.passes.inputs.routing_override import (
 )
 from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
-from hexa_fx.passes.verify.tried_calls import first_line, missing_early, repeated, tried
+from hexa_fx.passes.verify.tried_calls import missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
@@ -210,7 +211,7 @@ class Comparison:
         """
         call, rewritten = self.forward.original, missing_early(self.forward.rewritten)
         original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients))
-        raises = f"the original raises {first_line(original)}" if isinstance(original, Exception) else ""
+        raises = f"the original raises {kind_and_line(original)}" if isinstance(original, Exception) else ""
         if isinstance(original, Exception) and not raised_by_user(original):
             return VerificationCase(name, "skipped", detail=raises, raised=True)
         other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
@@ -224,7 +225,7 @@ class Comparison:
                 return VerificationCase(name, "skipped", detail=raises, raised=True)
             return VerificationCase(name, "different", detail=f"only {raises}")
         if isinstance(other, Exception):
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {first_line(other)}")
+            return VerificationCase(name, "different", detail=f"the rewritten block raises {kind_and_line(other)}")
         return original, other
 
     def _original(

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, same_fact, unlike, wide
@@ -23,7 +24,7 @@ from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify.cases import Subject, VerificationCase
 from hexa_fx.passes.verify.perturbation import argument_names, perturbations
 from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
-from hexa_fx.passes.verify.tried_calls import first_line, missing_early, tried
+from hexa_fx.passes.verify.tried_calls import missing_early, tried
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss
 from hexa_fx.runtime.install import HexaForward
@@ -106,7 +107,7 @@ class PerturbedRuns:
         if isinstance(original, Exception) or isinstance(other, GuardMiss):
             return VerificationCase("", "skipped")
         if isinstance(other, Exception):
-            return VerificationCase("", "different", detail=f"only the rewritten block raises {first_line(other)}")
+            return VerificationCase("", "different", detail=f"only the rewritten block raises {kind_and_line(other)}")
         reason, error = apart(original, other, finite=False, rows=torch.median)
         detail = reason or (_how_far(error) if error > self.tolerance else "")
         return VerificationCase("", "different" if detail else "equal", error, detail=detail)
@@ -209,10 +210,10 @@ def _how_far(error: float) -> str:
 
 def _errors(name: str, original: Outcome | Exception, other: Outcome | Exception, finite: bool) -> VerificationCase:
     if isinstance(original, Exception) and (isinstance(other, Exception) or not finite):
-        return VerificationCase(name, "skipped", detail=f"the original raises {first_line(original)}")
+        return VerificationCase(name, "skipped", detail=f"the original raises {kind_and_line(original)}")
     which, error = ("the original", original) if isinstance(original, Exception) else ("the rewritten block", other)
     assert isinstance(error, Exception)
-    return VerificationCase(name, "different", detail=f"only {which} raises {first_line(error)}")
+    return VerificationCase(name, "different", detail=f"only {which} raises {kind_and_line(error)}")
 
 
 def _of_rows(rows: Rows, one: torch.Tensor, two: torch.Tensor) -> float:

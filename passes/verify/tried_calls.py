@@ -51,8 +51,3 @@ def repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return run
-
-
-def first_line(error: Exception) -> str:
-    """What an error is and says, in short."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import hexa_fx
@@ -138,16 +139,17 @@ def test_plan_is_part_of_the_report(optimized, tmp_path):
     assert plan.fingerprint in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_table_where_rich_is_and_lines_where_it_is_not(optimized, monkeypatch, capsys):
-    from rich.console import Console
-
+def test_a_table_on_a_wide_terminal_and_lines_elsewhere(optimized, monkeypatch, capsys):
     console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
     console.print(optimized.report.table())
     assert "layers.0" in console.export_text()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    optimized.report.print()
-    assert "2 of 2 MoE blocks rewritten" in capsys.readouterr().out
+    for columns, drawn in ((200, True), (100, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        optimized.report.print()
+        text = capsys.readouterr().out
+        assert "MoE blocks rewritten in" in text
+        assert ("┃" in text) == drawn
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
