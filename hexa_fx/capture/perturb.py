@@ -15,7 +15,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture.records import record_of
-from hexa_fx.isolation.size import is_of_one_number
+from hexa_fx.isolation.size import of_one_number
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def replaced_parameters(
     """
     generator = torch.Generator().manual_seed(2)
     chosen = {id(parameters[name]): value for name, value in given.items()}
-    plain = {id(p): p for p in parameters.values() if id(p) in chosen or _is_plain(p)}
+    alike = of_one_number(p for p in parameters.values() if type(p) is nn.Parameter and not p.is_meta)
+    plain = {id(p): p for p in parameters.values() if id(p) in chosen or (id(p) in alike and _hides(p))}
     before = {key: parameter.data for key, parameter in plain.items()}
     try:
         for key, parameter in plain.items():
@@ -82,7 +83,6 @@ def decided_alone(block: nn.Module, graph: torch.fx.Graph, names: Collection[str
     return {name: block.get_parameter(name).detach() for name in sorted(found.intersection(names))}
 
 
-def _is_plain(value: torch.Tensor) -> bool:
-    if type(value) is not nn.Parameter or value.is_meta or not is_of_one_number(value):
-        return False
+def _hides(value: torch.Tensor) -> bool:
+    """Whether one that is of one number may have no effect: a single number other than 0 and 1 has one."""
     return value.numel() > 1 or float(value.detach().flatten()[0]) in (0.0, 1.0)

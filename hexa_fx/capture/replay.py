@@ -54,7 +54,7 @@ class Replay:
         """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
         if self._coarse:
             self._coarse = False  # what follows asks for recorded values
-            self._frozen |= sharpened(self._nodes, self._execute, self._recorded)
+            self._frozen |= sharpened(self._nodes, self._execute, self._recorded, self._written)
         if node not in self._frozen:
             self._frozen[node] = self._recorded(node)
         return self._frozen[node]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
-from hexa_fx.isolation.outcome import largest
+from hexa_fx.isolation.outcome import largest, largest_of
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.size import batches
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
+
+_TOGETHER = 1 << 20
+"""Elements that are looked at together."""
 
 
 def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
@@ -31,30 +36,104 @@ def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
 
 
 def sharpened(
-    nodes: Iterable[torch.fx.Node],
+    nodes: Sequence[torch.fx.Node],
     execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
     upcast: Callable[[torch.fx.Node], Any],
+    written: Collection[int | None],
 ) -> dict[torch.fx.Node, Any]:
     """Every computed value, recomputed in float64 from the parameters and inputs.
 
-    Values that come out differently keep what was recorded: choices that hinge on a rounding (top-k), and random numbers.
+    Values that come out differently keep what was recorded: choices that hinge on a rounding (top-k), and random numbers. Among
+    floating-point ones they are looked for in many at a time, since each look waits for a device; if one is found, everything is
+    computed anew and each value looked at before it is read.
 
     Args:
         nodes: of the recorded graph, in order.
         execute: one node's call in float64 on the values so far.
         upcast: its recorded value in float64.
+        written: the memory that the run writes to.
     """
-    values: dict[torch.fx.Node, Any] = {}
-    found: dict[torch.fx.Node, Any] = {}
-    with torch.no_grad(), random_state_kept():
-        for node in nodes:
+    run = partial(_Run, nodes, execute, upcast, frozenset(written))
+    with torch.no_grad():
+        for together in (True, False):
+            with random_state_kept():
+                found = run(together).values()
+            if found is not None:
+                break
+    assert found is not None
+    return found
+
+
+class _Run:
+    """One computation of all values; ``together``: differences are looked for in many at a time."""
+
+    def __init__(
+        self,
+        nodes: Sequence[torch.fx.Node],
+        execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
+        upcast: Callable[[torch.fx.Node], Any],
+        written: frozenset[int | None],
+        together: bool,
+    ) -> None:
+        self._nodes, self._execute, self._upcast = nodes, execute, upcast
+        self._written, self._together = written, together
+        self._exact = {
+            node for node in nodes if not node.op.startswith("call") and not _is_float(record_of(node).value)
+        }
+        """Nodes that have the recorded numbers to the last bit: what is computed of these alone is as it was."""
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def values(self) -> dict[torch.fx.Node, Any] | None:
+        """By node; None if one of those that were looked at together differs."""
+        values: dict[torch.fx.Node, Any] = {}
+        found: dict[torch.fx.Node, Any] = {}
+        for node in self._nodes:
             if not node.op.startswith("call"):
                 continue
-            recorded, values[node] = upcast(node), execute(node, values)
-            if not _alike(values[node], recorded):
-                values[node] = with_tensors(_copied, recorded)
-            found[node] = with_tensors(_copied, values[node])  # before later writes
-    return found
+            recorded, kept = self._upcast(node), record_of(node).storage not in self._written
+            if kept and not _is_float(recorded):  # as it was recorded, whether it comes out so or not
+                values[node] = found[node] = recorded
+            else:
+                values[node] = self._execute(node, values)
+                found[node] = values[node] if kept else with_tensors(_copied, values[node])  # before later writes
+                if not self._is_alike(found[node], recorded):
+                    values[node] = with_tensors(_copied, recorded)
+                    found[node] = values[node] if kept else with_tensors(_copied, recorded)
+        return found if self._are_near(self._unseen) else None
+
+    def _is_alike(self, value: Any, recorded: Any) -> bool:
+        """Whether they are near each other, as far as that is looked at now."""
+        if not (self._together and _can_wait(value, recorded)):
+            return _alike(value, recorded)
+        self._unseen.append((value, recorded))
+        return True
+
+    @staticmethod
+    def _are_near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        for batch in batches(pairs, lambda pair: pair[0].numel(), _TOGETHER):
+            values, recorded = map(list, zip(*batch))
+            scales, distances = largest_of(recorded), largest_of(torch._foreach_sub(values, recorded))
+            for pair, scale, distance in zip(batch, scales, distances):
+                if not (distance <= _NEAR * scale if math.isfinite(scale) else _is_near(*pair)):
+                    return False
+        return True
+
+
+def _can_wait(value: Any, recorded: Any) -> bool:
+    """Whether both are tensors of floating-point numbers of one kind, and no weights."""
+    if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor) or isinstance(value, UpcastWeight):
+        return False
+    same = value.shape == recorded.shape and value.dtype == recorded.dtype and value.device == recorded.device
+    return same and value.is_floating_point() and not isinstance(recorded, UpcastWeight)
+
+
+def _is_float(value: Any) -> bool:
+    """Whether there are tensors of floating-point numbers in it, or it is an object that may hold any."""
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
+    return not all(
+        isinstance(leaf, int | str | None) or (isinstance(leaf, torch.Tensor) and not leaf.is_floating_point())
+        for leaf in leaves
+    )
 
 
 def with_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -55,7 +55,7 @@ def _is_index(value: Any) -> bool:
 def _within(index: Tensor, low: int, high: int) -> None:
     if not index.numel():
         return
-    least, most = (int(bound) for bound in torch.aminmax(index.detach()))
+    least, most = torch.stack(torch.aminmax(index.detach())).tolist()
     if least < low or most >= high:
         raise IndexError(f"index {least if least < low else most} is out of bounds for a size of {high}")
 

@@ -275,8 +275,8 @@ def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
     for _, numbers in groupby(filled, lambda number: tensors[number].device):
         chosen = [*numbers]
-        ends = torch.stack([torch.stack(torch.aminmax(tensors[number])) for number in chosen])
-        for number, value in zip(chosen, ends.abs().amax(1).tolist()):
+        ends = torch.stack([end for number in chosen for end in torch.aminmax(tensors[number])])
+        for number, value in zip(chosen, ends.abs().view(-1, 2).amax(1).tolist()):
             found[number] = value
     return found
 

@@ -19,8 +19,8 @@ FEW_TOKENS = 32
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
 """What torch's allocators and CUDA's libraries say."""
 
-_PIECE = 1 << 22
-"""Elements that are looked at together."""
+_FEW, _PIECE = 8, 1 << 22
+"""Elements that are looked at first, and together."""
 
 
 def float64_bytes(block: nn.Module) -> int:
@@ -64,6 +64,22 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], most: int) -> It
 def is_large(value: torch.Tensor) -> bool:
     """Whether a tensor of such a block counts as a large weight."""
     return value.is_floating_point() and value.dim() >= 2 and 8 * value.numel() >= LEAST_BYTES
+
+
+def of_one_number(values: Iterable[torch.Tensor]) -> set[int]:
+    """Ids of the tensors for which `is_of_one_number` holds. All begin with a look that waits for a device once."""
+    alike: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
+    for value in values:
+        if value.is_floating_point() and value.numel():
+            length = min(_FEW, value.shape[-1]) if value.dim() else 1
+            alike.setdefault((value.device, value.dtype, length), []).append(value)
+    found: set[int] = set()
+    for (_, _, length), group in alike.items():
+        with torch.no_grad():
+            rows = torch.stack([(v[(0,) * (v.dim() - 1)] if v.dim() else v[None])[:length] for v in group])
+        same = (rows == rows[:, :1]).all(1).tolist()
+        found |= {id(value) for value, may_be in zip(group, same) if may_be and is_of_one_number(value)}
+    return found
 
 
 def is_of_one_number(value: torch.Tensor) -> bool:

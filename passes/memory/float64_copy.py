@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
-from hexa_fx.isolation.size import is_large, is_of_one_number, is_out_of_memory, raises_in_pieces, whole_bytes
+from hexa_fx.isolation.size import is_large, is_out_of_memory, of_one_number, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 
@@ -35,22 +37,23 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool =
 
 def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool) -> nn.Module:
     memo: dict[int, Any] = {}
-    generator = None if as_it_is else torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    plain = set() if as_it_is else of_one_number(chain(block.parameters(), _others(block)))
     for parameter in block.parameters():
         if parameter.is_floating_point():
             value = parameter.detach()
             in_parts = in_pieces and is_large(value)
             memo[id(parameter)] = nn.Parameter(
-                UpcastWeight(_unlike_in_place(value, generator), limit)
+                UpcastWeight(_unlike_in_place(value, generator) if id(parameter) in plain else value, limit)
                 if in_parts
-                else _unlike(value.to(torch.float64, copy=True), generator)
+                else _unlike(value.to(torch.float64, copy=True), generator, id(parameter) in plain)
             )
             _keep_settings(parameter, memo[id(parameter)])
-    for child in block.modules():
-        for value in (*child._buffers.values(), *child.__dict__.values()):
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _unlike(value.detach().to(_upcast(value.dtype), copy=True), generator)
-                _keep_settings(value, memo[id(value)])
+    for value in _others(block):
+        if id(value) not in memo:
+            raised = value.detach().to(_upcast(value.dtype), copy=True)
+            memo[id(value)] = _unlike(raised, generator, id(value) in plain)
+            _keep_settings(value, memo[id(value)])
     return deepcopied(block, memo)
 
 
@@ -59,18 +62,24 @@ def _keep_settings(tensor: torch.Tensor, copied: torch.Tensor) -> None:
     vars(copied).update({name: value for name, value in vars(tensor).items() if not isinstance(value, torch.Tensor)})
 
 
-def _unlike(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """A floating vector or matrix with random numbers added if all its elements are equal."""
-    if generator is None or not is_of_one_number(value) or value.numel() < 2:
+def _others(block: nn.Module) -> Iterator[torch.Tensor]:
+    """Buffers, and tensors in attributes."""
+    for child in block.modules():
+        for value in (*child._buffers.values(), *child.__dict__.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _unlike(value: torch.Tensor, generator: torch.Generator, plain: bool) -> torch.Tensor:
+    """A vector or matrix with random numbers added if all its elements are equal."""
+    if not plain or value.numel() < 2:
         return value
     noise = torch.randn(value.shape, dtype=torch.float64, generator=generator, device="cpu")
     return value + noise.to(value.device) / 8
 
 
-def _unlike_in_place(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def _unlike_in_place(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """As `_unlike`, for a large weight: every row of it begins one random number after the row before."""
-    if generator is None or not is_of_one_number(value):
-        return value
     rows = value.shape[:-1].numel()
     noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator, device="cpu") / 8
     numbers = noise.to(value) + value.flatten()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch.fx
 
@@ -79,6 +80,7 @@ def kept_routers(
     alone = called - opened(captured, kept) - _read_for(regions, kept) - _left_plain(captured, called)
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
+    by_storage = _by_storage(captured)
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
@@ -87,7 +89,7 @@ def kept_routers(
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
-        if last is None or any(_changes_more(captured, kept, node) for node in order[: order.index(last) + 1]):
+        if last is None or any(_changes_more(by_storage, kept, node) for node in order[: order.index(last) + 1]):
             counted |= routers
             continue
         told |= {call.path for call in calls if _has_effects(captured, call)}
@@ -98,8 +100,10 @@ def kept_routers(
         counts = type(read.value) in kinds and str(read) not in set_inside
         return counts and any(is_within(scope, routers) for scope in read.scopes)
 
+    inside = cache(partial(is_within, paths=alone))
+
     def is_followed(scope: str, read: PythonRead) -> bool:
-        return is_within(scope, alone) and not numbers(read, counted) and not numbers(read, limited, (int, float))
+        return inside(scope) and not numbers(read, counted) and not numbers(read, limited, (int, float))
 
     followed = [(read, all(is_followed(scope, read) for scope in read.scopes)) for read in captured.reads]
     reads = tuple(read for read, left in followed if not left)
@@ -148,17 +152,27 @@ def _last(match: MoEMatch, order: Sequence[torch.fx.Node]) -> torch.fx.Node | No
     return order[max(places)] if len(places) == len(needed) else None
 
 
-def _changes_more(captured: CapturedBlock, kept: KeptNodes, node: torch.fx.Node) -> bool:
+def _by_storage(captured: CapturedBlock) -> dict[int | None, list[int]]:
+    """Places of the nodes whose values lie in a memory, without those of parameters and buffers."""
+    found: dict[int | None, list[int]] = {}
+    for place, node in enumerate(captured.graph.nodes):
+        if node.op != "output":
+            found.setdefault(record_of(node).storage, []).append(place)
+    for node in captured.graph.find_nodes(op="get_attr"):
+        found.pop(record_of(node).storage, None)
+    return found
+
+
+def _changes_more(by_storage: Mapping[int | None, list[int]], kept: KeptNodes, node: torch.fx.Node) -> bool:
     """Whether something was drawn or written with ``node`` that answering calls of modules would not undo."""
     call = kept.calls.get(node)
     if call is None:
         return draws(node) or writes_outside(node)
-    inside = list(captured.graph.nodes)[call.start : call.end]
+    inside = list(node.graph.nodes)[call.start : call.end]
     if call.function is not None:
         return any(draws(n) or writes_outside(n) for n in inside)
-    own = {record_of(n).storage for n in captured.graph.nodes if n.op == "get_attr"}
-    outside = {record_of(n).storage for n in captured.graph.nodes if n.op != "output" and n not in set(inside)}
-    return any(record_of(n).writes and record_of(n).storage in outside - own for n in inside)
+    written = {record_of(n).storage for n in inside if record_of(n).writes}
+    return any(not call.start <= place < call.end for storage in written for place in by_storage.get(storage, ()))
 
 
 def _has_effects(captured: CapturedBlock, call: ModuleCall) -> bool:

@@ -291,3 +291,26 @@ def test_a_weight_of_one_number_is_told_from_one_that_differs_anywhere(monkeypat
         assert not size.is_of_one_number(torch.full((9, 11), float("nan")))
         assert not size.is_of_one_number(torch.ones(3, 0))
         assert not size.is_of_one_number(torch.ones(3, dtype=torch.int))
+        late = torch.ones(3, 40).index_fill_(1, torch.tensor([39]), 2.0)
+        several = [torch.ones(9, 11), torch.ones(9, 11, dtype=torch.bfloat16), torch.tensor(2.0), torch.ones(7), late]
+        several += [torch.arange(7.0), torch.ones(3, 0), torch.ones(3, dtype=torch.int)]
+        assert size.of_one_number(several) == {id(value) for value in several if size.is_of_one_number(value)}
+
+
+def test_gradients_of_several_matrices_are_sketched_as_each_is_alone():
+    """Products of no rows, transposed ones and two sums of products among them."""
+    generator = torch.Generator().manual_seed(4)
+    weights = [UpcastWeight(torch.randn(N, K), 1 << 20) for _ in range(5)]
+
+    def product(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(rows, size, generator=generator, dtype=torch.float64) for size in (N, K))
+
+    given = [product(rows) for rows in (3, 0, 2, 1)]
+    terms = [[Term(g.t(), x, (0, 0), PLAIN)] for g, x in given]
+    terms[2] = [Term(given[2][1].t(), given[2][0], (0, 0), (PLAIN[1], PLAIN[0]))]
+    terms.append([*terms[0], *terms[3]])
+    lazy = [LazyGradient((N, K), each, torch.device("cpu"), 1 << 20) for each in terms]
+    dense = [g.t() @ x for g, x in given]
+    dense.append(dense[0] + dense[3])
+    for found, expected in zip(compared(lazy, weights), dense, strict=True):
+        torch.testing.assert_close(found, sketch_of_dense(expected))
