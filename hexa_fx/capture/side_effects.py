@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
-from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
+from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.module_tree import named_modules
 
@@ -38,6 +39,7 @@ class SideEffects:
         self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
         self._global = Contents(_reached(self._namespaces))
         self._streams = Streams(block)
+        self._codes = [(p, p.data) for p in block.parameters() if _holds_codes(p)]
 
     def changed(self) -> list[Holder]:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
@@ -61,6 +63,14 @@ class SideEffects:
         self._streams.restore()
         self._held.restore()
         self._global.restore(_has_results)
+        for parameter, data in self._codes:
+            if (parameter.data_ptr(), parameter.shape) != (data.data_ptr(), data.shape):
+                parameter.data = data
+
+
+def _holds_codes(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a class of its own on plain memory, which a quantiser may lay out anew in its first use."""
+    return is_of_other_library(parameter) and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter)
 
 
 def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:

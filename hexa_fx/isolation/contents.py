@@ -60,12 +60,26 @@ class Contents:
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
-    """What the module and those in it hold besides tensors and modules, and what is inside it; each once."""
+    """What the module and those in it hold besides tensors and modules, and what is inside it; each once.
+
+    And the attributes of parameters that other libraries have classes for: quantised ones may be set up in their first use.
+    """
     seen: set[int] = set()
     for path, child in named_modules(module):
         for name, value in vars(child).items():
             if name not in MODULE_STATE and is_object(value):
                 yield from _inside(f"{path or 'self'}.{name}", value, seen)
+        for name, parameter in child._parameters.items():
+            if parameter is not None and is_of_other_library(parameter):
+                yield from _inside(f"{path or 'self'}.{name}", vars(parameter), seen)
+
+
+def is_of_other_library(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's class is neither torch's nor ours."""
+    return type(parameter) is not nn.Parameter and type(parameter).__module__.partition(".")[0] not in (
+        "torch",
+        "hexa_fx",
+    )
 
 
 def _inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:

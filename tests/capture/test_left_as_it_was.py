@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,3 +185,40 @@ def test_modules_and_tensors_by_name_are_torchs() -> None:
     assert named_modules(block) == list(block.named_modules())
     assert named_tensors(block, "_parameters") == dict(block.named_parameters())
     assert list(named_tensors(block, "_buffers")) == list(dict(block.named_buffers()))
+
+
+class Codes(nn.Parameter):
+    """As quantisers have them: what stands for the weight hangs on the parameter until the first use."""
+
+
+class LaidOut(nn.Module):
+    """In its first call codes are laid out anew, and scales move from the parameter to an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Codes(torch.randint(-8, 8, (D, D), dtype=torch.int8), requires_grad=False)
+        self.weight.scale = torch.rand(D, 1)  # type: ignore[attr-defined]
+        self.state = SimpleNamespace(scale=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        if weight.scale is not None:
+            self.state.scale, weight.scale = weight.scale, None
+            weight.data = weight.data.t().contiguous()
+        return x + x @ (weight * self.state.scale.t())
+
+
+def _made() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(LaidOut(), Block(lambda block, load: None))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_weights_that_their_first_use_lays_out_anew(called_before: bool) -> None:
+    model, x = _made(), torch.randn(20, D)
+    expected = _made()(x)
+    if called_before:
+        model(x)
+    hexa_fx.optimize_(model, x)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
