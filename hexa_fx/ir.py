@@ -7,7 +7,7 @@ Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -149,6 +149,14 @@ class ModuleAttribute:
 
     def __str__(self) -> str:
         return f"{self.path or 'self'}.{self.name}"
+
+
+@dataclass(frozen=True)
+class ModuleCounter(ModuleAttribute):
+    """A number that every run takes one step further: ``function`` of it and ``by``."""
+
+    function: Callable[[Any, Any], Any]
+    by: float
 
 
 @dataclass(frozen=True)

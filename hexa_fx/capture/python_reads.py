@@ -54,6 +54,7 @@ class Edge:
         scopes: paths of the modules whose code read it.
         inside: whether the holder cannot note reads, so that all it holds counts as read with it.
         own: whether the run itself had set it by then, so that it is nothing that was there before.
+        times: how often it was read.
     """
 
     holder: Any
@@ -64,6 +65,7 @@ class Edge:
     location: SourceLocation | None = None
     inside: bool = False
     own: bool = False
+    times: int = 0
 
 
 class PythonReads:
@@ -113,6 +115,11 @@ class PythonReads:
         """The tensors that were read, which are neither parameters nor buffers."""
         found = (edge for edges in self._edges.values() for edge in edges.values())
         return (edge.value for edge in found if isinstance(edge.value, torch.Tensor))
+
+    def is_read_once(self, module: nn.Module, name: str, scopes: frozenset[str]) -> bool:
+        """Whether nobody but the code of ``scopes`` read an attribute, and only once."""
+        edge = self._edges.get(id(module), {}).get(name)
+        return edge is not None and edge.times == 1 and not edge.own and edge.scopes == scopes
 
     def collections(self) -> Iterator[Any]:
         """Lists, deques and dicts that were read and are empty or hold objects, but no other lists."""
@@ -171,6 +178,7 @@ class PythonReads:
         """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
         edge = self._edge(holder, key)
         edge.scopes.add(self.scope() if scope is None else scope)
+        edge.times += 1
         return edge.value
 
     def _edge(self, holder: Any, key: Any) -> Edge:

@@ -59,6 +59,10 @@ class RanCode:
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
         return self._ran.get(id(getattr(function, "__code__", None)), (None, set()))[1]
 
+    def codes(self) -> list[types.CodeType]:
+        """All that ran."""
+        return [code for code, _ in self._ran.values()]
+
     def whole_numbers(self) -> frozenset[int]:
         """Those that the code names."""
         return frozenset().union(*(whole_numbers(code) for code, _ in self._ran.values()))

@@ -19,6 +19,7 @@ from hexa_fx.capture.calls import why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock, ChangedInPlace
 from hexa_fx.capture.collect import Collecting, puts
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.counted import step_of
 from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, replaced_parameters
 from hexa_fx.capture.python_reads import PythonReads
@@ -129,7 +130,7 @@ def _capture(
             result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
-        stored = tuple(stored_values(block, snapshot, settings, recorder))
+        stored = tuple(stored_values(block, snapshot, settings, recorder, functools.partial(step_of, reads)))
         accesses = collecting.accesses(recorder) if collecting else ()
         kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
         kept_before |= {id(tensor) for tensor in reads.tensors()}
@@ -152,7 +153,11 @@ def _capture(
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
         _met_among(inside, recorder),
-        reads=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
+        reads=tuple(
+            value
+            for value in reads.values()
+            if not (collecting and collecting.explains(value)) and not any(item.is_count_of(value) for item in stored)
+        ),
         handed=frozenset(reads.handed(settings.scopes)),
         collections=tuple(reads.collections()),
         in_autocast=recorder.in_autocast,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,11 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
-from hexa_fx.ir import ModuleAttribute
+from hexa_fx.ir import ModuleAttribute, ModuleCounter, PythonRead
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+
+Step = tuple[Callable[[Any, Any], Any], float]
+"""How a counter is taken further: a function of its number and another one, and the other one."""
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -33,6 +36,11 @@ class StoredValue:
 
     def __str__(self) -> str:
         return str(self.place)
+
+    def is_count_of(self, read: PythonRead) -> bool:
+        """Whether ``read`` is of a counter, for its next number alone."""
+        counts = isinstance(self.place, ModuleCounter) and not read.is_global
+        return counts and (read.root, *read.steps) == (self.place.path, self.place.name)
 
 
 @dataclass
@@ -72,9 +80,17 @@ def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
 
 
 def stored_values(
-    block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder
+    block: nn.Module,
+    snapshot: ModuleSnapshot,
+    settings: Settings,
+    recorder: Recorder,
+    step_of: Callable[[nn.Module, str, Any, Any, frozenset[str]], Step | None],
 ) -> Iterator[StoredValue]:
-    """Attributes that are not what they were at ``snapshot``, or were set to None."""
+    """Attributes that are not what they were at ``snapshot``, or were set to None; of those that count, by how much.
+
+    Args:
+        step_of: how an attribute of a module came from a number to another by the code of some scopes; None if it is no counter.
+    """
     for path, module in block.named_modules():
         changed = _changed(module, snapshot.attributes(module))
         emptied_here = (
@@ -83,7 +99,11 @@ def stored_values(
         for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
+            step = step_of(module, name, snapshot.attributes(module).get(name), value, scopes)
+            if step is None:
+                yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
+            else:
+                yield StoredValue(ModuleCounter(path, name, *step), None, scopes)
 
 
 def lifted(value: Any, recorder: Recorder) -> Any:

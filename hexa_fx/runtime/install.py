@@ -168,7 +168,8 @@ class HexaForward:
         if adapted:
             adapted.refresh()
         adapters = adapted or self.adapters
-        result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
+        with results.counted(module, self.stored[training]) if self.stored[training] else nullcontext():
+            result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if self.stored[training]:

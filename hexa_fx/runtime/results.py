@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from hexa_fx.ir import Container, ContainerItem, Destination
+from hexa_fx.ir import Container, ContainerItem, Destination, ModuleCounter
 from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.held_objects import MISSING, step
 from hexa_fx.runtime.guards import GuardMiss
@@ -26,9 +27,31 @@ def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
             _found(module, destination.container)
 
 
+@contextmanager
+def counted(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[None]:
+    """A context that takes counters further as it begins, as code mostly does: checkpointing ends a run early that it makes again.
+
+    Where the run ends with a `GuardMiss`, the block's own code counts.
+    """
+    before = []
+    for counter in destinations:
+        if isinstance(counter, ModuleCounter):
+            owner = module.get_submodule(counter.path)
+            before.append((owner, counter.name, getattr(owner, counter.name)))
+            setattr(owner, counter.name, counter.function(getattr(owner, counter.name), counter.by))
+    try:
+        yield
+    except GuardMiss:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        raise
+
+
 def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequence[Any]) -> None:
     """Sets, appends or inserts ``values``, in the order of the original."""
     for destination, value in zip(destinations, values):
+        if isinstance(destination, ModuleCounter):
+            continue
         if not isinstance(destination, ContainerItem):
             setattr(module.get_submodule(destination.path), destination.name, value)
             continue
