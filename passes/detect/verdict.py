@@ -37,7 +37,7 @@ class NoRouting(Refuse):
 
 
 def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] = Refuse) -> Found:
-    """What the first of some attempts finds that does not refuse.
+    """What the first of some attempts finds that does not refuse; no more are made after another refusal than ``refusals``.
 
     Raises:
         Refuse: the first refusal, if all refuse.
@@ -47,8 +47,10 @@ def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] 
         for attempt in attempts:
             try:
                 return attempt()
-            except refusals as refusal:
+            except Refuse as refusal:
                 first = first or refusal
+                if not isinstance(refusal, refusals):
+                    break
         assert first is not None
         raise first
     finally:

@@ -92,6 +92,17 @@ class ExpertsChoose(Threshold):
         return torch.zeros_like(scores, dtype=torch.bool).scatter(0, best, True)
 
 
+class ExpertsChooseInEach(Mixture):
+    """Of every sample's tokens, by products with one-hot vectors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate.weight(x).softmax(-1).transpose(1, 2).topk(3)
+        given = F.one_hot(index, x.shape[1]).to(x)
+        rows = torch.einsum("becs,bsd->becd", given, x)
+        out = torch.stack([expert(rows[:, number]) for number, expert in enumerate(self.experts)], 1)
+        return torch.einsum("becs,bec,becd->bsd", given, weights, out)
+
+
 class Cached(Mixture):
     """Keeps a tensor for every size that it has met."""
 
@@ -176,6 +187,7 @@ class Sliced(Mixture):
         (Tables, "its experts are tables of vectors that are looked up (embedding)"),
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
+        (ExpertsChooseInEach, "every expert takes 6 of them, and some tokens are taken more often than others"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
         (Sliced, "slices of an expert's matrix (experts.0.up.weight) and puts the results side by side"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
