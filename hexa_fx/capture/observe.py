@@ -237,7 +237,8 @@ def _candidates(
     model: nn.Module, suspects: set[str], mode: _Selections, recorded: Mapping[str, Observation]
 ) -> list[Candidate]:
     found: dict[str, Candidate] = {}
-    suspects = suspects - _halves(model, suspects, mode.selecting)
+    halves = _halves(model, suspects, mode.selecting)
+    suspects = (suspects | {path.rpartition(".")[0] for path in halves}) - halves
     for path in (path for path, _ in named_modules(model) if path in suspects):
         if _is_list_of_layers(path, mode):
             continue
@@ -253,11 +254,11 @@ def _candidates(
 def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[str]:
     """Modules of one stacked weight that are no blocks: projections, beside another such module, and routers of groups of experts.
 
-    The former only where the module around them is a suspect too; otherwise nothing would be left to look at.
+    The former only where the module around them is a suspect too, or chooses; it is looked at in their place.
     """
     lone = [path for path in suspects if path and _is_one_stack(model.get_submodule(path))]
     owners = [path.rpartition(".")[0] for path in lone]
-    halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects}
+    halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects | selecting}
     wide = [path for path in suspects if any(p.dim() > 3 for p in model.get_submodule(path).parameters(recurse=False))]
     return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(_is_inside(w, owner) for w in wide)}
 

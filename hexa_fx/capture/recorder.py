@@ -222,6 +222,10 @@ class Recorder(TorchFunctionMode):
             return self._read_size(func, name, args, kwargs, plain_args, plain_kwargs)
         if name in DECISIONS:
             return self._decide(func, name, args, plain_args, plain_kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, torch.Tensor):  # what is computed, and that it is written there
+            with self:
+                return out.copy_(func(*args, **{key: value for key, value in kwargs.items() if key != "out"}))
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
     def _read_property(self, func: Any, args: Any) -> Any:

@@ -212,7 +212,7 @@ def _tag_node(
     captured: CapturedBlock,
     counts: set[int],
 ) -> Tag:
-    if node.op == "placeholder":
+    if node.op == "placeholder" or operation(node) == "size":
         return Tag()
     if node.op == "get_attr":
         return _tag_parameter(node, group_of, captured)

@@ -172,3 +172,63 @@ def test_slices_in_another_order_are_not_the_matrix() -> None:
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     found = compare(block, optimized, (_tokens(3, 5),), train=True)
     assert found.within(1e-10), found
+
+
+class IntoBuffer(torch.autograd.Function):
+    """Products of sorted rows with the matrices of their experts, written into parts of a buffer; so is backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, sizes, weight)
+        out = torch.empty((rows.size(0), weight.size(2)), dtype=rows.dtype)
+        parts = sizes.tolist()
+        for number, (given, into) in enumerate(zip(rows.split(parts), out.split(parts))):
+            torch.mm(given, weight[number], out=into)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows, sizes, weight = ctx.saved_tensors
+        parts, of_rows, of_weight = sizes.tolist(), torch.empty_like(rows), torch.empty_like(weight)
+        slices = zip(rows.split(parts), gradient.split(parts), of_rows.split(parts))
+        for number, (given, cotangent, into) in enumerate(slices):
+            torch.mm(cotangent, weight[number].T, out=into)
+            torch.mm(given.T, cotangent, out=of_weight[number])
+        return of_rows, None, of_weight
+
+
+class Parallel(nn.Module):
+    def __init__(self, inp: int, out: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(E, inp, out) / 4)
+
+    def forward(self, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return IntoBuffer.apply(rows, sizes, self.w)
+
+
+class TwoStacks(nn.Module):
+    """Each projection of all experts is a module, which is given how many rows every expert gets; the code around them chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts, self.output_experts = Parallel(D, I), Parallel(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat).softmax(-1).topk(K)
+        order = index.flatten().argsort(stable=True)
+        sizes = nn.functional.one_hot(index, E).sum((0, 1))
+        rows = self.output_experts(self.experts(flat[order // K], sizes).relu(), sizes) * weights.flatten()[order, None]
+        return torch.zeros_like(flat).index_add(0, order // K, rows).view(x.shape)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_products_written_into_buffers_by_a_function_are_seen(train: bool) -> None:
+    torch.manual_seed(0)
+    block = TwoStacks().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    for x in (_tokens(3, 5), _tokens(1, 1)):
+        assert operators_run(optimized.train(train), (x,)), optimized.report
+        found = compare(block, optimized, (x,), train=train)
+        assert found.within(1e-10), found
