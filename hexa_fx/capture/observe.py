@@ -103,7 +103,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     numbered = {path for path, module in modules.items() if _holds_numbered(module)} - suspects
     packed = {path for path, module in modules.items() if overlooked.packed_experts(module)}
     others = any(isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) for module in modules.values())
-    if not (suspects | numbered | packed or others):
+    if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
@@ -136,7 +136,8 @@ def _overlooked(
         said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
         if said is not None:
             left.setdefault(*said)
-    left = {**overlooked.in_groups(model, mode.selecting), **mode.runs.tables(), **left}
+    hidden = overlooked.in_groups(model, mode.selecting) | overlooked.in_plain_lists(model, mode.selecting)
+    left = hidden | mode.runs.tables() | left
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)

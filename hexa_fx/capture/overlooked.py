@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hexa_fx.isolation.held_objects import MODULE_STATE
+
 SOFT = (
     "nothing is chosen here: every token gets a mixture of all experts, of their outputs or of their weights (a dense or soft "
     "mixture), so there is no work to leave out"
@@ -35,6 +37,10 @@ LOOKED_UP = (
 GROUPED = (
     "its experts look like the {} groups of a convolution ({}), which computes all of them on every token; a list of modules, or "
     "stacked matrices (experts, in, out), that run on the tokens that chose them can be rewritten"
+)
+HIDDEN = (
+    "its experts lie in a plain {} ({}), where torch does not see their parameters, and neither does an optimizer or a checkpoint; "
+    "they may be rewritten in an nn.{}"
 )
 NOT_REACHED = "its experts did not run on the example: give an example that reaches them"
 
@@ -164,6 +170,26 @@ def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
         for block, names in found.items()
         if len({groups for _, groups in names}) == 1
     }
+
+
+def in_plain_lists(model: nn.Module, selecting: Iterable[str] | None = None) -> dict[str, str]:
+    """Reasons by the modules that choose by index, by themselves or by a child, and hold modules of one kind in a list or dict.
+
+    ``selecting``: modules whose code chooses; None for all.
+    """
+    found: dict[str, str] = {}
+    known = set(map(id, model.modules()))
+    choose = None if selecting is None else {path for each in selecting for path in (each, each.rpartition(".")[0])}
+    for path, module in model.named_modules():
+        for name, held in vars(module).items() if choose is None or path in choose else ():
+            if name in MODULE_STATE or type(held) not in (list, tuple, dict) or len(held) < 2:
+                continue
+            inside = list(held.values()) if type(held) is dict else held
+            alike = len(set(map(type, inside))) == 1 and isinstance(inside[0], nn.Module)
+            if alike and known.isdisjoint(map(id, inside)) and any(p.dim() > 1 for p in inside[0].parameters()):
+                kind = "ModuleDict" if type(held) is dict else "ModuleList"
+                found[path] = HIDDEN.format(type(held).__name__, name, kind)
+    return found
 
 
 def _stacked(module: nn.Module) -> int:

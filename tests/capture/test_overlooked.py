@@ -179,6 +179,24 @@ class Integers(Router):
         return out
 
 
+class InPlainList(Listed):
+    """Experts that torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        known = list(self.experts)
+        del self.experts
+        self.experts = known
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
 class Around(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -199,6 +217,7 @@ REASONS = {
     SoftMoE: overlooked.SLOTS,
     StackedMoE: overlooked.SLOTS,
     SlotsOfTheirOwn: overlooked.SLOTS,
+    InPlainList: overlooked.HIDDEN.format("list", "experts", "ModuleList"),
     SlotsOfTokens: overlooked.SLOTS,
     Unreached: overlooked.NOT_REACHED,
     Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
