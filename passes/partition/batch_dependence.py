@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.random_state import random_state_kept, random_states
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +53,16 @@ def _depends_on_batch(call: Observation) -> bool:
     before = ModuleSnapshot(call.module)
     try:
         with torch.no_grad(), random_state_kept():
+            states = random_states()
             whole, again = rows_of(slice(size)), rows_of(slice(size))
+            draws = not all(map(torch.equal, states, random_states()))
             halves = torch.cat([rows_of(slice(size // 2)), rows_of(slice(size // 2, size))])
     except Exception as error:
         log.debug("%s on half of its example: %s", call.path, error)
         return False
     finally:
         before.restore()
-    if not torch.equal(whole, again):  # it draws random numbers
+    if draws or not torch.equal(whole, again):  # two draws may choose alike, and a third not
         return False
     far = (whole - halves).norm(dim=-1) > _APART * whole.norm(dim=-1).mean()
     return bool(far.double().mean() > _ROWS)

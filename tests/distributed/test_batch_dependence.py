@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
+from hexa_fx.capture.observe import Observation
 from hexa_fx.passes.partition import batch_dependence
 
 
@@ -40,6 +41,22 @@ def warned(rank: int, world: int, share: float) -> list[str]:
         hexa_fx.optimize_(model, torch.randn(16, 8), config, mesh=mesh, strategy="data", capacities=None)
     model.partition.close()
     return said
+
+
+class Drawing(nn.Module):
+    """Draws random numbers that decide only now and then."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Drawing.calls += 1
+        torch.rand(1)
+        return x * (1 + max(0, Drawing.calls - 2))
+
+
+def test_random_choices_that_were_alike_twice_are_no_capacity() -> None:
+    call = Observation("0", Drawing(), (torch.randn(6, 8),), {})
+    assert not batch_dependence._depends_on_batch(call)
 
 
 def test_a_capacity_is_said() -> None:
