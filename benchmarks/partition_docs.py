@@ -258,6 +258,39 @@ def unequal(runs: Runs) -> str:
     return table([*head, "gain over uniform", "gain of a step", "paper (two devices)"], rows)
 
 
+def mesh(folder: Path) -> str:
+    """Steps of whole models beside each other, where they are recorded."""
+    paths = [path for n in (2, 4) if (path := folder / f"mesh_h200x{n}.json").exists()]
+    found = [row for path in paths for row in json.loads(path.read_text())["rows"]]
+    if not found:
+        return "Not recorded yet: `sh benchmarks/gpu_several.sh` does, on four GPUs."
+    by: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for row in found:
+        by.setdefault((row["gpus"], row["model"], row["layers"], row["tokens"]), {})[row["row"]] = row
+    kinds = list(dict.fromkeys(row["row"] for row in found))
+    lines = []
+    for case, rows in by.items():
+        cells = [f"{r['ms']:.1f}, {r['peak_gib']:.1f}" if "ms" in (r := rows.get(kind, {})) else "-" for kind in kinds]
+        times = {kind: row["ms"] for kind, row in rows.items() if "ms" in row}
+        over = f"{times['auto'] / min(times.values()):.2f}" if "auto" in times else "-"
+        ours = [times[kind] for kind in ("data", "model", "mesh_data", "mesh_model") if kind in times]
+        gain = f"{times['fsdp2_hexa'] / min(ours):.2f}" if ours and "fsdp2_hexa" in times else "-"
+        lines.append([*case, *cells, over, gain])
+    said = sorted(
+        {f"* {row['model']}, {row['tokens']}, {row['row']}: {row['reason']}" for row in found if "reason" in row}
+    )
+    head = [
+        "GPUs",
+        "model",
+        "layers",
+        "tokens",
+        *kinds,
+        "auto over the best",
+        "FSDP2 with hexa over the best partition",
+    ]
+    return "\n".join([table(head, lines), *([""] + said if said else [])])
+
+
 def _split(record: Record) -> str:
     """Older records have other names."""
     split = "proportional to time alone" if record["split"] == "weighted by time alone" else record["split"]
@@ -286,7 +319,7 @@ SECTIONS: dict[str, Callable[[Runs], str]] = {
 
 def fill(text: str, folder: Path) -> str:
     """The page with every table between its markers made anew."""
-    return pages.fill(text, SECTIONS, load(folder))
+    return pages.fill(pages.fill(text, SECTIONS, load(folder)), {"mesh": mesh}, folder)
 
 
 if __name__ == "__main__":

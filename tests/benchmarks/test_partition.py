@@ -98,6 +98,20 @@ def test_tables_of_the_page_are_those_of_the_records() -> None:
     assert all(f"<!-- {name} -->" in page for name in docs.SECTIONS)
 
 
+def test_steps_of_whole_models_beside_each_other(tmp_path: Path) -> None:
+    from benchmarks import partition_docs as docs
+
+    assert "Not recorded yet" in docs.mesh(tmp_path)
+    head = {"gpus": 4, "model": "olmoe", "layers": 6, "tokens": 8192}
+    times = {"fsdp2_hexa": 12.0, "data": 11.0, "model": 10.0, "auto": 10.5}
+    rows = [head | {"row": row, "ms": ms, "peak_gib": 3.0} for row, ms in times.items()]
+    failed = head | {"row": "ep_hexa", "reason": "out of memory"}
+    (tmp_path / "mesh_h200x4.json").write_text(json.dumps({"rows": [*rows, failed]}))
+    said = docs.mesh(tmp_path).splitlines()
+    assert said[2] == "| 4 | olmoe | 6 | 8192 | 12.0, 3.0 | 11.0, 3.0 | 10.0, 3.0 | 10.5, 3.0 | - | 1.05 | 1.20 |"
+    assert said[-1] == "* olmoe, 8192, ep_hexa: out of memory"
+
+
 def test_a_step_as_a_graph_is_another_record_than_the_same_launched_by_the_host() -> None:
     from benchmarks.merge_records import merged
 

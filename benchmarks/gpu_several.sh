@@ -1,0 +1,67 @@
+#!/bin/sh
+# What needs several GPUs, on a machine of four, in one call of at most SECONDS (570):   sh benchmarks/gpu_several.sh [OUT] [SECONDS]
+#
+#   1. until 55 %   bench_mesh.py: training steps by FSDP2, by every strategy, on one axis of a mesh, by expert parallelism
+#   2. until 75 %   GPUs 0 and 1: gradients in bf16 and two unequal devices; GPUs 2 and 3: the tests marked multigpu, torchtitan's among
+#                   them where it is installed
+#   3. until 90 %   all four: gradients in bf16, four unequal devices, and what of Swin's gathers is hidden
+#   4. the rest     all four: the sweep over modes and tokens, as far as it comes
+# OUT (benchmarks/results) gets mesh_h200x4.json and partition_h200x{2,4}.json, in which what was not measured stays as it was, and
+# one log, several.log. `python3 -m benchmarks.partition_docs` then writes the tables. benchmarks/swin_moe/gpu.sh is a call of its own.
+# SMOKE=1: the same tiny, over Gloo on CPUs; it takes eight minutes on two cores.
+set -u
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results}
+seconds=${2:-570}
+work=$(mktemp -d)
+begin=$(date +%s)
+mkdir -p "$out"
+export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
+export NCCL_NVLS_ENABLE=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+smoke=${SMOKE:+--smoke}
+rows="--tokens 8192,65536" swin=:swin-moe-b
+[ -z "$smoke" ] || { rows="--tokens 64 --shrink 32 --layers 2 --rounds 1" swin=; }
+
+left() { # seconds until this share of all is over
+  echo $((begin + seconds * $1 / 100 - $(date +%s)))
+}
+
+mesh() { # share
+  # shellcheck disable=SC2086
+  timeout -k 10 "$(left "$1")" python3 -m torch.distributed.run --master_port 29800 --nproc_per_node 4 benchmarks/bench_mesh.py \
+    $rows --seconds $(($(left "$1") - 25)) --json "$work/mesh.json"
+  [ ! -s "$work/mesh.json" ] || cp "$work/mesh.json" "$out/mesh_h200x4.json"
+}
+
+part() { # file, port, GPUs, processes, share, sections
+  # shellcheck disable=SC2086
+  python3 benchmarks/partition_run.py --out "$work/$1" --port "$2" --gpus "$3" --processes "$4" --deadline "$(left "$5")" --sections "$6" $smoke
+}
+
+multigpu() { # share
+  [ -z "$smoke" ] || return 0
+  CUDA_VISIBLE_DEVICES=2,3 timeout -k 10 "$(left "$1")" sh benchmarks/gpu.sh multigpu
+  CUDA_VISIBLE_DEVICES=2,3 timeout -k 10 "$(left "$1")" python3 -m pytest tests/integrations/test_torchtitan.py -q -rs -p no:cacheprovider
+}
+
+merge() { # what is recorded so far, over what was there
+  for n in 2 4; do
+    ls "$work/$n"*.json >/dev/null 2>&1 || continue
+    python3 benchmarks/merge_records.py "$out/partition_h200x$n.json" "$out/partition_h200x$n.json" "$work/$n"*.json
+  done
+}
+
+{
+  mesh 55
+  part 2a 29501 0,1 2 75 correctness,unequal &
+  two=$!
+  multigpu 75
+  wait $two
+  merge
+  part 4a 29701 0,1,2,3 4 90 correctness,unequal,overlap$swin
+  merge
+  part 4b 29751 0,1,2,3 4 99 sweep
+  merge
+  echo "took $(($(date +%s) - begin)) s of $seconds"
+} >"$out/several.log" 2>&1
+grep -E '^\{|sections in|passed|failed|Error|took' "$out/several.log" | cut -c1-240
