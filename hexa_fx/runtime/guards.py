@@ -108,6 +108,7 @@ def require_routing(
     tokens: tuple[torch.Tensor, torch.dtype],
     sources: Sequence[tuple[torch.Tensor, int, int, torch.dtype]],
     called: Sequence[tuple[str, Any]],
+    left_out: Sequence[Any] = (),
 ) -> None:
     """A guard node of a rewritten graph: raises `RoutingMiss` unless the routing has the form that it was recorded in.
 
@@ -118,7 +119,10 @@ def require_routing(
         tokens: (..., D), and their recorded dtype.
         sources: what routers gave, how many numbers of it belong to a token (0: unknown), its dimensions and recorded dtype.
         called: see `GuardMiss`.
+        left_out: what was None.
     """
+    if any(value is not None for value in left_out):
+        raise RoutingMiss(f"a module gives a value where it gave None when the block was rewritten; {AGAIN}", called)
     given, recorded = tokens
     exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
     rows = given.numel() // given.shape[-1]

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
+from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
@@ -62,7 +62,7 @@ class _Rewriter:
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
-    called: dict[torch.fx.Node, str] = field(default_factory=dict)
+    called: dict[torch.fx.Node, ModuleCall] = field(default_factory=dict)
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
@@ -234,7 +234,7 @@ class _Rewriter:
         args, kwargs = tuple(self._map(call.args)), self._map(call.kwargs)
         if call.function is None:
             result = self.graph.call_module(call.path, args, kwargs)
-            self.called[result] = call.path
+            self.called[result] = call
         else:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured

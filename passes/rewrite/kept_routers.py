@@ -6,11 +6,14 @@ for which the code around it was recorded. The form of what it gives tells the t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch.fx
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
@@ -40,14 +43,34 @@ class Form:
         self,
         graph: torch.fx.Graph,
         new: Mapping[torch.fx.Node, torch.fx.Node],
-        called: Mapping[torch.fx.Node, str],
+        called: Mapping[torch.fx.Node, ModuleCall],
     ) -> None:
-        """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form."""
+        """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form.
+
+        What they gave as None has to be None.
+        """
         values = [record_of(node).value for node in self.nodes]
         sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
         tokens = new[self.tokens], record_of(self.tokens).value.dtype
-        results = tuple((path, result) for result, path in called.items())
-        graph.call_function(guards.require_routing, (tokens, sources, results))
+        results = tuple((call.path, result) for result, call in called.items())
+        left_out = tuple(node for result, call in called.items() for node in _left_out(graph, result, call.output))
+        graph.call_function(guards.require_routing, (tokens, sources, results, left_out))
+
+
+def _left_out(graph: torch.fx.Graph, result: torch.fx.Node, output: Any) -> Iterator[torch.fx.Node]:
+    """Emits the parts of a call's ``result`` that were None."""
+    if output is None:
+        yield result
+    elif isinstance(output, (tuple, list, dict)):
+        for key, item in output.items() if isinstance(output, dict) else enumerate(output):
+            if any(leaf is None for leaf in _leaves(item)):
+                yield from _left_out(graph, graph.call_function(operator.getitem, (result, key)), item)
+
+
+def _leaves(output: Any) -> list[Any]:
+    """What a call gave: nodes, and plain values."""
+    found: list[Any] = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ def kept_routers(
     """
     called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
     alone = called - opened(captured, kept) - _read_for(regions, kept) - _left_plain(captured, called)
+    alone -= {kept.calls[node].path for node in order if node in kept.calls and _gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
     by_storage = _by_storage(captured)
@@ -127,6 +151,11 @@ def _left_plain(captured: CapturedBlock, called: set[str]) -> set[str]:
     """Submodules whose code leaves plain values on modules that other code reads: the graph holds these as they were."""
     across = ((path, by, to) for path in called for by, to in captured.handed if is_within(by, {path}))
     return {path for path, _, to in across if not is_within(to, {path})}
+
+
+def _gives_plain(call: ModuleCall) -> bool:
+    """Whether the code around a call is given plain values by it, which the graph holds as they were."""
+    return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in _leaves(call.output))
 
 
 def _form(match: MoEMatch) -> Form:
