@@ -17,9 +17,9 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
+from hexa_fx.passes.canonicalize.whole_products import with_whole_products
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, operation
 from hexa_fx.passes.sizes.size_origins import trace_sizes
-from hexa_fx.passes.whole_products import with_whole_products
 
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:
