@@ -248,12 +248,12 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     scale, variant = (noted.see(noted.see(vars(wrapper), held), name) for held in ("scaling", "lora_variant"))
     dropout = noted.see(wrapper.lora_dropout._modules, name)
     plain = variant is MISSING and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
-    plain &= vars(wrapper).get("cast_input_dtype_enabled", True)
+    plain &= vars(wrapper).get("cast_input_dtype_enabled", True) and not vars(wrapper).get("fan_in_fan_out")
     for linear in (a, b) if plain else ():
         plain &= noted.see(linear._parameters, "bias") is None and linear.weight.dtype in _DTYPES
     if not plain:
         raise GuardMiss(
-            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer); {ADAPTED}"
+            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer, such as Conv1D); {ADAPTED}"
         )
     for called in (a, b, dropout):
         _check_own(called, path, noted)

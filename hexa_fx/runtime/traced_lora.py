@@ -74,7 +74,7 @@ def _low(layer: Any, path: str, name: str) -> Low:
     a, b, dropout = (layer._modules[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     scale = layer.scaling[name]
     plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
-    plain = plain and getattr(layer, "cast_input_dtype_enabled", True)
+    plain = plain and getattr(layer, "cast_input_dtype_enabled", True) and not getattr(layer, "fan_in_fan_out", False)
     if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
         raise GuardMiss(
             f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer); {ADAPTED}"

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers import pytorch_utils
 
 import hexa_fx
 from hexa_fx import HexaConfig
@@ -319,6 +320,20 @@ def test_what_a_compiler_finds_to_be_no_low_rank_product_is_said_once(tokens, gr
     torch.testing.assert_close(*results)
     said = "under torch.compile: adapter 'default' of 'experts.0.up' drops numbers in training; call hexa_fx.undo_"
     assert sum(said in text for text in caplog.messages) == 1
+
+
+def test_layers_that_hold_their_weight_transposed_run_their_own_code(tokens, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block())
+    for expert in model[0].experts:
+        expert.gate, expert.up = (pytorch_utils.Conv1D(H, D) for _ in range(2))
+    optimized = hexa_fx.optimize(model.double(), tokens, CONFIG)
+    both = []
+    for each in (model, optimized):
+        torch.manual_seed(2)
+        both.append(peft.get_peft_model(each, lora(ALL, fan_in_fan_out=True)).eval())
+    assert_same(*both, tokens, rewritten=False)
+    assert "another kind of layer, such as Conv1D" in caplog.text
 
 
 def test_an_adapter_on_a_router_whose_weight_is_read_stays_in_the_code(tokens):
