@@ -28,19 +28,24 @@ class AdaptedWeight(Formed):
         weight: (E, P, Q), in either layout.
         left, right: (E, P, r) and (E, r, Q), in any floating dtype.
         scale: what their product is multiplied by.
+        row_scale: (E, P) of numbers that the rows of ``weight`` are multiplied by before; None: ones.
     """
 
     weight: Tensor
     left: Tensor
     right: Tensor
     scale: float = 1.0
+    row_scale: Tensor | None = None
 
     def dense(self) -> Tensor:
         """The sum, in the weight's dtype."""
         say_once("the rewritten block does more with the weight than multiply by it")
         with torch.autocast(self.weight.device.type, enabled=False):
             left, right = (factor.to(self.weight.dtype) for factor in (self.left, self.right))
-            return torch.baddbmm(self.weight, left, right, alpha=self.scale)
+            scaled = (
+                self.weight if self.row_scale is None else self.weight * self.row_scale.to(self.weight.dtype)[..., None]
+            )
+            return torch.baddbmm(scaled, left, right, alpha=self.scale)
 
     def factors(self, layout: str) -> tuple[Tensor, Tensor]:
         """A (E, r, K) and C (E, N, r) of `hexa::moe_ffn_sources`."""

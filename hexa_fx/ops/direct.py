@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, sources
+from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops.fixed_order import fixed_order
 
 _OPS = torch.ops.hexa
 
@@ -20,11 +21,16 @@ def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
     if library.is_eager(args[:9], cuda=True):
         return moe_ffn_autograd.plain(*args)
-    return (sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn.default)(*args)
+    if not any(map(sources.is_source, args[3:9])):
+        return _OPS.moe_ffn.default(*args)
+    return (row_scaled if row_scaled.has_any(args[3:9]) else sources).moe_ffn(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
+    if row_scaled.has_any(args[3:9]):
+        with fixed_order():
+            return row_scaled.moe_ffn(*args)
     return (sources.moe_ffn_fixed if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fixed.default)(*args)
 
 

@@ -21,7 +21,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
 ADAPTED = (
     "hexa_fx.optimize_ (after hexa_fx.undo_) makes it part of the code, which is rewritten if it multiplies rows by parameters "
-    "(IA3, VeRA, MiSS, a dropout, a bias), not if it makes a weight of several (LoHa, LoKr, OFT, DoRA)"
+    "(IA3, VeRA, MiSS, a dropout, a bias), not if it makes a weight of several (LoHa, LoKr, OFT, DoRA with a dropout)"
 )
 """What helps where an adapter that came later is no plain LoRA."""
 

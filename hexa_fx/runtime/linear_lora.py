@@ -26,7 +26,7 @@ from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
-from hexa_fx.runtime.traced_lora import KINDS
+from hexa_fx.runtime.traced_lora import DORA, KINDS
 from hexa_fx.sources.adapters import View
 
 _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
@@ -247,26 +247,36 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     a, b = wrapper.lora_A._modules[name], noted.see(wrapper.lora_B._modules, name)
     scale, variant = (noted.see(noted.see(vars(wrapper), held), name) for held in ("scaling", "lora_variant"))
     dropout = noted.see(wrapper.lora_dropout._modules, name)
-    plain = variant is MISSING and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
+    norms = _norms_of(wrapper, name, variant, noted)
+    plain = (variant is MISSING or norms is not None) and type(a) is type(b) is nn.Linear
+    plain &= isinstance(scale, (int, float))
     plain &= vars(wrapper).get("cast_input_dtype_enabled", True) and not vars(wrapper).get("fan_in_fan_out")
     for linear in (a, b) if plain else ():
         plain &= noted.see(linear._parameters, "bias") is None and linear.weight.dtype in _DTYPES
     if not plain:
         raise GuardMiss(
-            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer, such as Conv1D); {ADAPTED}"
+            f"adapter {name!r} of {path!r} is no plain LoRA (a bias, another dtype or kind of layer, such as Conv1D); {ADAPTED}"
         )
-    for called in (a, b, dropout):
+    for called in (a, b, dropout, *([] if norms is None else [norms])):
         _check_own(called, path, noted)
     if type(dropout) is not nn.Identity:
         idle = type(dropout) is nn.Dropout and not (
             noted.see(vars(dropout), "training") and noted.see(vars(dropout), "p")
         )
-        if not idle:
+        if not idle or (norms is not None and noted.see(vars(wrapper), "training")):
             raise GuardMiss(
                 f"adapter {name!r} of {path!r} drops numbers in training, which is no low-rank product: adapters that are there "
                 f"when the model is optimized may; {AGAIN}"
             )
-    return Low(path, name, a, b, float(scale))
+    return Low(path, name, a, b, float(scale), norms)
+
+
+def _norms_of(wrapper: Any, name: str, variant: Any, noted: _Noted) -> Any:
+    """The module of an adapter's norms if it is DoRA."""
+    if (type(variant).__module__, type(variant).__name__) != DORA:
+        return None
+    found = noted.see(wrapper.lora_magnitude_vector._modules, name)
+    return None if found is MISSING else found
 
 
 def _used_otherwise(graph: torch.fx.Graph, weights: Mapping[str, PackedWeight]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,17 +13,23 @@ from torch.nn import functional as F
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.adapted_weight import AdaptedWeight
+from hexa_fx.ops.row_scaled import row_norms
+from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 
 
 class Low(NamedTuple):
-    """An adapter of one layer: ``scale * B(A(x))``. path: of PEFT's module."""
+    """An adapter of one layer: ``scale * B(A(x))``, and of DoRA a module with the norms that rows of the sum are to have.
+
+    path: of PEFT's module.
+    """
 
     path: str
     name: str
     a: nn.Linear
     b: nn.Linear
     scale: float
+    norms: Any = None
 
 
 class AdaptedReader:
@@ -33,12 +40,27 @@ class AdaptedReader:
 
     def __call__(self, *args: Any) -> AdaptedWeight:
         base = self.weight(*args)
+        if any(addition.norms is not None for addition in self.additions):
+            return self._normed(base)
         if len(self.additions) == 1:
             a, c, scale = self.additions[0].factors()
             return AdaptedWeight(base, c, a, scale)
         factors = [addition.factors() for addition in self.additions]
         wide = torch.cat([c if scale == 1 else c * scale for _, c, scale in factors], 2)
         return AdaptedWeight(base, wide, torch.cat([a for a, _, _ in factors], 1))
+
+    def _normed(self, base: Any) -> AdaptedWeight:
+        """What is active, one after the other: DoRA scales the rows of all before it. Norms that these have get no gradient."""
+        left, right, row_scale = list[Tensor](), list[Tensor](), None
+        for addition in self.additions:
+            a, c, scale = addition.factors()
+            left, right = [*left, c * scale], [*right, a]
+            if addition.norms is not None:
+                now = row_norms(base, a, left[-1])[:, addition.above : base.shape[1] - addition.below]
+                own = F.pad(addition.norms(now) / now, (addition.above, addition.below), value=1.0)
+                left = [each * own[..., None] for each in left]
+                row_scale = own if row_scale is None else row_scale * own
+        return AdaptedWeight(base, torch.cat(left, 2), torch.cat(right, 1), row_scale=row_scale)
 
 
 class Addition(NamedTuple):
@@ -48,6 +70,7 @@ class Addition(NamedTuple):
         a, b: give (E, r, K) and (E, rows of the part, r).
         scale: what their product is multiplied by.
         above, below: rows of the other parts.
+        norms: gives of (E, rows) norms that rows of the sum have those that they are to have; None: these.
     """
 
     a: Callable[[], Tensor]
@@ -55,6 +78,7 @@ class Addition(NamedTuple):
     scale: float
     above: int
     below: int
+    norms: Callable[[Tensor], Tensor] | None = None
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
         """(E, r, K), (E, N, r) and what their product is multiplied by."""
@@ -72,9 +96,26 @@ def additions(block: nn.Module, parts: Sequence[Sequence[Sequence[Low]]], rows: 
     """
     for place, part in enumerate(parts):
         around = sum(rows[:place]), sum(rows[place + 1 :])
-        for name in dict.fromkeys(low.name for layer in part for low in layer):
+        names = list(dict.fromkeys(low.name for layer in part for low in layer))
+        orders = {tuple(low.name for low in layer) for layer in part}
+        if any(sorted(order, key=names.index) != [*order] for order in orders) and _has_norms(part):
+            raise GuardMiss(
+                "adapters are active in another order on some experts, and with DoRA that makes a difference"
+            )
+        for name in names:
             low = [next((low for low in layer if low.name == name), None) for layer in part]
-            yield _addition(block, name, low, around)
+            addition = _addition(block, name, low, around)
+            yield addition._replace(norms=partial(_norms, low)) if _has_norms([[*filter(None, low)]]) else addition
+
+
+def _has_norms(layers: Sequence[Sequence[Low]]) -> bool:
+    return any(low.norms is not None for layer in layers for low in layer)
+
+
+def _norms(low: Sequence[Low | None], now: Tensor) -> Tensor:
+    """(E, rows) that rows are to have; of experts without the adapter what they have."""
+    rows = zip(low, now, strict=True)
+    return torch.stack([has if each is None or each.norms is None else each.norms.weight.to(has) for each, has in rows])
 
 
 def _addition(block: nn.Module, name: str, low: Sequence[Low | None], around: tuple[int, int]) -> Addition:

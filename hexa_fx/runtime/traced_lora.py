@@ -15,6 +15,8 @@ from hexa_fx.sources.adapters import View
 
 KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 """Where PEFT has the classes of linear layers with LoRA, and their names."""
+DORA = ("peft.tuners.lora.variants", "DoraLinearVariant")
+"""Likewise the class of what DoRA does besides."""
 
 
 class TracedLora:
@@ -73,12 +75,15 @@ def _active(layer: Any, path: str) -> list[Low]:
 def _low(layer: Any, path: str, name: str) -> Low:
     a, b, dropout = (layer._modules[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     scale = layer.scaling[name]
+    variant = layer.lora_variant.get(name)
+    if (type(variant).__module__, type(variant).__name__) == DORA:
+        raise GuardMiss(
+            f"adapter {name!r} of {path!r} is DoRA, of which the norms are not traced; it runs rewritten in eager mode"
+        )
     plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
     plain = plain and getattr(layer, "cast_input_dtype_enabled", True) and not getattr(layer, "fan_in_fan_out", False)
     if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
-        raise GuardMiss(
-            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias or another kind of layer); {ADAPTED}"
-        )
+        raise GuardMiss(f"adapter {name!r} of {path!r} is no plain LoRA (a bias or another kind of layer); {ADAPTED}")
     idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p)
     if type(dropout) is not nn.Identity and (not idle or _is_changed(dropout)):
         raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training; {AGAIN}")
