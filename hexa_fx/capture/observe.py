@@ -59,7 +59,7 @@ class Candidate:
     around: tuple[Observation, ...] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class _Selections(TorchFunctionMode):
     """Notes the modules whose code selects by index."""
 

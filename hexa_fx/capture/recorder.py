@@ -36,7 +36,7 @@ from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 
 
-@dataclass
+@dataclass(repr=False)  # which torch writes into errors, as where a tensor is compared with None
 class Recorder(TorchFunctionMode):
     """The recording mode. Use it through `hexa_fx.capture.record.capture`."""
 

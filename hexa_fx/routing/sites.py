@@ -49,7 +49,7 @@ class _Reached(Exception):
         self.index, self.weights = index, weights
 
 
-@dataclass
+@dataclass(repr=False)
 class _Trial(TorchFunctionMode):
     """Notes the choosing calls of a run, with ids of some of them forced, until the block's operator is called.
 
