@@ -19,7 +19,7 @@ from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode
@@ -30,7 +30,7 @@ from hexa_fx.passes.options.switches import switch_off
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.install import install
+from hexa_fx.runtime.install import install, installed_forward, uninstall
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.runtime.warmup import request_kernels_of_steps
@@ -141,7 +141,11 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
         if alone:
             report = _install_all(model, found, config)
         else:
+            sites = _sites_of_whole(model, found, config)
             session = spread.apply(model, found, example_inputs, config, partial(_finished, config=config))
+            for path, known in sites.items():
+                if (forward := installed_forward(model.get_submodule(path))) is not None:
+                    forward.sites = known
             attach(model, "partition", session)
             report = with_compute(with_plan(found.report, session.plan, inspector.partitioned), _asked(found, config))
         graphs = Graphs.of(found.analyses, inspector)
@@ -164,6 +168,18 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> 
         installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
     request_kernels_of_steps(model, found.unusual_examples)
     return with_forwards(with_compute(found.report, said, _never_small(finished)), installed)
+
+
+def _sites_of_whole(
+    model: nn.Module, found: ModelAnalysis, config: HexaConfig
+) -> dict[str, dict[bool, RoutingSite | str]]:
+    """Where the experts of every block are chosen, by path. Tried before weights are cut, when a call needs no other ranks."""
+    forms = _finished_forms(found, config)
+    installed = {path: install(model.get_submodule(path), f.get("train"), f.get("eval")) for path, f in forms.items()}
+    find_sites(model, found.around, {block.path: block.same_as for block in found.report.blocks})
+    for path in installed:
+        uninstall(model.get_submodule(path))
+    return {path: forward.sites for path, forward in installed.items()}
 
 
 def _finished_forms(found: ModelAnalysis, config: HexaConfig) -> dict[str, dict[Mode, RewrittenBlock]]:

@@ -46,7 +46,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
         known = {mode: site for mode, site in forward.sites.items() if isinstance(site, RoutingSite)}
         reasons += [f"{path or 'the model'}: {site}" for site in forward.sites.values() if isinstance(site, str)]
         if not known:
-            reasons += [] if forward.sites else [f"{path or 'the model'}: it is spread over devices"]
+            reasons += (
+                [] if forward.sites else [f"{path or 'the model'}: only hexa_fx.optimize_ notes where it chooses"]
+            )
             continue
         site = next(iter(known.values()))
         above = modules_around(model, path)

@@ -27,7 +27,7 @@ from hexa_fx.passes.partition.overlap import Seconds
 from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
-from hexa_fx.runtime.install import install, uninstall
+from hexa_fx.runtime.install import install, installed_forward, uninstall
 
 __all__ = ["Installed", "apply_partition", "apply_to_graph_module", "install_plan", "partition_model"]
 
@@ -77,7 +77,11 @@ def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> N
     for forms in installed.blocks:
         path = any_mode(forms).path
         module = model.get_submodule(path)
-        install(module, forms.get("train"), forms.get("eval"))
+        before = installed_forward(module)
+        if before is not None:
+            uninstall(module)
+        forward = install(module, forms.get("train"), forms.get("eval"))
+        forward.sites = {} if before is None else before.sites
         if path not in unbound:
             installed.session.bind(module, path, installed.traced.get(path))
     installed.session.follow(model)
@@ -124,8 +128,6 @@ class _Replanner:
         session.close()
         for optimizer in optimizers:
             optimizer_states.mark(optimizer)
-        for forms in installed.blocks:
-            uninstall(model.get_submodule(any_mode(forms).path))
         _put_in(model, installed, installed.fsdp)
         installed.session.replanner = replace(self, config=config)
         if self.changed is not None:
