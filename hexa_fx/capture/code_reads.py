@@ -13,7 +13,7 @@ import torch
 from hexa_fx.capture.instructions import Instruction, instructions_of
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-_WHOLE = frozenset({"globals", "eval", "exec", "sys.modules"})
+_WHOLE = frozenset({"globals", "eval", "exec", "dir", "sys.modules"})
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
 _LAYOUT = frozenset("is_contiguous stride storage_offset data_ptr untyped_storage _base _is_view".split())
 _HARMLESS = frozenset(

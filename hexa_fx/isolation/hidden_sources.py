@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import types
 from typing import Any
 
 CLOCK, SYSTEM, DIGEST = "clock", "part of the system", "digest"
 _KINDS = {
     CLOCK: "time",
-    SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource",
+    SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
+    "threading _thread traceback",
     DIGEST: "hashlib _hashlib _md5 _sha1 _sha2 _sha3 _sha256 _sha512 _blake2 hmac zlib binascii base64 pickle _pickle struct "
     "_struct marshal",
 }
@@ -23,6 +25,8 @@ def hidden_source(value: Any) -> str:
         return CLOCK
     if value is hash:
         return DIGEST
+    if value in (inspect.stack, inspect.currentframe):
+        return SYSTEM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""
     return _OF_MODULE.get(str(value.__module__), "")

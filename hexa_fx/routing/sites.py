@@ -30,8 +30,7 @@ from hexa_fx.runtime.install import HexaForward
 
 log = logging.getLogger(__name__)
 
-TOKENS = 16
-"""Of the example, on which routers are tried."""
+TOKENS = 16  # of the example, on which routers are tried
 
 _NOWHERE = "no top-k, argmax, max, sort or multinomial over scores in its code, or around it, gives the ids that its experts get"
 _LOOSE = "its gate values do not follow the ids that are chosen"
@@ -45,7 +44,6 @@ class _Reached(Exception):
     """The block's operator was called. An exception of the kind for which torch runs hooks that are to run always."""
 
     def __init__(self, index: Tensor, weights: Tensor | None) -> None:
-        super().__init__()
         self.index, self.weights = index, weights
 
 
@@ -106,9 +104,8 @@ def find_sites(
     for path, levels in around.items():
         forward, paths = _installed(model, path), modules_around(model, path)
         tried = [_Level(level, paths.index(level.path)) for level in levels if level.path in paths]
-        twin = same_as[path]
         for training in (True, False):
-            site = None if twin is None else _installed(model, twin).sites.get(training)
+            site = None if (twin := same_as[path]) is None else _installed(model, twin).sites.get(training)
             if isinstance(site, RoutingSite) and site.above == 0:
                 forward.sites[training] = site
             elif forward.programs[training] is not None:
@@ -183,12 +180,15 @@ class _Level:
 
     def run(self, trial: _Trial) -> _Reached | None:
         """What the operator gets; None if it is not called."""
+        training = self.module.training
         try:
             with random_state_kept(0), torch.no_grad(), trial:
                 self.module(*self.args, **self.kwargs)
         except Exception:
             if trial.reached is None:
                 raise
+        self.state.restore()  # routers may count their calls, and anneal by it
+        self.module.train(training)
         return trial.reached
 
 
@@ -199,9 +199,8 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
         experts, program = forward.num_experts[training], forward.programs[training]
         if natural is None or experts is None or program is None:
             return _NOWHERE
-        for seen in level.known:
-            if seen.is_alike(program.source, natural, trial.seen):
-                return seen.found
+        if known := next((seen for seen in level.known if seen.is_alike(program.source, natural, trial.seen)), None):
+            return known.found
         columns = _columns(natural.index, trial.seen, experts)
         if columns is None:
             return _NOWHERE
@@ -247,14 +246,14 @@ def _columns(index: Tensor, seen: Mapping[Choice, Tensor], experts: int) -> tupl
 def _agree(index: Tensor, ids: Tensor, experts: int) -> bool:
     """Whether ``index`` holds ``ids`` wherever it holds an expert at all, and it does somewhere."""
     kept = (index >= 0) & (index < experts)
-    return bool(kept.any()) and bool((index == ids)[kept].all())
+    return bool(kept.any() and (index == ids)[kept].all())
 
 
 def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     generator = torch.Generator().manual_seed(0)
-    order = torch.rand(len(chosen), site.num_experts, generator=generator, device="cpu").argsort(1)
-    at_random = order[:, : site.top_k].contiguous().to(chosen.device)
+    order = torch.rand(len(chosen), site.num_experts, generator=generator, device="cpu").argsort(1)[:, : site.top_k]
+    at_random = order.contiguous().to(chosen.device)
     reached = _forced(level, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
         return _NOWHERE

@@ -388,6 +388,16 @@ class AsBytes(OnChoices):
         return 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0
 
 
+class Listed(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if "note" in dir(self) else 1.0
+
+
+class ByCaller(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 1.0 + len(sys._getframe(1).f_code.co_name) * 0.0
+
+
 class OfAFile(OnChoices):
     def scale(self, index: torch.Tensor) -> float:
         with open(os.devnull) as file:
@@ -403,6 +413,8 @@ class OfAFile(OnChoices):
         (Digested, "a digest"),
         (AsBytes, "a digest"),
         (OfAFile, "reads open"),
+        (Listed, "reads dir"),
+        (ByCaller, "reads _getframe"),
         (CutFarOut, "600 tokens"),
         (InParts, "1200 tokens"),
         (ByLoad, "800 tokens"),
