@@ -91,7 +91,8 @@ def find_routing(
         index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
     except NoRouting:
         asked = _asked_by_host(captured, tags, end)
-        index, ids = find_index(active, tokens, experts, asked, asked, inner, end)
+        dense = len(pairs.token) == tokens * experts
+        index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
     slots = Slots(ids, active, tokens, experts, replay.value)
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []

@@ -8,10 +8,15 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.routing_factors import Pairs, Reading, RoutingSource, of_each_token
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 _NO_IDS = "no tensor holds the expert ids of every token"
+_STRAIGHT = (
+    "gumbel_softmax weighs what all experts give for every token, and its gradient reaches experts that were not chosen too, so "
+    "that all have to run; it is rewritten if experts get the rows of tokens that chose them, x[ids == e] with ids of argmax"
+)
 
 
 def find_repeated(
@@ -36,8 +41,12 @@ def find_index(
     in_order: Sequence[torch.fx.Node],
     inner: frozenset[torch.fx.Node],
     end: torch.fx.Node,
+    dense: bool = False,
 ) -> tuple[RoutingSource, torch.Tensor]:
-    """The node with the ids of every token, and the ids as (T, k)."""
+    """The node with the ids of every token, and the ids as (T, k).
+
+    ``dense``: whether all experts run on every token, of which the pairs are those that count.
+    """
     flat = pairs.token * experts + pairs.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
@@ -57,7 +66,12 @@ def find_index(
             return best[1], best[2]
     if experts > 1 and bool(wanted.all()):
         raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
-    return _index_from_columns(wanted, tokens, experts, in_order, end)
+    try:
+        return _index_from_columns(wanted, tokens, experts, in_order, end)
+    except NoRouting:
+        if dense and any(operation(node) == "gumbel_softmax" for node in ancestors([end])):
+            raise NoRouting(_STRAIGHT, end) from None
+        raise
 
 
 def _readings(value: torch.Tensor, tokens: int, experts: int, groups: bool) -> Iterator[tuple[Reading, torch.Tensor]]:

@@ -103,6 +103,12 @@ class ExpertsChooseInEach(Mixture):
         return torch.einsum("becs,bec,becd->bsd", given, weights, out)
 
 
+class Gumbel(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = F.gumbel_softmax(self.gate.weight(x), hard=True)
+        return sum(weights[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
+
+
 class Cached(Mixture):
     """Keeps a tensor for every size that it has met."""
 
@@ -188,6 +194,7 @@ class Sliced(Mixture):
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
         (ExpertsChooseInEach, "every expert takes 6 of them, and some tokens are taken more often than others"),
+        (Gumbel, "its gradient reaches experts that were not chosen too, so that all have to run"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
         (Sliced, "slices of an expert's matrix (experts.0.up.weight) and puts the results side by side"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
