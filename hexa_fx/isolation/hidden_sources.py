@@ -25,7 +25,7 @@ def hidden_source(value: Any) -> str:
         return CLOCK
     if value is hash:
         return DIGEST
-    if value in (inspect.stack, inspect.currentframe):
+    if value is inspect.stack or value is inspect.currentframe:  # no ==, which is recorded of a tensor
         return SYSTEM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""

@@ -63,6 +63,11 @@ def test_a_tensor_compared_with_none_writes_no_weights_into_errors(block, monkey
     capture(block, (torch.randn(2, 5, 6),), {})
 
 
+def test_what_is_asked_of_values_that_code_reads_is_not_recorded(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    assert not [node for node in captured.graph.nodes if any(map(callable, node.args))]
+
+
 def test_sizes_are_nodes_not_numbers(block):
     captured = capture(block, (torch.randn(2, 5, 6),), {})
     view = next(node for node in captured.graph.nodes if node.target == "view")
