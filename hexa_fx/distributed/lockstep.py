@@ -28,6 +28,8 @@ class Place(IntEnum):
     SYNC = 4
     CHECKPOINT = 5
     NORM = 6
+    PACE = 7
+    PLAN = 8
 
 
 _SAID = {
@@ -38,6 +40,8 @@ _SAID = {
     Place.SYNC: "the sum of a step's gradients",
     Place.CHECKPOINT: "a checkpoint",
     Place.NORM: "the norm of the gradients",
+    Place.PACE: "the timing of the devices",
+    Place.PLAN: "the exchange of plans",
 }
 
 

@@ -89,7 +89,6 @@ class PartitionSession(AttachedPartition):
         self._graphed: WeakSet[GraphedStep] = WeakSet()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
-        self._count_guard = self.guard("the exchange of counts")
         self._bindings = Bindings(self.saved_tensors, self.guard)
         self.compiled = CompiledLayers(self.name, self.saved_tensors, self.guard)
         self.replanner: Callable[..., PartitionSession] | None = None
@@ -207,7 +206,7 @@ class PartitionSession(AttachedPartition):
     def total(self, count: int) -> int:
         """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
         total = torch.tensor([sum(self.exchange_counts(count, Place.COUNT))], device="cpu")
-        with self._count_guard:
+        with self.guard("the exchange of counts"):
             for host in self.data.hosts:
                 dist.all_reduce(total, group=host)
         return int(total)
@@ -228,17 +227,13 @@ class PartitionSession(AttachedPartition):
         self.cache.abandon()
 
     def graphed(self, step: Callable[..., Any], warmup: int = 3) -> GraphedStep:
-        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, from the call after ``warmup`` on.
-
-        Calls of it do what calls of ``step`` do. What a graph cannot repeat runs as it is, and one sentence says why;
-        docs/partition.md has the rules.
+        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, by the rules of docs/partition.md.
 
         Args:
             step: forward and backward, and what else of the step is to be in the graph.
             warmup: how often a kind of call runs as it is before it is recorded.
         """
-        made = GraphedStep(self, step, warmup)
-        self._graphed.add(made)
+        self._graphed.add(made := GraphedStep(self, step, warmup))
         return made
 
     def pace(self, min_seconds: float | None = None) -> Pace:
@@ -247,10 +242,11 @@ class PartitionSession(AttachedPartition):
         Args:
             min_seconds: how long one of the four timed runs lasts at least. Default: 0.05; 0.1 on CUDA.
         """
-        geometry, held = self._geometries[self.plan.layers[0].path], next(self.model.parameters())
         self.settle()
         with self.guard("the timing of the devices"):
-            return Pace.of(self.plan, timed(geometry, held, self.groups, min_seconds))
+            meet(self.groups, Place.PACE)
+            layer, held = self._geometries[self.plan.layers[0].path], next(self.model.parameters())
+            return Pace.of(self.plan, timed(layer, held, self.groups, min_seconds))
 
     def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
         """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.
@@ -266,7 +262,9 @@ class PartitionSession(AttachedPartition):
         """
         if self.replanner is None:
             raise PlanError("this session was installed by hand: only that of hexa_fx.optimize_ can plan anew")
-        return self.replanner(self, optimizers, **changes)
+        with self.guard("the exchange of plans"):
+            meet(self.groups, Place.PLAN)
+            return self.replanner(self, optimizers, **changes)
 
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
         """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
@@ -275,8 +273,8 @@ class PartitionSession(AttachedPartition):
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, and over the data-parallel dimensions that the session knows, on all ranks."""
         with self.guard("a sum over the ranks"):
-            total = all_reduce_(x.clone(), self.groups.main_name)
-            for group in self.data.groups:
+            total = x.clone()
+            for group in (self.groups.main, *self.data.groups):
                 total = all_reduce_(total, str(group.group_name))
         return total
 

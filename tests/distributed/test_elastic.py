@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run
+from harness import run, start
 from test_mesh import CONFIG, build, difference, loss_of
 from test_mesh import data as tokens
 from torch import nn
@@ -20,7 +21,7 @@ from hexa_fx.distributed.async_checkpoint import async_save
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.pace import Pace
-from hexa_fx.errors import PlanError
+from hexa_fx.errors import PlanError, RankError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 
@@ -166,6 +167,23 @@ def refused(rank: int, world: int) -> Any:
 
 def test_what_replan_refuses() -> None:
     assert max(map(max, run(2, refused))) < 1e-12
+
+
+def lost(rank: int, world: int) -> str:
+    model, x = build("stacked"), tokens(6)
+    mesh, config = init_device_mesh("cpu", (world,)), PartitionConfig(tile=2)
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh, strategy="data", capacities=None, partition=config)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(RankError, match=r"ranks \[1\] do not answer") as error:
+        model.partition.replan(capacities=(1.0, 3.0))
+    return str(error.value)
+
+
+def test_a_rank_that_is_lost_before_a_new_plan_is_named() -> None:
+    (kind, said), (other, _) = start(2, lost, timeout=2)
+    assert (kind, other) == ("ok", "gone"), said
+    assert "in the exchange of plans on rank 0" in said
 
 
 def test_pace_weighs_what_other_shares_would_save() -> None:
