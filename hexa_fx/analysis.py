@@ -98,7 +98,7 @@ def analyse_model(
     try:
         with autocast_off() as was_on:
             how = " with torch.autocast off" if was_on else ""
-            return _analyse_model(model, example_inputs, config, inspector, factors, how)
+            return _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
     finally:
         effects.restore()
 
@@ -110,6 +110,7 @@ def _analyse_model(
     inspector: Inspector,
     factors: bool,
     how: str,
+    effects: SideEffects,
 ) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
@@ -126,6 +127,7 @@ def _analyse_model(
             else "the example inputs"
         )
         candidates = _observe(model, args, kwargs, what + how)
+        effects.restore()  # as parameters are: a flag that one of them was set up may lie in an object
         bar.total, shared = len(candidates), in_same_memory(model)
         for candidate in candidates:
             block = candidate.levels[0]

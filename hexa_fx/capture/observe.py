@@ -24,6 +24,7 @@ from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.written_parameters import parameters_restored
 
 SELECTIONS = frozenset(
     "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
@@ -74,7 +75,9 @@ class _Selections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        selects = name in SELECTIONS and not (name in _OF_POSITIONS and _of_codes(args[0]))
+        # remainders of what weights are packed in, and of fractions, are no selections: those of positions and ids are
+        codes = name in _OF_POSITIONS and getattr(args[0], "dtype", torch.int64) not in (torch.int64, torch.int32)
+        selects = name in SELECTIONS and not codes
         if name in overlooked.COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         result = func(*args, **(kwargs or {}))
@@ -85,11 +88,6 @@ class _Selections(TorchFunctionMode):
         if name == "embedding" and self.stack:
             self.runs.look_up(self.stack[-1], args[0])
         return result
-
-
-def _of_codes(value: Any) -> bool:
-    """Whether a remainder is of what weights are packed in, or of fractions, and not of positions or ids."""
-    return isinstance(value, torch.Tensor) and value.dtype not in (torch.int64, torch.int32)
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
@@ -109,6 +107,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     mode = _Selections()
     with (
         restored(model),
+        parameters_restored(model),
         random_state_kept(),
         _hooks(model, suspects | numbered | packed, mode, recorded),
         torch.no_grad(),

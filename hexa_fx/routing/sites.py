@@ -6,7 +6,6 @@ forced on the calls that gave them: the operator has to get exactly these, with 
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
 from hexa_fx.isolation.choices import ChoiceCounter, choosing_call, with_groups
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
+from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.runtime.install import HexaForward
 
 log = logging.getLogger(__name__)
@@ -172,15 +171,10 @@ class _Level:
         self.call, self.above, self.module = call, above, call.module
         self.args, self.kwargs = probe_inputs(call.args, call.kwargs, TOKENS)
         self.known: list[_Seen] = []
-
-    @functools.cached_property
-    def state(self) -> ModuleState:
-        """As it is before anything is tried."""
-        return ModuleState(self.module)
+        self.state: ModuleState  # of the mode that is tried
 
     def run(self, trial: _Trial) -> _Reached | None:
         """What the operator gets; None if it is not called."""
-        training = self.module.training
         try:
             with random_state_kept(0), torch.no_grad(), trial:
                 self.module(*self.args, **self.kwargs)
@@ -188,7 +182,6 @@ class _Level:
             if trial.reached is None:
                 raise
         self.state.restore()  # routers may count their calls, and anneal by it
-        self.module.train(training)
         return trial.reached
 
 
@@ -214,17 +207,14 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
 @contextmanager
 def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None]:
     """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
-    module, small, state = level.module, forward.small, level.state
-    modes = [(each, each.training) for _, each in named_modules(module)]
-    module.train(training)
-    forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
-    try:
-        yield
-    finally:
-        forward.small = small
-        state.restore()
-        for each, mode in modes:
-            each.training = mode
+    with training_mode(level.module, training):
+        small, level.state = forward.small, ModuleState(level.module)
+        forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
+        try:
+            yield
+        finally:
+            forward.small = small
+            level.state.restore()
 
 
 def _columns(index: Tensor, seen: Mapping[Choice, Tensor], experts: int) -> tuple[tuple[Choice, ...], ...] | None:

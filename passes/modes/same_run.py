@@ -17,8 +17,8 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.training_mode import has_own_train, training_mode
 from hexa_fx.passes.detect.graph import UNINITIALISED, is_float, operation
 from hexa_fx.passes.detect.operations import CASTS
 
@@ -33,15 +33,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 @contextmanager
 def in_mode(block: nn.Module, training: bool) -> Iterator[None]:
     """A context in which the block is in train or eval mode; random numbers that are drawn in it are given back."""
-    before = [(module, module.training) for _, module in named_modules(block)]
-    block.train(training)
-    try:
-        with random_state_kept():
-            yield
-    finally:
-        for module, mode in before:
-            if module.training is not mode:
-                module.training = mode
+    with training_mode(block, training), random_state_kept():
+        yield
 
 
 def depends_on_mode(captured: CapturedBlock) -> bool:
@@ -53,8 +46,7 @@ def _may_hide_mode(module: nn.Module) -> bool:
     """Whether its mode is read by code that nobody sees (TorchScript, compiled or generated code), or set by code of its own."""
     home = type(module).__module__
     generated = home.startswith("torch.") and not home.startswith("torch.nn.")
-    own = type(module).train is not nn.Module.train or "train" in vars(module)
-    return generated or own or module._compiled_call_impl is not None
+    return generated or has_own_train(module) or module._compiled_call_impl is not None
 
 
 def seen_before(captured: CapturedBlock, earlier: Iterable[CapturedBlock]) -> CapturedBlock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -222,3 +223,51 @@ def test_weights_that_their_first_use_lays_out_anew(called_before: bool) -> None
     hexa_fx.optimize_(model, x)
     for _ in range(2):
         torch.testing.assert_close(model(x), expected)
+
+
+class Folding(nn.Module):
+    """Its first call, or ``train(False)``, folds a factor into the weight: in place, through data, or as another tensor."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.folded = way, False
+        self.weight, self.factor = nn.Parameter(torch.randn(D, D) / 4), 1.5
+
+    def fold(self, factor: float) -> None:
+        with torch.no_grad():
+            if self.way == "another":
+                self.weight.data = self.weight.data * factor
+            else:
+                (self.weight.data if self.way == "data" else self.weight).mul_(factor)
+        self.folded = not self.folded
+
+    def train(self, mode: bool = True) -> Folding:
+        super().train(mode)
+        if self.way == "train" and self.folded == mode:
+            self.fold(1 / self.factor if mode else self.factor)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way != "train" and not self.folded:
+            self.fold(self.factor)
+        return x + x @ (self.weight if self.folded else self.weight * self.factor)
+
+
+class InBlock(Block):
+    def __init__(self, way: str) -> None:
+        super().__init__(lambda block, load: None)
+        self.last = Folding(way)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(x))
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "another", "train"])
+def test_weights_that_a_first_call_or_a_mode_folds_factors_into(way: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Folding(way), InBlock("train")).double()
+    x, other = torch.randn(20, D, dtype=torch.float64), copy.deepcopy(model)
+    hexa_fx.optimize_(model, x)
+    for mode in (True, False, True):
+        torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
