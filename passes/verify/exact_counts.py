@@ -27,7 +27,9 @@ _ROWS = 4096
 _BUDGET = 4 * _ROWS
 """Tokens of all cases together."""
 
-_SO_MANY = " tokens for each of "
+_SO_MANY, _FIRST_OF = " tokens for each of ", " choices before the first one of expert "
+_PLACES, _EXPERTS = 6, 3
+"""How many numbers are tried as the place of a first choice, and of how many experts."""
 _DECIDED = (
     "the code decides on how many tokens an expert gets, or on which token is the {}th, with choices that it has read as plain "
     "numbers ({}), of which a graph knows nothing; leave out what it does then, or put it where the block is called"
@@ -71,14 +73,26 @@ class CountsToTry:
             if among >= top_k and left >= 0:
                 name = f"{number}{_SO_MANY}{among} experts" + ", by first choices" * (step < top_k)
                 yield ForcedRouting(name, partial(_in_turns, among, step), in_order=step < top_k), rows
+        if self.unseen and top_k < experts:
+            yield from self._first_at(experts, top_k)
+
+    def _first_at(self, experts: int, top_k: int) -> Iterator[tuple[ForcedRouting, int]]:
+        """Routings in which an expert that the code may name gets a choice, or a token, of a number before any other one."""
+        named = [expert for expert in dict.fromkeys((1, 0, *self.numbers)) if expert < experts][:_EXPERTS]
+        for number, expert, each in product(self.numbers[:_PLACES], named, sorted({top_k, 1})):
+            place = number * each
+            if place // top_k < self.rows:
+                name = f"{number}{_FIRST_OF}{expert}" + " by tokens" * (each > 1)
+                yield ForcedRouting(name, partial(_other_before, expert, place), in_order=True), place // top_k + 1
 
     def cause(self, cases: Iterable[VerificationCase]) -> str:
         """A sentence if the rewritten block differed in a case of these routings; else empty."""
         for case in cases:
-            if case.outcome == "different" and _SO_MANY in case.name:
+            forced = next((words for words in (_SO_MANY, _FIRST_OF) if words in case.name), "")
+            if case.outcome == "different" and forced:
                 if case.detail == NO_ROUTER:
                     return _UNTRIED.format(self.location)
-                return _DECIDED.format(case.name.partition(_SO_MANY)[0], self.location)
+                return _DECIDED.format(case.name.partition(forced)[0], self.location)
         return ""
 
 
@@ -86,6 +100,14 @@ def _in_turns(among: int, step: int, rows: int, candidates: int, k: int) -> torc
     """(rows, k) ids of the first experts in turns; each token goes on ``step`` experts further."""
     number = torch.arange(rows, device="cpu")[:, None]
     return (step * number + torch.arange(k, device="cpu")) % max(k, min(among, candidates))
+
+
+def _other_before(expert: int, place: int, rows: int, candidates: int, k: int) -> torch.Tensor:
+    """(rows, k) ids without ``expert``, but for one of it at a place."""
+    others = torch.arange(rows * k, device="cpu") % (candidates - 1)
+    ids = others + (others >= expert)
+    ids[place] = expert
+    return ids.reshape(rows, k)
 
 
 def counts_to_try(captured: CapturedBlock, rows: int) -> CountsToTry:

@@ -39,6 +39,20 @@ class Listed(Counting):
         return len(rows[1])
 
 
+class FirstAt(Counting):
+    """The place of an expert's first choice."""
+
+    def counted(self, index: torch.Tensor) -> object:
+        chosen = index.flatten().tolist()
+        return 97 * (1 in chosen and chosen.index(1) == 37)
+
+
+class FirstToken(Counting):
+    def counted(self, index: torch.Tensor) -> object:
+        chosen = index[:, 0].tolist()
+        return 97 * (1 in chosen and chosen.index(1) == 37)
+
+
 class OnItself(Counting):
     """The number is an attribute, in a comparison of plain numbers."""
 
@@ -48,7 +62,7 @@ class OnItself(Counting):
         return 97 * (index.flatten().tolist().count(1) == self.at)
 
 
-@pytest.mark.parametrize("kind", [Counting, InNumpy, OneByOne, Listed, OnItself])
+@pytest.mark.parametrize("kind", [Counting, InNumpy, OneByOne, Listed, FirstAt, FirstToken, OnItself])
 def test_a_decision_on_a_plain_count_is_refused(kind: type[Counting]) -> None:
     torch.manual_seed(0)
     (block,) = hexa_fx.explain(kind(), torch.randn(12, D)).blocks
