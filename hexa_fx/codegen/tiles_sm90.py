@@ -75,6 +75,12 @@ NARROW = replace(COOPERATIVE, bn=64, stages=8)
 
 NARROW_COLUMNS = 64
 
+WHOLE = {128: replace(SWAPPED, bm=160, stages=5), 256: SWAPPED}
+"""By rows an expert, about a multiple of 128: many experts have a few more then, which would be a tile of 128 of their own."""
+
+ABOUT = 16
+"""How many rows off those still are."""
+
 CLUSTER_ROWS = 128
 """Rows an expert beyond which two tiles of one expert share the first projection's weights."""
 
@@ -96,7 +102,7 @@ NARROW_CANDIDATES = (NARROW, replace(NARROW, bn=128, stages=6), COOPERATIVE)
 NARROW_OPS = ("esmm", "estmm")
 """Operators that have them."""
 
-ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
+ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS, *(rows + off for rows in WHOLE for off in (-ABOUT, ABOUT)))
 """Rows an expert at which rules change besides the limits of buckets."""
 
 
@@ -134,6 +140,10 @@ def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = 
         return NARROW
     if swapped and mean <= STREAMED_ROWS:
         return STREAMED
+    if swapped and op == "esmm" and not many:  # gathered rows of large experts would be read from L2 too often
+        for rows_an_expert, tile in WHOLE.items():
+            if -ABOUT < mean - rows_an_expert <= ABOUT:
+                return tile
     if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
         return replace(COOPERATIVE, cluster=2)
     return COOPERATIVE

@@ -14,12 +14,15 @@ from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.codegen.tiles_sm90 import (
+    ABOUT,
     FEW_ROWS,
     NARROW_CANDIDATES,
     NARROW_OPS,
     STREAMED,
     STREAMED_ROWS,
     SWAPPED,
+    WHOLE,
+    TileSm90,
     choose_tile,
     swaps,
 )
@@ -59,6 +62,20 @@ def test_a_product_of_few_rows_streams_by_swapped_tiles_where_there_are(op: str,
     validate(get_family(spec.family), spec.with_options(swapped=True, experts=experts))
     assert choose_tile(op, STREAMED_ROWS * experts + 1, experts, 768, swapped=True) != STREAMED
     assert not any(swaps("esmm_act", *stored) for stored in (("interleaved", "nk"), ("split", "nk"), ("concat", "kn")))
+
+
+@pytest.mark.parametrize("about", WHOLE)
+@pytest.mark.parametrize("experts", [8, 256])
+def test_experts_of_a_few_rows_more_than_a_tile_has_are_one_swapped_tile(about: int, experts: int) -> None:
+    def chosen(rows: int, op: str = "esmm") -> TileSm90:
+        return choose_tile(op, rows * experts, experts, 768, swapped=True)
+
+    tile = WHOLE[about]
+    assert tile.bm > about + ABOUT
+    assert chosen(about - ABOUT + 1) == chosen(about) == chosen(about + ABOUT) == tile
+    assert tile not in (chosen(about - ABOUT), chosen(about + ABOUT + 1), chosen(about, "esmm_act"))
+    spec = replace(spec_of("esmm", gather=False), bm=tile.bm, bn=tile.bn, stages=tile.stages)
+    assert validate(get_family(spec.family), spec.with_options(swapped=True, experts=experts))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +172,9 @@ def test_a_swapped_kernel_has_a_main_loop_for_each_width() -> None:
         ("esmm_act", {"glu": "interleaved"}, "interleaved gate and up"),
         ("esmm_act", {"glu": "split"}, "split gate and up"),
         ("esmm_act", {"layout": "kn"}, "an .E, K, N. weight"),
-        ("esmm", {"bm": 352}, "expected 128 to 320"),
+        ("esmm", {"bm": 352}, "expected 32 to 320"),
         ("esmm", {"options": (("cluster", 2), ("swapped", True))}, "not gathered ones"),
-        ("esmm", {"bn": 256}, "expected 128 to 320"),
+        ("esmm", {"bn": 256}, "expected 32 to 320"),
         ("esmm", {"schedule": KernelScheduleType.TmaWarpSpecializedPingpong}, "no ping-pong"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, TileSm90
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, WHOLE, TileSm90
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
@@ -34,7 +34,12 @@ TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": SQUARE, "low2"
 WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
 ESTMM_TILES = WEIGHT_TILES | {"narrow": NARROW}
 RANKS = [8, 16, 64, 136]
-SWAPPED_TILES = {"swapped2": paired(SWAPPED), "swapped3": replace(SWAPPED, bm=320, stages=3)}
+SWAPPED_TILES = {
+    "swapped2": paired(SWAPPED),
+    "swapped3": replace(SWAPPED, bm=320, stages=3),
+    "swapped5": WHOLE[128],
+    "swapped8": replace(SWAPPED, bm=64, stages=8),
+}
 BACKWARD_TILES = {
     "coop": COOPERATIVE,
     "coop3": replace(COOPERATIVE, stages=3),
@@ -97,7 +102,7 @@ def test_esmm_with_a_second_product(tile: str, layout: str, dtype: torch.dtype, 
         assert_close(y, reference_esmm(rows, w, None, None, r, layout) + more, dtype)
 
 
-@pytest.mark.parametrize("tile", ["coop", "coop2", "swapped2", "swapped3"])
+@pytest.mark.parametrize("tile", ["coop", "coop2", *SWAPPED_TILES])
 @pytest.mark.parametrize(
     ("activation", "glu"), [("silu", "concat"), ("swiglu_oai", "interleaved"), ("gelu_tanh", "split")]
 )
