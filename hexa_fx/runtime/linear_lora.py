@@ -26,7 +26,7 @@ from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
-from hexa_fx.runtime.traced_lora import DORA, KINDS
+from hexa_fx.runtime.traced_lora import DORA, KINDS, PATCHED, is_peft_s
 from hexa_fx.sources.adapters import View
 
 _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
@@ -42,6 +42,7 @@ class _Noted:
         self.places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
         self.lists: list[tuple[Any, Any]] = []
         self.hooks: list[Any] = []
+        self.forwards: dict[Any, Any] = {}
 
     def see(self, where: dict[Any, Any], key: Any) -> Any:
         """What lies at a place, `MISSING` if nothing does."""
@@ -54,9 +55,11 @@ class _Noted:
     def still_the_same(self) -> Callable[[], bool]:
         where, keys, values = zip(*self.places.values()) if self.places else ((), (), ())
         lists, copies = zip(*self.lists) if self.lists else ((), ())
-        hooks = self.hooks
+        hooks, forwards = self.hooks, [*self.forwards.items()]
 
         def check() -> bool:
+            if any(kind.forward is not forward for kind, forward in forwards):
+                return False
             same = all(map(is_, map(dict.get, where, keys, _NOTHING), values)) and all(map(eq, lists, copies))
             return same and not any(hooks)
 
@@ -215,6 +218,10 @@ def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:
         raise GuardMiss(f"there is no longer a submodule {owner!r}; {AGAIN}")
     if not _is_lora(module):
         return _Layer(owner, module)
+    kind: Any = type(module)
+    noted.forwards[kind] = kind.forward
+    if not is_peft_s(kind.__module__, kind.__name__):
+        raise GuardMiss(PATCHED)
     base = noted.see(module._modules, "base_layer")
     return _Layer(owner, module, base, _active(module, owner, noted))
 
@@ -250,7 +257,9 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     norms = _norms_of(wrapper, name, variant, noted)
     plain = (variant is MISSING or norms is not None) and type(a) is type(b) is nn.Linear
     plain &= isinstance(scale, (int, float))
-    plain &= vars(wrapper).get("cast_input_dtype_enabled", True) and not vars(wrapper).get("fan_in_fan_out")
+    plain &= noted.see(vars(wrapper), "cast_input_dtype_enabled") is not False and not vars(wrapper).get(
+        "fan_in_fan_out"
+    )
     for linear in (a, b) if plain else ():
         plain &= noted.see(linear._parameters, "bias") is None and linear.weight.dtype in _DTYPES
     if not plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,16 @@ KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4
 """Where PEFT has the classes of linear layers with LoRA, and their names."""
 DORA = ("peft.tuners.lora.variants", "DoraLinearVariant")
 """Likewise the class of what DoRA does besides."""
+
+
+def is_peft_s(module: str, name: str) -> bool:
+    """Whether a class of PEFT's still has the forward of its own module; a tracer calls this while it traces."""
+    home = vars(sys.modules[module])
+    return getattr(home[name].forward, "__globals__", None) is home
+
+
+is_peft_s._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler does it, which imports dynamo
+PATCHED = "the forward of PEFT's class was replaced, and other code may do something else than add low-rank products"
 
 
 class TracedLora:
@@ -62,7 +73,10 @@ def _at(known: dict[str, Any], path: str) -> Any:
 def _active(layer: Any, path: str) -> list[Low]:
     if "base_layer" not in layer._modules:
         return []
-    if (type(layer).__module__, type(layer).__name__) not in KINDS or _is_changed(layer):
+    kind = type(layer).__module__, type(layer).__name__
+    if kind in KINDS and not is_peft_s(*kind):
+        raise GuardMiss(PATCHED)
+    if kind not in KINDS or _is_changed(layer):
         raise GuardMiss(f"PEFT's {path!r} is no LoRA on a plain linear layer, or has hooks or a forward of its own")
     if layer._disable_adapters and layer.merged_adapters:
         raise GuardMiss(f"adapters that are merged into {path!r} were disabled; its own code takes them out")

@@ -263,6 +263,20 @@ def test_hooks_and_forwards_of_peft_s_modules_run(tokens):
     assert_same(original, optimized, tokens, rewritten=False)
 
 
+@ORDERS
+def test_a_forward_that_others_put_on_peft_s_class_runs(order, tokens, graphs, monkeypatch, caplog):
+    original, optimized = pair(tokens, lora(), order)
+    assert_same(original, optimized, tokens)
+    kind = peft.tuners.lora.layer.Linear
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 2 * own(self, x))
+    assert_same(original, optimized, tokens, rewritten=False)
+    torch.testing.assert_close(torch.compile(optimized, backend=graphs)(tokens), original(tokens))
+    assert "the forward of PEFT's class was replaced" in caplog.text
+    monkeypatch.undo()
+    assert_same(original, optimized, tokens)
+
+
 @pytest.mark.parametrize("part", ["lora_A", "lora_B", "lora_dropout"])
 def test_hooks_of_what_peft_s_modules_call_run(part, tokens):
     """Also of adapters that differ from expert to expert, and of dropouts that drop nothing."""
