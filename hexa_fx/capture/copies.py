@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import OrderedDict
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from hexa_fx.isolation.lookup import REGISTRIES
+from hexa_fx.isolation.module_tree import named_modules
 
 Copied = TypeVar("Copied")
 
@@ -37,14 +39,43 @@ def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
     """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
     its module: the copy shares them.
     """
-    if isinstance(value, nn.Module):
-        held = itertools.chain.from_iterable(module.__dict__.values() for module in value.modules())
-        # a module's dicts of hooks, of which copy rebuilds each as an object: two thirds of the time for a list of experts
-        memo |= {id(each): type(each)() for each in held if type(each) in _DICTS and not each}
     with _SharedResults():
+        if isinstance(value, nn.Module):
+            _copy_modules(value, memo)
         return copy.deepcopy(value, memo)
 
 
+def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
+    """Puts copies of a tree's modules into ``memo``. `copy` rebuilds each as an object, and so each of its dicts of hooks."""
+    modules = [module for _, module in named_modules(root)]
+    plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
+    made: list[tuple[nn.Module, nn.Module]] = []
+    for module in modules:
+        if id(module) not in memo and type(module) in plain:
+            memo[id(module)] = module.__new__(type(module))
+            made.append((module, memo[id(module)]))
+    for module, copied_module in made:
+        own = copied_module.__dict__
+        for name, held in module.__dict__.items():
+            if type(held) in _ATOMS:
+                own[name] = held
+            elif type(held) in _DICTS and id(held) not in memo and (not held or name in REGISTRIES):
+                own[name] = memo[id(held)] = type(held)()
+                for key, item in held.items():
+                    own[name][key] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
+            else:
+                own[name] = copy.deepcopy(held, memo)
+
+
+def _is_plain(cls: type[nn.Module]) -> bool:
+    """Whether instances consist of their ``__dict__``, and nothing in their classes says how they are copied."""
+    if any("__slots__" in vars(base) for base in cls.__mro__ if base is not object):
+        return False
+    said = ("__new__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    return all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in said)
+
+
+_ATOMS = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size})
 _DICTS = (dict, OrderedDict)
 
 

@@ -39,9 +39,14 @@ class ModuleSnapshot:
         self._keys = [*map(tuple, self._dicts)]
         self._items = [*itertools.chain.from_iterable(map(dict.values, self._dicts))]
         buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-        self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
-        stores = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
-        self._stores = [(tensor, tensor.clone()) for tensor in stores.values()]
+        self._buffers = [buffer for buffer in buffers.values() if not _overlaps_itself(buffer)]
+        self._held = [*{id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}.values()]
+        self.save_values()
+
+    def save_values(self) -> None:
+        """Of buffers and of tensors like them, as they are now."""
+        self._values = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
+        self._stores = [(tensor, tensor.clone()) for tensor in self._held]
 
     def attributes(self, module: nn.Module) -> Mapping[str, Any]:
         """The ``__dict__`` that ``module`` had; empty if it was not in the tree."""

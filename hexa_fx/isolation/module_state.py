@@ -61,6 +61,13 @@ class ModuleState:
         self._parameters = self._registered[0] if as_it_was else named_tensors(self._module, "_parameters")
         self._contents.restore()
 
+    def retaken(self) -> bool:
+        """Saves the values that are there now, to start from these; False if more than values changed, which takes a new state."""
+        if self._snapshot.changed() or any(True for _ in self._contents.changed()):
+            return False
+        self._snapshot.save_values()
+        return True
+
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         """The tree's parameters by name, as of `restore`."""

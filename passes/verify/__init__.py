@@ -95,7 +95,8 @@ def verify(
             if not settings.brief and not _reason(cases):
                 tolerance = tolerance_of(dtype)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
-                runs = PerturbedRuns(subject, forward, inputs, experts, tolerance, backward, settings.factors)
+                how = tolerance, backward, settings.factors
+                runs = PerturbedRuns(subject, forward, inputs, experts, *how, comparison.state)
                 cases += up_to_different(runs.cases())
         if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
             break

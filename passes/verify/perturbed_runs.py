@@ -45,6 +45,7 @@ class PerturbedRuns:
         tolerance: largest difference relative to a row's scale.
         gradients: whether they are compared at all.
         factors: see `hexa_fx.passes.verify.perturbation.perturbations`.
+        state: of the subject's module, of which only the values are saved anew where nothing else changed.
     """
 
     subject: Subject
@@ -54,6 +55,7 @@ class PerturbedRuns:
     tolerance: float
     gradients: bool = True
     factors: tuple[float, ...] = ()
+    state: ModuleState | None = None
 
     def cases(self) -> Iterator[VerificationCase]:
         """One for every perturbation. Of one with several changes, the sentence names the change that makes a difference."""
@@ -145,7 +147,8 @@ class PerturbedRuns:
         module = trial.module
         if trial.state is None:
             shared = results.shared_holders(module, self.forward.stored[bool(module.training)])
-            trial.state = ModuleState(module, shared)
+            known = self.state if self.state is not None and self.state.retaken() else None
+            trial.state = known or ModuleState(module, shared)
         state = trial.state
 
         def run() -> Outcome:
