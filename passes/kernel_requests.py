@@ -19,6 +19,7 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.contexts import set_to
 from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
 from hexa_fx.ops.moe_ffn import static_of
@@ -79,7 +80,7 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
 
 def device_of(block: nn.Module) -> torch.device | None:
     """The CUDA device of a module's parameters; None if none is on one."""
-    return next((p.device for p in block.parameters() if p.is_cuda), None)
+    return next((p.device for p in named_tensors(block, "_parameters").values() if p.is_cuda), None)
 
 
 def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -51,9 +52,9 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
 
 def _key(observation: Observation) -> Hashable:
     block = observation.module
-    tensors = (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False))
+    tensors = [item for kind in ("_parameters", "_buffers") for item in named_tensors(block, kind, every=True).items()]
     return (
-        tuple((name, type(module), _hooks(module)) for name, module in block.named_modules(remove_duplicate=False)),
+        tuple((name, type(module), _hooks(module)) for name, module in named_modules(block, every=True)),
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),

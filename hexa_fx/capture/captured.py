@@ -16,6 +16,7 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.listed_stack import ListedStack
+from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
@@ -96,8 +97,8 @@ class CapturedBlock:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The block's parameters and buffers, by every name that they have."""
-        names = dict(self.block.named_parameters(remove_duplicate=False))
-        return names | dict(self.block.named_buffers(remove_duplicate=False))
+        names = named_tensors(self.block, "_parameters", every=True)
+        return names | named_tensors(self.block, "_buffers", every=True)
 
     def in_float64(self, value: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in float64, for reading."""

@@ -23,6 +23,7 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
+from hexa_fx.isolation.module_tree import modules_of, named_modules
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
@@ -59,7 +60,7 @@ def visible_host(block: nn.Module, recorder: Recorder, ran: RanCode, plain_int: 
 def namespaces_of(block: nn.Module) -> list[dict[str, Any]]:
     """Globals of the user modules whose functions run inside the block."""
     found: dict[int, dict[str, Any]] = {}
-    classes = {cls: None for kind in {type(module): None for module in block.modules()} for cls in kind.__mro__}
+    classes = {cls: None for kind in {type(module): None for module in modules_of(block)} for cls in kind.__mro__}
     for member in [member for cls in classes for member in vars(cls).values()]:
         function = getattr(member, "__func__", member)
         for candidate in (function, getattr(function, "__wrapped__", None)):
@@ -194,7 +195,7 @@ def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable
 
 def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = nn.Module.__call__
-    paths = {id(module): path for path, module in block.named_modules() if path}
+    paths = {id(module): path for path, module in named_modules(block) if path}
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module))

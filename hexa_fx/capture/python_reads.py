@@ -30,6 +30,7 @@ from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
 from hexa_fx.ir import PythonRead, SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
+from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
 from hexa_fx.isolation.users_code import is_users
 
@@ -79,7 +80,7 @@ class PythonReads:
         self.scope: Callable[[], str] = lambda: ""
         self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
         self.in_functions: list[set[str]] = []
-        self._modules = {id(module): path for path, module in reversed(list(block.named_modules()))}
+        self._modules = {id(module): path for path, module in reversed(named_modules(block))}
         self._block = block
         self._edges: dict[int, dict[Any, Edge]] = {}
         self._met: dict[int, Any] = {}
@@ -93,7 +94,7 @@ class PythonReads:
         collected = gc.isenabled()
         gc.disable()
         self._running = True
-        for module in self._block.modules():
+        for module in modules_of(self._block):
             self._patch(type(module))
         try:
             with asking_noted(self._read), missing_ones_noted(self._met, self._read), self.ran.noted():
@@ -304,12 +305,12 @@ class PythonReads:
         These are special methods, functions of base classes, and attributes that the code may have taken of the class itself.
         """
         found = {id(edge.value) for edges in self._edges.values() for edge in edges.values()}
-        for module in self._block.modules():
+        for module in modules_of(self._block):
             called = self._edges.get(id(module), {}).get("forward")
             for scope in called.scopes if called else ():
                 self._read(module, "__class__", scope)
                 self._read(type(module), "__call__", scope)
-        classes = {type(holder): holder for holder in reversed([*self._block.modules(), *self._met.values()])}
+        classes = {type(holder): holder for holder in reversed([*modules_of(self._block), *self._met.values()])}
         for cls, holder in classes.items():
             for number, base in enumerate(cls.__mro__):
                 if not is_users(base.__module__):

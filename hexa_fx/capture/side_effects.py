@@ -20,7 +20,7 @@ from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
-from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 
 _MOST = 256
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -39,7 +39,7 @@ class SideEffects:
         self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
         self._global = Contents(_reached(self._namespaces))
         self._streams = Streams(block)
-        self._codes = [(p, p.data) for p in block.parameters() if _holds_codes(p)]
+        self._codes = [(p, p.data) for p in named_tensors(block, "_parameters").values() if _holds_codes(p)]
 
     def changed(self) -> list[Holder]:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""

@@ -17,6 +17,7 @@ from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ModuleAttribute, ModuleCounter, PythonRead
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.module_tree import named_modules
 
 Step = tuple[Callable[[Any, Any], Any], float]
 """How a counter is taken further: a function of its number and another one, and the other one."""
@@ -91,7 +92,7 @@ def stored_values(
     Args:
         step_of: how an attribute of a module came from a number to another by the code of some scopes; None if it is no counter.
     """
-    for path, module in block.named_modules():
+    for path, module in named_modules(block):
         changed = _changed(module, snapshot.attributes(module))
         emptied_here = (
             name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__

@@ -49,10 +49,12 @@ def _compared(gradient: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def _matrix(gradient: LazyGradient) -> Term | None:
-    """The one product that a matrix's gradient is, as those of listed experts are."""
-    if gradient.dim() != 2 or len(gradient.terms) != 1:
+    """The one product that a matrix's gradient is, as those of listed experts are; of no rows where there is none."""
+    if gradient.dim() != 2 or len(gradient.terms) > 1:
         return None
-    (term,) = gradient.terms
+    rows, width = gradient.shape
+    left, right = (torch.empty(size, dtype=torch.float64, device=gradient.device) for size in ((rows, 0), (0, width)))
+    term = gradient.terms[0] if gradient.terms else Term(left, right, (0, 0), PLAIN)
     if term.steps == tuple(reversed(PLAIN)):
         term = Term(term.right.t(), term.left.t(), term.starts, PLAIN)
     return term if term.steps == PLAIN and term.extents == tuple(gradient.shape) and not any(term.starts) else None

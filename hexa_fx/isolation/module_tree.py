@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 
-def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What ``root.named_modules()`` gives: every module once, with its first name, outer ones first."""
+def named_modules(root: nn.Module, every: bool = False) -> list[tuple[str, nn.Module]]:
+    """What ``root.named_modules()`` gives: every module once, with its first name, outer ones first; or under ``every`` name."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     left = [("", root)]
     while left:
         name, module = left.pop()
-        if id(module) in seen:
+        if id(module) in seen and not every:
             continue
         seen.add(id(module))
         found.append((name, module))
@@ -24,21 +24,28 @@ def named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def named_tensors(root: nn.Module, registry: str) -> dict[str, torch.Tensor]:
-    """What ``root.named_parameters()`` gives, or `named_buffers`: every tensor once, with its first name.
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """What ``root.modules()`` gives."""
+    return [module for _, module in named_modules(root)]
+
+
+def named_tensors(root: nn.Module, registry: str, every: bool = False) -> dict[str, torch.Tensor]:
+    """What ``root.named_parameters()`` gives, or `named_buffers`: every tensor once, with its first name; or under ``every`` name.
 
     Args:
         registry: ``_parameters`` or ``_buffers``.
     """
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, module in named_modules(root):
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, module in named_modules(root, every):
         tensors = getattr(module, registry)
         if tensors:
             prefix = f"{name}." if name else ""
             for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in found:
-                    found[id(tensor)] = f"{prefix}{key}", tensor
-    return dict(found.values())
+                if tensor is not None and (every or id(tensor) not in seen):
+                    seen.add(id(tensor))
+                    found[f"{prefix}{key}"] = tensor
+    return found
 
 
 def tensors_of(root: nn.Module) -> list[torch.Tensor]:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
 
-_PIECE, _TOGETHER = 1 << 17, 1 << 20
-"""Elements of one tensor that are compared at a time, and of several: each look at a number waits for the device."""
+_SMALL, _PIECE, _TOGETHER = 1 << 11, 1 << 17, 1 << 20
+"""Elements of a tensor that is laid beside others, of one that are compared at a time, and of several."""
 
 
 @dataclass(frozen=True)
@@ -270,14 +269,23 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """`largest` of each, by one wait for a device."""
+    """`largest` of each, by few waits for a device. Small ones, and all on a GPU, are laid side by side for it."""
     found = [0.0] * len(tensors)
-    filled = [number for number, tensor in enumerate(tensors) if tensor.numel()]
-    for _, numbers in groupby(filled, lambda number: tensors[number].device):
-        chosen = [*numbers]
-        ends = torch.stack([end for number in chosen for end in torch.aminmax(tensors[number])])
-        for number, value in zip(chosen, ends.abs().view(-1, 2).amax(1).tolist()):
-            found[number] = value
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            apart = tensor.device.type == "cpu" and tensor.numel() > _SMALL
+            alike.setdefault((tensor.device, tensor.dtype, None if apart else tensor.shape), []).append(number)
+    for (device, _, shape), numbers in alike.items():
+        most = 8 * _SMALL if shape is not None and device.type == "cpu" else _TOGETHER
+        for batch in batches(numbers, lambda number: tensors[number].numel(), most):
+            chosen = [tensors[number] for number in batch]
+            if shape is None:
+                ends = torch.stack([end for tensor in chosen for end in torch.aminmax(tensor)]).view(-1, 2)
+            else:
+                ends = torch.stack(torch.aminmax(torch.stack(chosen).view(len(chosen), -1), dim=1), 1)
+            for number, value in zip(batch, ends.abs().amax(1).tolist()):
+                found[number] = value
     return found
 
 

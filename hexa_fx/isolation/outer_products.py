@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hexa_fx.isolation.size import batches
 from hexa_fx.isolation.upcast_weight import TooLarge
 from hexa_fx.ops.rows import contiguous_strides
 
@@ -207,20 +206,21 @@ def sketch(terms: Sequence[Term], shape: Sequence[int], device: torch.device) ->
 
 
 def sketches(terms: Sequence[Term]) -> list[Tensor]:
-    """`sketch` of matrices that are one product each, for all those of one width together."""
+    """`sketch` of matrices that are one product each, for all those of one shape together."""
     found: dict[int, Tensor] = {}
-    alike: dict[tuple[int, int, torch.device], list[int]] = {}
+    alike: dict[tuple[int, int, int, torch.device], list[int]] = {}
     for number, term in enumerate(terms):
-        alike.setdefault((*term.extents, term.left.device), []).append(number)
-    for (rows, width, device), numbers in alike.items():
-        probe = directions(width, device)
-        sums = torch.zeros(len(numbers), rows, _DIRECTIONS, dtype=torch.float64, device=device)
-        found |= zip(numbers, sums.unbind())
-        filled = [number for number in numbers if len(terms[number].right)]
-        for batch in batches(filled, lambda number: terms[number].right.numel(), _TOGETHER):
-            rights = [terms[number].right for number in batch]
-            for number, part in zip(batch, (torch.cat(rights) @ probe).split([*map(len, rights)])):
-                torch.mm(terms[number].left, part, out=found[number])
+        alike.setdefault((*term.extents, len(term.right), term.left.device), []).append(number)
+    for (rows, width, length, device), numbers in alike.items():
+        step = max(1, _TOGETHER // max(1, length * (rows + width) + rows * _DIRECTIONS))
+        for batch in (numbers[start : start + step] for start in range(0, len(numbers), step)):
+            if length:
+                lefts = torch.stack([terms[number].left for number in batch])
+                rights = torch.stack([terms[number].right for number in batch])
+                sums = lefts @ (rights @ directions(width, device))
+            else:
+                sums = torch.zeros(len(batch), rows, _DIRECTIONS, dtype=torch.float64, device=device)
+            found |= zip(batch, sums.unbind())
     return [found[number] for number in range(len(terms))]
 
 

@@ -225,9 +225,9 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return _rows_times(a, b.source)
 
 
-def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
+def _rows_times(rows: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
     """(n, K) times (K, N) in its own dtype, upcast by columns."""
-    result = rows.new_empty(rows.shape[0], matrix.shape[1])
+    result = rows.new_empty(rows.shape[0], matrix.shape[1]) if out is None else out
     if not result.numel():
         return result
     step = max(1, PIECE_BYTES * (_WIDER if matrix.is_cuda else 1) // (8 * max(1, matrix.shape[0])))
@@ -235,6 +235,12 @@ def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
         piece = upcast_piece(matrix[:, start : start + step])
         torch.mm(rows, piece, out=result[:, start : start + step])
     return result
+
+
+def _mm_into(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    if isinstance(b, UpcastWeight) and not isinstance(a, UpcastWeight):
+        return _rows_times(a, b.source, out)
+    return out.copy_(_mm(a, b))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -261,20 +267,13 @@ def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
     return _mm(_whole(vector)[None], matrix.t())[0] if isinstance(matrix, UpcastWeight) else matrix @ _whole(vector)
 
 
-def _into(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def multiply(*args: Any, out: Tensor) -> Tensor:
-        return out.copy_(product(*args))
-
-    return multiply
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.whole() if isinstance(tensor, UpcastWeight) else tensor
 
 
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     _ATEN.mm.default: _mm,
-    _ATEN.mm.out: _into(_mm),
+    _ATEN.mm.out: _mm_into,
     _ATEN.bmm.default: _bmm,
     _ATEN.mv.default: _mv,
     _ATEN.addmm.default: _addmm,

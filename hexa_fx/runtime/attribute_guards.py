@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.read_values import IsA, Names, movable
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
@@ -145,7 +146,7 @@ class AttributeGuards:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
         self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases)
-        modules = dict(block.named_modules(remove_duplicate=False))
+        modules = dict(named_modules(block, every=True))
         inner = [submodule(modules, path) for path in self.inner]
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
@@ -160,7 +161,7 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
     listed = [part[0] for weight in rewritten.packed for part in weight.parts]
     read = {*listed, *(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))}
     called = called_in(rewritten.graph)
-    named = block.named_parameters(remove_duplicate=False)
+    named = named_tensors(block, "_parameters", every=True).items()
     floating = ((path, parameter) for path, parameter in named if parameter.is_floating_point())
     return {path: parameter.dtype for path, parameter in floating if path in read or is_within(path, called)}
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hexa_fx.errors import InputError
+from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.runtime.install import is_installed
 
 _PARALLEL = {
@@ -32,7 +33,7 @@ def check_model(model: nn.Module) -> None:
         raise InputError(
             "the model is TorchScript, whose Python code is gone; optimize the model before torch.jit does its work"
         )
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         _check_optimized(path, module)
         _check_parallel(path, module)
     _check_parameters(model)
@@ -68,8 +69,8 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    away = {id(p) for module in model.modules() if is_offloaded(module) for p in module.parameters()}
-    for path, parameter in (*model.named_parameters(), *model.named_buffers()):
+    away = {id(p) for _, module in named_modules(model) if is_offloaded(module) for p in module.parameters()}
+    for path, parameter in (*named_tensors(model, "_parameters").items(), *named_tensors(model, "_buffers").items()):
         if id(parameter) in away:  # its block is left as it is; the others can be rewritten
             continue
         if is_lazy(parameter):

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
@@ -59,7 +60,7 @@ class Resolution:
         self.whole: list[tuple[Any, Any]] = []
         self.slow: list[tuple[Any, Any, Any]] = []
         self._bases, self._packed = bases, packed
-        self._modules = {name: self._seen_through(m) for name, m in block.named_modules(remove_duplicate=False)}
+        self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
         if own_forward is not None:  # in its place there is a rewritten one now
             self._holders[False, "", ("forward",)] = own_forward

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
+from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.size import is_large, is_out_of_memory, of_one_number, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
@@ -37,9 +38,10 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool =
 
 def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool) -> nn.Module:
     memo: dict[int, Any] = {}
+    parameters = named_tensors(block, "_parameters").values()
     generator = torch.Generator().manual_seed(0)
-    plain = set() if as_it_is else of_one_number(chain(block.parameters(), _others(block)))
-    for parameter in block.parameters():
+    plain = set() if as_it_is else of_one_number(chain(parameters, _others(block)))
+    for parameter in parameters:
         if parameter.is_floating_point():
             value = parameter.detach()
             in_parts = in_pieces and is_large(value)
@@ -64,7 +66,7 @@ def _keep_settings(tensor: torch.Tensor, copied: torch.Tensor) -> None:
 
 def _others(block: nn.Module) -> Iterator[torch.Tensor]:
     """Buffers, and tensors in attributes."""
-    for child in block.modules():
+    for child in modules_of(block):
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor):
                 yield value

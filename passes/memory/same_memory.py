@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from hexa_fx.isolation.module_tree import named_tensors
+
 _REASON = (
     "{} lie in the same memory, which experts of a list do not keep when they are laid side by side; a block is rewritten if they "
     "are one nn.Parameter (a.weight = b.weight, without .data)"
@@ -15,7 +17,11 @@ _REASON = (
 
 def in_same_memory(model: nn.Module) -> dict[int, str]:
     """By the id of every parameter that has memory in common with another one, the names of the two."""
-    plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta]
+    plain = [
+        (name, p)
+        for name, p in named_tensors(model, "_parameters").items()
+        if type(p) is nn.Parameter and not p.is_meta
+    ]
     dense = [(name, p) for name, p in plain if p.layout is torch.strided and p.is_contiguous() and p.numel()]
     found: dict[int, str] = {}
     ends: dict[torch.device, tuple[int, str, nn.Parameter]] = {}

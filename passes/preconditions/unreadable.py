@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.overlooked import INTEGERS, packed_experts
+from hexa_fx.isolation.module_tree import modules_of, named_modules, named_tensors
 from hexa_fx.runtime.preflight import is_offloaded
 from hexa_fx.sources import linear4bit
 
@@ -37,12 +38,12 @@ def why_unreadable(block: nn.Module) -> str:
     """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
     if hidden := why_hidden(block):
         return hidden
-    devices = {parameter.device for parameter in block.parameters()}
+    devices = {parameter.device for parameter in named_tensors(block, "_parameters").values()}
     if any(device.type == "meta" for device in devices):
         return OFFLOADED
-    if any(is_offloaded(module) for module in block.modules()):
+    if any(map(is_offloaded, modules_of(block))):
         return OFFLOADED
-    quantised = next((said for path, module in block.named_modules() for said in _quantised(path, module)), "")
+    quantised = next((said for path, module in named_modules(block) for said in _quantised(path, module)), "")
     if quantised:
         return QUANTISED.format(quantised)
     return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
@@ -65,7 +66,7 @@ def why_packed(block: nn.Module) -> str:
 
 def why_hidden(block: nn.Module) -> str:
     """A sentence if the block holds a module that torch.jit compiled; else empty."""
-    paths = (path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    paths = (path for path, module in named_modules(block) if isinstance(module, torch.jit.ScriptModule))
     found = next(paths, None)
     return "" if found is None else SCRIPTED.format(repr(found))
 

@@ -9,6 +9,7 @@ import torch
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
+from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.size import FEW_TOKENS
 from hexa_fx.passes.memory.bounded import room
 from hexa_fx.passes.verify.exact_counts import CountsToTry, counts_to_try
@@ -61,7 +62,7 @@ class VerifySettings:
 def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> VerifySettings:
     """The settings for a block, by its recorded run."""
     in_pieces = captured.whole_bytes is not None
-    numbers = sum(parameter.numel() for parameter in captured.block.parameters())
+    numbers = sum(parameter.numel() for parameter in named_tensors(captured.block, "_parameters").values())
     return VerifySettings(
         overflow_sizes=overflow_sizes(captured.graph, config.probe_tokens if in_pieces else OVERFLOW_TOKENS),
         overflow_last=decides_between_numbers(captured.graph),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.outcome import largest_of
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
@@ -22,7 +23,7 @@ class UntriedExperts:
     """
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> None:
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = {id(parameter): name for name, parameter in named_tensors(module, "_parameters").items()}
         known = [w for w in weights if id(w) in names and w.requires_grad and not isinstance(w, UpcastWeight)]
         self._listed = {names[id(w)] for w in known if w.dim() <= 2}
         self._left = {names[id(w)]: torch.ones(len(w), dtype=torch.bool, device="cpu") for w in known if w.dim() > 2}
