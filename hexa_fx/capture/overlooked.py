@@ -143,9 +143,9 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
     if not given:
         return block, NOT_REACHED
-    if len(set(given)) > 1 or _inside(block, runs.comparing):
-        return block, THRESHOLD
-    return block, SOFT if given[0] == runs.rows.get(block) else SLOTS
+    if set(given) == {runs.rows.get(block)}:
+        return block, SOFT  # whatever is compared, be it inside the experts
+    return block, THRESHOLD if len(set(given)) > 1 or _inside(block, runs.comparing) else SLOTS
 
 
 def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:

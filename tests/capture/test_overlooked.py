@@ -51,6 +51,15 @@ class Soft(Listed):
         return (torch.stack([expert(x) for expert in self.experts], -1) * self.gate(x).softmax(-1)[:, None]).sum(-1)
 
 
+class SoftSteps(Soft):
+    """Experts compare what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert[1].forward = lambda h: torch.where(h > 0, h, 0.1 * h)
+
+
 class Slots(Listed):
     """Soft MoE: one slot an expert, a mixture of all tokens."""
 
@@ -216,6 +225,7 @@ REASONS = {
     ManySlots: overlooked.SLOTS,
     SoftMoE: overlooked.SLOTS,
     StackedMoE: overlooked.SLOTS,
+    SoftSteps: overlooked.SOFT,
     SlotsOfTheirOwn: overlooked.SLOTS,
     InPlainList: overlooked.HIDDEN.format("list", "experts", "ModuleList"),
     SlotsOfTokens: overlooked.SLOTS,
