@@ -14,7 +14,8 @@ the slowest rank's median in milliseconds, and the largest allocation of any ran
     ep_grouped_mm, ep_hexa  transformers' expert parallelism by all-to-all, everything else under FSDP2
 
 A row that fails has the reason, and so has one that would begin later than ``--seconds`` after the start. What a rank does alone
-ends the job after a minute; rows before it are kept. `--shrink 32 --tokens 64` tries the script over Gloo without a GPU.
+ends the job after a minute; rows before it are kept, and another start with the same FILE goes on behind it.
+`--shrink 32 --tokens 64` tries the script over Gloo without a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 from hexa_fx.errors import kind_and_line  # noqa: E402
 
-ROWS = "fsdp2_grouped_mm fsdp2_hexa data model fsdp auto mesh_data mesh_model ep_grouped_mm ep_hexa".split()
+ROWS = "fsdp2_hexa auto data model fsdp2_grouped_mm ep_grouped_mm mesh_data mesh_model ep_hexa fsdp".split()
 SEQUENCE = 2048
 GIB = 2.0**30
 
@@ -170,19 +171,24 @@ def timed(step: Callable[[], None], rounds: int) -> tuple[float, float]:
 
 
 def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
-    head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
     if row.startswith("mesh") and dist.get_world_size() < 4:
-        return head | {"reason": "needs 4 GPUs"}
+        return {"reason": "needs 4 GPUs"}
     if is_late(o):
-        return head | {"reason": f"not begun within {o.seconds} s"}
+        return {"reason": f"not begun within {o.seconds} s"}
     try:
-        return head | measured(name, tokens, row, o)
+        return measured(name, tokens, row, o)
     except Exception as error:  # the same on every rank, or the job hangs until its limit
-        return head | {"reason": kind_and_line(error)}
+        return {"reason": kind_and_line(error)}
     finally:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def note(found: list[Row], o: argparse.Namespace) -> None:
+    """Keeps these rows, from the first rank."""
+    if dist.get_rank() == 0:
+        keep(found, o)
 
 
 def is_late(o: argparse.Namespace) -> bool:
@@ -209,14 +215,20 @@ def main() -> None:
     if o.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if o.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
-    found = []
-    for name in o.models.split(","):
-        for tokens in map(int, o.tokens.split(",")):
-            for row in o.rows.split(","):
-                found.append(attempt(name, tokens, row, o))
-                if dist.get_rank() == 0:
-                    print(json.dumps(found[-1]), flush=True)
-                    keep(found, o)
+    cases = [(name, int(tokens)) for name in o.models.split(",") for tokens in o.tokens.split(",")]
+    found: list[Row] = json.loads(o.json.read_text())["rows"] if o.json and o.json.exists() else []
+    done = {(row["model"], row["tokens"], row["row"]) for row in found}
+    dist.barrier()  # everyone has read it
+    for row in o.rows.split(","):  # of every case, before the next: what matters most comes first, should time be short
+        for name, tokens in cases:
+            if (name, tokens, row) in done:
+                continue
+            head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
+            note([*found, head | {"reason": "ended the job"}], o)
+            found.append(head | attempt(name, tokens, row, o))
+            note(found, o)
+            if dist.get_rank() == 0:
+                print(json.dumps(found[-1]), flush=True)
     dist.destroy_process_group()
 
 
