@@ -28,7 +28,7 @@ SHAPES = {
     "granite-fine / 4": (384, 128),
 }
 """Model and intermediate size."""
-EXPERTS, TOP_K, TOKENS = 8, 2, 1024
+EXPERTS, TOP_K, TOKENS = 8, 2, 4096
 NAMES = ("y", "dx", "dgates", "dw1", "dw2")
 STATIC = ("silu", "concat", [], "nk", "nk", False)
 
