@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
         if is_bookkeeping(name, plain_args, plain_kwargs):
-            self.asked(plain_args[0] if plain_args else None, name)
+            self._ask(plain_args[0] if plain_args else None, name)
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
             return self._number_function(SYMBOLIC_FUNCTIONS[name], args)
@@ -228,6 +228,11 @@ class Recorder(TorchFunctionMode):
                 return out.copy_(func(*args, **{key: value for key, value in kwargs.items() if key != "out"}))
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
+    def _ask(self, tensor: Any, attribute: str) -> None:
+        self.asked(tensor, attribute)
+        if id(tensor) in self._node_of:
+            record_of(self._node_of[id(tensor)]).asked = True
+
     def _read_property(self, func: Any, args: Any) -> Any:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         value = func(*args)
@@ -236,7 +241,7 @@ class Recorder(TorchFunctionMode):
         if attribute == "nbytes":
             return self._read_size(torch.Tensor.numel, "numel", args, {}, args, {}) * args[0].itemsize
         if attribute in METADATA or not isinstance(value, torch.Tensor):
-            self.asked(args[0], attribute)
+            self._ask(args[0], attribute)
             return value
         return self._wrap_result(value, self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value))
 

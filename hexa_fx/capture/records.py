@@ -27,6 +27,8 @@ class NodeRecord:
     decision: bool = False
     gradient: bool = True
     """Whether the code lets gradients through: False under its own ``no_grad``."""
+    asked: bool = False
+    """Whether the code asks something of an input that is no number of it, such as its dtype."""
     subscript: bool = False
     """Whether it says that a number that the code takes an item by is what it was."""
 

@@ -264,6 +264,9 @@ class _Rewriter:
             if not isinstance(value, torch.fx.Node):
                 result.append(InputGuard(name, "constant", value))
                 continue
+            if not (value.users or record_of(value).asked):  # given to a router alone, say, and here in **kwargs
+                result.append(InputGuard(name, "tensor"))
+                continue
             tensor = record_of(value).value
             exact = "dtype" in asked or tensor.dtype in literal_dtypes
             device = tensor.device.type if "device" in asked else None

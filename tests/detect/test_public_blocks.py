@@ -232,3 +232,54 @@ def test_products_written_into_buffers_by_a_function_are_seen(train: bool) -> No
         assert operators_run(optimized.train(train), (x,)), optimized.report
         found = compare(block, optimized, (x,), train=train)
         assert found.within(1e-10), found
+
+
+class Calculator(nn.Module):
+    """Gets all that the gate gives, and reads some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = experts(MLP)
+
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, **others: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class AsksOthers(Calculator):
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, **others: torch.Tensor
+    ) -> torch.Tensor:
+        factor = 2.0 if others["load"].is_floating_point() else 1.0
+        return super().forward(x * factor, weights, index)
+
+
+class GivesMore(nn.Module):
+    """How many tokens every expert gets is a number in eval mode, and a probability in train mode."""
+
+    def __init__(self, calculator: type[Calculator]) -> None:
+        super().__init__()
+        self.gate, self.calculator = TopKGate(), calculator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        load = weights.sum() if self.training else index.flatten().bincount(minlength=E)
+        return self.calculator(flat, weights, index, load=load).view(x.shape)
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Calculator, 1), (AsksOthers, 0)], ids=["unread", "asked"])
+def test_an_argument_of_which_nothing_is_read_may_be_of_any_kind(kind: type[Calculator], runs: int) -> None:
+    torch.manual_seed(0)
+    block = GivesMore(kind).double().eval()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    assert [found.path for found in optimized.report.rewritten] == ["calculator"]
+    assert operators_run(optimized.train(), (_tokens(3, 5),)) == runs
+    for train in (False, True):
+        found = compare(block, optimized, (_tokens(3, 5),), train=train)
+        assert found.within(1e-10), found
