@@ -135,7 +135,8 @@ def make(name: str, device: str, shrink: int = 1, layers: int = 1) -> nn.Module:
             return ListModel(**sizes).to(torch.bfloat16).eval()
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        few = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": sizes["hidden_size"] // 4}
+        width = sizes["hidden_size"] // 4
+        few = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": width, "qk_rope_head_dim": width}
         heads = few if shrink > 1 else {}
         fixed = {"num_hidden_layers": layers, "vocab_size": _VOCABULARY, "eos_token_id": None, "pad_token_id": 0}
         config = AutoConfig.for_model(block.kind, **{**fixed, **sizes, **block.extra, **heads})
