@@ -9,14 +9,13 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import table
+from benchmarks.partition_goals import Record, Runs, goals, graph_of, of, percent
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "partition_speed.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MODES = ("local", "data", "model", "model-paper", "ep", "fsdp2")
 PAPER = {"data": "13.2 and 25.3 %", "model": "6.3 and 11.9 %"}
-Record = dict[str, Any]
-Runs = dict[int, dict[str, Any]]
 
 
 def load(folder: Path) -> Runs:
@@ -31,7 +30,7 @@ def setup(runs: Runs) -> str:
         lines.append(
             f"* {run['ranks']} x {run['device']}, torch {run['torch']}, CUDA {run['cuda']}{nccl}, Python {run['python']}"
         )
-        lines += [f"  * failed in {r['section']}: {r['error']}" for r in _of(run, "failed")]
+        lines += [f"  * failed in {r['section']}: {r['error']}" for r in of(run, "failed")]
         short = [
             f"{r['shape']}, {r['tokens']}, {r.get('mode', r['question'])}" for r in run["records"] if "skipped" in r
         ]
@@ -42,7 +41,7 @@ def setup(runs: Runs) -> str:
             if "error" in r and "shape" in r
         ]
         lines += [f"  * {text}" for text in said]
-        found = {op: why for r in _of(run, "fallbacks") for op, why in r["found"].items()}
+        found = {op: why for r in of(run, "fallbacks") for op, why in r["found"].items()}
         lines += [f"  * {op} ran another implementation: {why}" for op, why in found.items()]
     return "\n".join(lines)
 
@@ -51,7 +50,7 @@ def steps(runs: Runs) -> str:
     rows = []
     for ranks, run in runs.items():
         cases: dict[tuple[str, int], dict[str, Record]] = {}
-        for record in _of(run, "step time"):
+        for record in of(run, "step time"):
             cases.setdefault((record["shape"], record["tokens"]), {})[record["mode"]] = record
         for (shape, tokens), by in sorted(cases.items()):
             times = [f"{by[m]['step_ms']:.1f}" if "step_ms" in by.get(m, {}) else "-" for m in MODES]
@@ -65,104 +64,10 @@ def steps(runs: Runs) -> str:
     return table([*head, "GiB: data / model / EP / FSDP2"], rows)
 
 
-def goals(runs: Runs) -> str:
-    """What was asked of these measurements, and what came out."""
-    made = [*_auto(runs), *_hidden(runs), *_cache(runs), *_shares(runs), *_errors(runs)]
-    return table(["goal", "reached", "measured"], made)
-
-
-Row = tuple[str, str, str]
-
-
-def _row(goal: str, fine: int, count: int, said: str) -> list[Row]:
-    reached = "**yes**" if fine == count else "in part" if fine else "**no**"
-    return [(goal, reached, said)] if count else []
-
-
-def _auto(runs: Runs) -> list[Row]:
-    over = [r["over_best"] for run in runs.values() for r in _of(run, "step time") if "over_best" in r]
-    said = f"at most {max(over, default=1):.3f} times as long, {len(over)} points"
-    return _row("`auto` within 5 % of the better mode", sum(o <= 1.05 for o in over), len(over), said)
-
-
-def _hidden(runs: Runs) -> list[Row]:
-    """Gathers that last less than a layer's attention and experts."""
-    found = {}
-    for ranks, run in runs.items():
-        for r in _of(run, "overlap"):
-            shares = [rank["AllGather"]["hidden_of_shorter"] for rank in r.get("ranks", ()) if "AllGather" in rank]
-            if shares and None not in shares:
-                found[f"{r['shape']} with {r['tokens']} tokens on {ranks} GPUs{_graph(r)}"] = min(shares)
-    short = [f"{case} ({_percent(share)})" for case, share in found.items() if share < 0.8]
-    fine = [share for share in found.values() if share >= 0.8]
-    said = f"{len(fine)} of {len(found)} cases" + (f", {_span(fine)}" if fine else "")
-    said += f"; not {', '.join(short)}" if short else ""
-    goal = "80 % of the gather time hidden where attention and experts last longer than a gather"
-    return _row(goal, len(fine), len(found), said)
-
-
-def _span(shares: Sequence[float]) -> str:
-    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
-    return f"{low} to {high} %" if low != high else f"{low} %"
-
-
-def _cache(runs: Runs) -> list[Row]:
-    rows = [(ranks, r) for ranks, run in runs.items() for r in _of(run, "memory")]
-    if not rows:
-        return []
-    sizes = {ranks: {r["gathered_mib"] for n, r in rows if n == ranks} for ranks, _ in rows}
-    layers = [r["layers"] for _, r in rows]
-    said = "; ".join(
-        f"{', '.join(f'{size:.0f}' for size in sorted(found))} MiB on {n} GPUs" for n, found in sizes.items()
-    )
-    goal = f"memory of gathered weights constant from {min(layers)} to {max(layers)} layers"
-    return _row(goal, sum(len(found) == 1 for found in sizes.values()), len(sizes), said)
-
-
-def _shares(runs: Runs) -> list[Row]:
-    """Unequal devices: weighted shards against the ideal, and against the uniform split."""
-    weighted = [
-        r for run in runs.values() for r in _of(run, "unequal devices") if r.get("split") == "weighted" and "kind" in r
-    ]
-    experts = [r for r in weighted if "over_ideal" in r]
-    if not experts:
-        return []
-    far = [
-        f"{r['shape']}, {r['kind']}-centric, {len(r['sms'])} devices ({r['over_ideal']:.2f})"
-        for r in experts
-        if r["over_ideal"] > 1.1
-    ]
-    fine = [r["over_ideal"] for r in experts if r["over_ideal"] <= 1.1]
-    said = f"{len(fine)} of {len(experts)} cases" + (f", {min(fine):.2f} to {max(fine):.2f}" if fine else "")
-    said += f"; not {', '.join(far)}" if far else ""
-    rows = _row("weighted shards within 10 % of the ideal time (1.10)", len(fine), len(experts), said)
-    for name, records in (("experts", experts), ("step", [r for r in weighted if "step_ms" in r])):
-        gains = [
-            f"{_span([r['gain_over_uniform'] for r in records if len(r['sms']) == n])} on {n} devices"
-            for n in sorted({len(r["sms"]) for r in records})
-        ]
-        better = sum(r["gain_over_uniform"] > 0 for r in records)
-        what = "time of the experts" if name == "experts" else "time of a step"
-        rows += _row(f"weighted shards faster than uniform ones, {what}", better, len(records), ", ".join(gains))
-    return rows
-
-
-def _errors(runs: Runs) -> list[Row]:
-    """In bf16, against float32, over the error of one device alone."""
-    found = [r for run in runs.values() for r in _of(run, "correctness")]
-    said = "; ".join(
-        f"{name}s at most {max(r[name] for r in found):.3f}, one device {max(r[f'{name}_one_device'] for r in found):.3f}"
-        for name in ("output", "gradient")
-        if found
-    )
-    fine = sum(r[name] <= 3 * r[f"{name}_one_device"] for r in found for name in ("output", "gradient"))
-    return _row("bf16: relative error of the order of one device's (3 times it at most)", fine, 2 * len(found), said)
-
-
 def others(runs: Runs) -> str:
     """Steps of expert parallelism and of FSDP2 over those of the mode that `auto` chose."""
     rows = []
-    for shape in dict.fromkeys(r["shape"] for run in runs.values() for r in _of(run, "step time")):
+    for shape in dict.fromkeys(r["shape"] for run in runs.values() for r in of(run, "step time")):
         cells = [shape]
         for mode in ("ep", "fsdp2"):
             ratios = [ratio for run in runs.values() for ratio in _over_auto(run, shape, mode)]
@@ -173,7 +78,7 @@ def others(runs: Runs) -> str:
 
 def _over_auto(run: dict[str, Any], shape: str, mode: str) -> list[float]:
     by = {
-        (r["tokens"], r["mode"]): r["step_ms"] for r in _of(run, "step time") if r["shape"] == shape and "step_ms" in r
+        (r["tokens"], r["mode"]): r["step_ms"] for r in of(run, "step time") if r["shape"] == shape and "step_ms" in r
     }
     return [ms / by[tokens, "auto"] for (tokens, name), ms in by.items() if name == mode and (tokens, "auto") in by]
 
@@ -181,7 +86,7 @@ def _over_auto(run: dict[str, Any], shape: str, mode: str) -> list[float]:
 def correctness(runs: Runs) -> str:
     rows = []
     for ranks, run in runs.items():
-        for r in _of(run, "correctness"):
+        for r in of(run, "correctness"):
             kind = r["kind"] + (", all-reduce" if r["reduce"] == "all_reduce" else "")
             shares = f"{_list(r['batch'])}; {_list(r['h'])}"
             output, gradient = (f"{r[key]:.3f} ({r[f'{key}_one_device']:.3f})" for key in ("output", "gradient"))
@@ -192,7 +97,7 @@ def correctness(runs: Runs) -> str:
 def overlap(runs: Runs) -> str:
     rows = []
     for ranks, run in runs.items():
-        for r in _of(run, "overlap"):
+        for r in of(run, "overlap"):
             if not any("AllGather" in rank for rank in r.get("ranks", ())):
                 continue
             cells = [_worst(r, kind, "hidden") for kind in ("AllGather", "ReduceScatter")]
@@ -201,24 +106,16 @@ def overlap(runs: Runs) -> str:
             lasts = f"{min(layer):.0f}" if layer else "-"
             idle = [1 - rank["compute_ms"] / rank["span_ms"] for rank in r["ranks"] if "span_ms" in rank]
             rows.append([
-                ranks, f"{r['shape']}, {r['tokens']}, {r['layers']}{_graph(r)}", f"{min(gather):.0f}-{max(gather):.0f}", lasts,
-                cells[0], _worst(r, "AllGather", "hidden_of_shorter"), cells[1], _percent(max(idle)) if idle else "-",
+                ranks, f"{r['shape']}, {r['tokens']}, {r['layers']}{graph_of(r)}", f"{min(gather):.0f}-{max(gather):.0f}", lasts,
+                cells[0], _worst(r, "AllGather", "hidden_of_shorter"), cells[1], percent(max(idle)) if idle else "-",
             ])  # fmt: skip
     head = ["GPUs", "shape, tokens, layers", "a gather (µs)", "attention + experts forward (µs)", "gathers hidden"]
     return table([*head, "of those that last less", "reduce-scatters hidden", "device without compute"], rows)
 
 
-def _graph(record: Record) -> str:
-    return ", as a CUDA graph" if record.get("captured") else ""
-
-
 def _worst(record: Record, kind: str, key: str) -> str:
     found = [rank[kind].get(key) for rank in record["ranks"] if kind in rank]
-    return _percent(min(found)) if found and None not in found else "-"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return percent(min(found)) if found and None not in found else "-"
 
 
 def memory(runs: Runs) -> str:
@@ -231,7 +128,7 @@ def memory(runs: Runs) -> str:
             f"{r['peak_above_held_mib']:.0f}",
         ]
         for ranks, run in runs.items()
-        for r in _of(run, "memory")
+        for r in of(run, "memory")
     ]
     return table(
         ["GPUs", "layers", "weights of a layer (MiB)", "gathered (MiB)", "peak above what is held (MiB)"], rows
@@ -242,7 +139,7 @@ def unequal(runs: Runs) -> str:
     rows = []
     for run in runs.values():
         cases: dict[tuple[Any, ...], dict[str, Record]] = {}
-        for r in _of(run, "unequal devices"):
+        for r in of(run, "unequal devices"):
             if "kind" in r:
                 cases.setdefault((_list(r["sms"]), r["shape"], r["kind"].split()[0]), {})[_split(r)] = r
         for (sms, shape, kind), by in cases.items():
@@ -299,10 +196,6 @@ def _split(record: Record) -> str:
 
 def _list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
-
-
-def _of(run: dict[str, Any], question: str) -> list[Record]:
-    return [record for record in run["records"] if record["question"] == question]
 
 
 SECTIONS: dict[str, Callable[[Runs], str]] = {

@@ -32,7 +32,7 @@ def step_of(
 
     None if anything else read it, or if no line of the code, or more than one, says how.
     """
-    counts = type(before) is type(now) and type(now) in (int, float) and reads.is_read_once(module, name, scopes)
+    counts = type(before) is type(now) and type(now) in (int, float) and reads.edges.is_read_once(module, name, scopes)
     found = {step for code in reads.ran.codes() for step in _steps(code, name)} if counts else set()
     if len(found) != 1:
         return None

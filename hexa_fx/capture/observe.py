@@ -6,9 +6,7 @@ it or in its arguments. Names only suggest where to look; detection decides what
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.scripted import scripts_as_python
+from hexa_fx.capture.suspects import CONVOLUTIONS, holds_numbered, is_one_stack, may_hold_experts
 from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
@@ -32,7 +31,6 @@ SELECTIONS = frozenset(
 )
 _CHOICES = frozenset("topk argmax sort argsort multinomial".split())
 _OF_POSITIONS = frozenset(("remainder", "__mod__"))
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,11 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     modules = dict(named_modules(model))
-    suspects = {path for path, module in modules.items() if _may_hold_experts(path, module)}
+    suspects = {path for path, module in modules.items() if may_hold_experts(path, module)}
     suspects |= overlooked.owners_of_shared(model, suspects) & modules.keys()
-    numbered = {path for path, module in modules.items() if _holds_numbered(module)} - suspects
+    numbered = {path for path, module in modules.items() if holds_numbered(module)} - suspects
     packed = {path for path, module in modules.items() if overlooked.packed_experts(module)}
-    others = any(isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) for module in modules.values())
+    others = any(isinstance(module, (nn.Embedding, *CONVOLUTIONS)) for module in modules.values())
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     recorded: dict[str, Observation] = {}
@@ -142,42 +140,6 @@ def _overlooked(
         Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)
         for path, reason in overlooked.innermost(left).items()
     ]
-
-
-def _may_hold_experts(path: str, module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    frozen = [b for b in module.buffers(recurse=False) if b.is_floating_point() and b.dim() == 3 and min(b.shape) > 1]
-    stacked = any(p.dim() >= 3 and sum(size > 1 for size in p.shape) > 1 for p in own)
-    if (len(frozen) > 1 or stacked) and not isinstance(module, _CONVOLUTIONS):
-        return True
-    if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
-        return any(True for _ in module.parameters())
-    if sum(p.dim() == 2 for p in own) >= 2 and not type(module).__module__.startswith("torch."):
-        return True  # bare matrices, each possibly of all experts
-    several = isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
-    return several or _is_list_of_alikes(module)
-
-
-def _holds_numbered(module: nn.Module) -> bool:
-    """Whether some children have names that differ in one number and matrices of the same shapes, as ``ffn_0``, ``ffn_1``, ..."""
-    alike: Counter[Hashable] = Counter()
-    numbered = [(name, child) for name, child in module.named_children() if any(map(str.isdigit, name))]
-    for name, child in numbered if len(numbered) > 2 else ():
-        shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
-        if any(len(shape) == 2 for _, shape in shapes) and not isinstance(child, nn.Embedding):
-            alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
-    return max(alike.values(), default=0) > 2  # two may be layers
-
-
-def _is_list_of_alikes(module: nn.Module) -> bool:
-    """Whether the children are numbered (or in a dictionary) and have the same parameters, as experts do, but layers too."""
-    children = list(module.named_children())
-    numbered = all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children)
-    if len(children) < 2 or not (numbered or isinstance(module, nn.ModuleDict)):
-        return False
-    shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
-    tables = all(isinstance(child, nn.Embedding) for _, child in children)  # codebooks, or one for each feature
-    return len(shapes) == 1 and shapes != {()} and not tables
 
 
 @contextmanager
@@ -256,15 +218,11 @@ def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[st
 
     The former only where the module around them is a suspect too, or chooses; it is looked at in their place.
     """
-    lone = [path for path in suspects if path and _is_one_stack(model.get_submodule(path))]
+    lone = [path for path in suspects if path and is_one_stack(model.get_submodule(path))]
     owners = [path.rpartition(".")[0] for path in lone]
     halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects | selecting}
     wide = [path for path in suspects if any(p.dim() > 3 for p in model.get_submodule(path).parameters(recurse=False))]
     return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(_is_inside(w, owner) for w in wide)}
-
-
-def _is_one_stack(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and sum(p.dim() >= 3 for p in module.parameters()) == 1
 
 
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:

@@ -9,28 +9,26 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from hexa_fx.capture.access_log import KINDS
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
-from hexa_fx.capture.ran_code import RanCode, is_ours
+from hexa_fx.capture.ran_code import RanCode
+from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
-from hexa_fx.ir import PythonRead, SourceLocation
-from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_collection, is_object, items
+from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_object
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
-from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
 from hexa_fx.isolation.users_code import is_users
 
@@ -44,29 +42,6 @@ _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
 """What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
-_DEEPEST = 12
-
-
-@dataclass
-class Edge:
-    """A read: what lay at ``key`` of ``holder`` the first time.
-
-    Args:
-        scopes: paths of the modules whose code read it.
-        inside: whether the holder cannot note reads, so that all it holds counts as read with it.
-        own: whether the run itself had set it by then, so that it is nothing that was there before.
-        times: how often it was read.
-    """
-
-    holder: Any
-    key: Any
-    value: Any
-    noted: Any
-    scopes: set[str] = field(default_factory=set)
-    location: SourceLocation | None = None
-    inside: bool = False
-    own: bool = False
-    times: int = 0
 
 
 class PythonReads:
@@ -80,9 +55,8 @@ class PythonReads:
         self.scope: Callable[[], str] = lambda: ""
         self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
         self.in_functions: list[set[str]] = []
-        self._modules = {id(module): path for path, module in reversed(named_modules(block))}
         self._block = block
-        self._edges: dict[int, dict[Any, Edge]] = {}
+        self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
         self._patched: dict[type, Any] = {}
         self._busy = self._running = False
@@ -112,66 +86,13 @@ class PythonReads:
                     type.__setattr__(cls, "__getattribute__", own)
         self._anchor()
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that were read, which are neither parameters nor buffers."""
-        found = (edge for edges in self._edges.values() for edge in edges.values())
-        return (edge.value for edge in found if isinstance(edge.value, torch.Tensor))
-
-    def is_read_once(self, module: nn.Module, name: str, scopes: frozenset[str]) -> bool:
-        """Whether nobody but the code of ``scopes`` read an attribute, and only once."""
-        edge = self._edges.get(id(module), {}).get(name)
-        return edge is not None and edge.times == 1 and not edge.own and edge.scopes == scopes
-
-    def collections(self) -> Iterator[Any]:
-        """Lists, deques and dicts that were read and are empty or hold objects, but no other lists."""
-        for edge in (edge for edges in self._edges.values() for edge in edges.values()):
-            held = list(items(edge.value).values()) if isinstance(edge.noted, Keys) else []
-            if is_collection(edge.value) and (held or not edge.value) and not any(type(item) in KINDS for item in held):
-                yield edge.value
-
-    def handed(self, settings: Mapping[tuple[int, str], Collection[str]]) -> Iterator[tuple[str, str]]:
-        """Of attributes that the run itself set to what is no tensor, before they were read: who set one, and who read it.
-
-        Args:
-            settings: who set an attribute, by the module's id and name.
-        """
-        edges = (edge for edges in self._edges.values() for edge in edges.values() if edge.own)
-        for edge in edges:
-            if not isinstance(edge.value, torch.Tensor):
-                yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
-
     def values(self) -> tuple[PythonRead, ...]:
         """Everything that was read, by every way to it from a module or a Python module."""
-        found: dict[Any, PythonRead] = {}
-        for identity, edges in list(self._edges.items()):
-            holder = next(iter(edges.values())).holder
-            if identity in self._modules:
-                self._walk(found, (False, self._modules[identity]), (), holder, frozenset(), ())
-            elif isinstance(holder, types.ModuleType):
-                self._walk(found, (True, holder.__name__), (), holder, frozenset(), ())
         hidden = (
             PythonRead(scope, (name,), Unreadable(kind), False, frozenset({scope}), location)
             for scope, (name, kind, location) in self.ran.hidden.items()
         )
-        return (*found.values(), *hidden)
-
-    def _walk(
-        self,
-        found: dict[Any, PythonRead],
-        root: tuple[bool, str],
-        steps: tuple[Any, ...],
-        holder: Any,
-        scopes: frozenset[str],
-        above: tuple[int, ...],
-    ) -> None:
-        for edge in self._edges.get(id(holder), {}).values():
-            if edge.own or is_ours(edge.value):
-                continue
-            by, path = frozenset(edge.scopes) | (scopes if edge.inside else frozenset()), (*steps, edge.key)
-            found[root, path] = PythonRead(root[1], path, edge.noted, root[0], by, edge.location)
-            is_root = id(edge.value) in self._modules or isinstance(edge.value, types.ModuleType)
-            if not is_root and id(edge.value) not in above and len(path) < _DEEPEST:
-                self._walk(found, root, path, edge.value, by, (*above, id(holder)))
+        return (*self.edges.values(), *hidden)
 
     # -- noting ---------------------------------------------------------------------------------------------------------
 
@@ -183,7 +104,7 @@ class PythonReads:
         return edge.value
 
     def _edge(self, holder: Any, key: Any) -> Edge:
-        edges = self._edges.setdefault(id(holder), {})
+        edges = self.edges.of(holder)
         if key not in edges:
             busy, self._busy = self._busy, True
             try:
@@ -230,7 +151,7 @@ class PythonReads:
 
     @untold
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
-        made_meanwhile = id(holder) not in self._modules and id(holder) not in self._met
+        made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
         if made_meanwhile and name not in _OF_MODE:
             return
         reader = str(frame.f_globals.get("__name__", ""))
@@ -259,7 +180,7 @@ class PythonReads:
         for name in names.names:
             self._read(module, name)
         edge = Edge(module, registry, names, names)
-        self._edges.setdefault(id(module), {}).setdefault(registry, edge).scopes.add(self.scope())
+        self.edges.of(module).setdefault(registry, edge).scopes.add(self.scope())
 
     def _whole(self, holder: Any) -> None:
         """Notes a read of an object's ``__dict__``."""
@@ -267,7 +188,7 @@ class PythonReads:
         for name in own:
             self._read(holder, name)
         edge = Edge(holder, "__dict__", Names(own), Names(own))
-        self._edges.setdefault(id(holder), {}).setdefault("__dict__", edge).scopes.add(self.scope())
+        self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self.scope())
 
     def note_of_tensor(self, tensor: Any, attribute: str) -> None:
         """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
@@ -304,9 +225,9 @@ class PythonReads:
 
         These are special methods, functions of base classes, and attributes that the code may have taken of the class itself.
         """
-        found = {id(edge.value) for edges in self._edges.values() for edge in edges.values()}
+        found = {id(edge.value) for edge in self.edges}
         for module in modules_of(self._block):
-            called = self._edges.get(id(module), {}).get("forward")
+            called = self.edges.get(module, "forward")
             for scope in called.scopes if called else ():
                 self._read(module, "__class__", scope)
                 self._read(type(module), "__call__", scope)

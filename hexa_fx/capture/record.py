@@ -133,7 +133,7 @@ def _capture(
         stored = tuple(stored_values(block, snapshot, settings, recorder, functools.partial(step_of, reads)))
         accesses = collecting.accesses(recorder) if collecting else ()
         kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
-        kept_before |= {id(tensor) for tensor in reads.tensors()}
+        kept_before |= {id(tensor) for tensor in reads.edges.tensors()}
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
     changed += [ChangedInPlace(*found) for found in monitor.found()] if monitor else []
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
@@ -158,8 +158,8 @@ def _capture(
             for value in reads.values()
             if not (collecting and collecting.explains(value)) and not any(item.is_count_of(value) for item in stored)
         ),
-        handed=frozenset(reads.handed(settings.scopes)),
-        collections=tuple(reads.collections()),
+        handed=frozenset(reads.edges.handed(settings.scopes)),
+        collections=tuple(reads.edges.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         numbers=reads.ran.whole_numbers(),

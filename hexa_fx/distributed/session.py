@@ -290,8 +290,7 @@ class PartitionSession(AttachedPartition):
 
 def find_session(name: str) -> PartitionSession:
     """The session of this name, which graphs hold instead of it; raises `PlanError` if it is gone."""
-    session = open_sessions.get(name)
-    if session is None:
+    if (session := open_sessions.get(name)) is None:
         raise PlanError(
             f"the graph belongs to partition session {name!r}, which is closed or gone: keep it open as long as the model runs, or "
             "save a checkpoint and load it into a new model"

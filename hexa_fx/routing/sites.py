@@ -10,84 +10,31 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
-from hexa_fx.isolation.choices import ChoiceCounter, choosing_call, with_groups
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.training_mode import training_mode
+from hexa_fx.routing.trial import Reached, Trial
 from hexa_fx.runtime.install import HexaForward
 
 log = logging.getLogger(__name__)
 
-TOKENS = 16  # of the example, on which routers are tried
+TOKENS = 16
+"""Of the example, on which routers are tried."""
 
 _NOWHERE = "no top-k, argmax, max, sort or multinomial over scores in its code, or around it, gives the ids that its experts get"
 _LOOSE = "its gate values do not follow the ids that are chosen"
 _MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
 
 _OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed|moe_ffn_fp8|reindex)\(")
-_LAYERS = {f"hexa::moe_ffn{kind}" for kind in ("", "_fixed", "_fp8", "_sources", "_sources_fixed")}
-
-
-class _Reached(Exception):
-    """The block's operator was called. An exception of the kind for which torch runs hooks that are to run always."""
-
-    def __init__(self, index: Tensor, weights: Tensor | None) -> None:
-        self.index, self.weights = index, weights
-
-
-@dataclass(repr=False)
-class _Trial(TorchFunctionMode):
-    """Notes the choosing calls of a run, with ids of some of them forced, until the block's operator is called.
-
-    Args:
-        forced: ids (rows, n) by call; for a call among groups the ids of experts.
-        groups: which of these are calls among groups of ``experts``.
-    """
-
-    forced: Mapping[Choice, Tensor] = field(default_factory=dict)
-    groups: frozenset[Choice] = frozenset()
-    experts: int = 0
-    seen: dict[Choice, Tensor] = field(default_factory=dict)
-    reached: _Reached | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._counter = ChoiceCounter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator in _LAYERS:
-            self._end(args[1], args[2])
-        if operator == "hexa::reindex":
-            self._end(args[0], None)
-        if self.reached is not None:  # what the code around does to end
-            return func(*args, **kwargs)
-        call = choosing_call(func, args, kwargs)
-        if call is None:
-            return func(*args, **kwargs)
-        choice = self._counter.numbered(call)
-        if choice in self.forced:
-            ids = self.forced[choice]
-            return call.forced(with_groups(ids, call, self.experts) if choice in self.groups else ids)
-        result = func(*args, **kwargs)
-        self.seen[choice] = call.ids(result)
-        return result
-
-    def _end(self, index: Tensor, weights: Tensor | None) -> NoReturn:
-        self.reached = self.reached or _Reached(index, weights)  # the first one, where the block's code caught it
-        raise self.reached
 
 
 @autocast_off()  # under it a block may have to run its own code, which says nothing about the rewritten one
@@ -147,11 +94,11 @@ class _Seen:
     """What a router gave in one mode, and what was found by it."""
 
     source: str
-    natural: _Reached
+    natural: Reached
     choices: Mapping[Choice, Tensor]
     found: RoutingSite | str
 
-    def is_alike(self, source: str, natural: _Reached, choices: Mapping[Choice, Tensor]) -> bool:
+    def is_alike(self, source: str, natural: Reached, choices: Mapping[Choice, Tensor]) -> bool:
         """Whether the same code gave the same, to the block's operator and on the way."""
         one, two = (
             [reached.index, reached.weights, *seen.values()]
@@ -173,7 +120,7 @@ class _Level:
         self.known: list[_Seen] = []
         self.state: ModuleState  # of the mode that is tried
 
-    def run(self, trial: _Trial) -> _Reached | None:
+    def run(self, trial: Trial) -> Reached | None:
         """What the operator gets; None if it is not called."""
         try:
             with random_state_kept(0), torch.no_grad(), trial:
@@ -187,7 +134,7 @@ class _Level:
 
 def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSite | str:
     with _tried(level, forward, training):
-        trial = _Trial()
+        trial = Trial()
         natural = level.run(trial)
         experts, program = forward.num_experts[training], forward.programs[training]
         if natural is None or experts is None or program is None:
@@ -239,7 +186,7 @@ def _agree(index: Tensor, ids: Tensor, experts: int) -> bool:
     return bool(kept.any() and (index == ids)[kept].all())
 
 
-def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
+def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: Reached) -> RoutingSite | str:
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(len(chosen), site.num_experts, generator=generator, device="cpu").argsort(1)[:, : site.top_k]
@@ -279,8 +226,8 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _forced(level: _Level, site: RoutingSite, ids: Tensor) -> _Reached | None:
-    return level.run(_Trial(forced_ids(site, ids), frozenset(site.groups), site.columns[0][0].size))
+def _forced(level: _Level, site: RoutingSite, ids: Tensor) -> Reached | None:
+    return level.run(Trial(forced_ids(site, ids), frozenset(site.groups), site.columns[0][0].size))
 
 
 def forced_ids(site: RoutingSite, ids: Tensor) -> dict[Choice, Tensor]:

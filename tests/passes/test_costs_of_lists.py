@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.capture import observe
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
+from hexa_fx.capture.suspects import holds_numbered
 from hexa_fx.inspection import block_report
 from hexa_fx.isolation.held_objects import MODULE_STATE
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
@@ -142,12 +142,12 @@ def test_modules_without_numbers_and_packed_codes_are_not_walked(monkeypatch: py
             super().__init__()
             self.ffn_0, self.ffn_1, self.ffn_2 = (nn.Linear(4, 4) for _ in range(3))
 
-    assert observe._holds_numbered(Numbered())
+    assert holds_numbered(Numbered())
     named, buffers, asked = nn.Module.named_parameters, nn.Module.named_buffers, Counter[str]()
     monkeypatch.setattr(nn.Module, "named_parameters", lambda *a, **k: (asked.update(["named"]), named(*a, **k))[1])
     monkeypatch.setattr(nn.Module, "named_buffers", lambda *a, **k: (asked.update(["buffers"]), buffers(*a, **k))[1])
     block = Listed()
-    assert not observe._holds_numbered(block.experts[0])
+    assert not holds_numbered(block.experts[0])
     assert not packed_experts(block.experts)
     assert asked == {"buffers": 1}
 
