@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.checkpoint import PlanShard, check_reach, is_first, publish, state_dict, together
+from hexa_fx.distributed.groups import new_group_of
 from hexa_fx.distributed.pieces import Piece
 from hexa_fx.distributed.saved_optimizers import Optimizers
 from hexa_fx.distributed.session import PartitionSession
@@ -104,8 +105,7 @@ def _group(session: PartitionSession) -> Any:
     """A group for the thread that writes: another thread's collectives on the same one would mix with the training's."""
     if session not in _groups:
         ranks = dist.get_process_group_ranks(session.everyone)
-        local = len(ranks) != dist.get_world_size()
-        _groups[session] = dist.new_group(ranks, backend="gloo", use_local_synchronization=local)
+        _groups[session] = new_group_of(ranks, backend="gloo")
     return _groups[session]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.groups import Groups, new_group_of
 from hexa_fx.errors import PlanError
 
 
@@ -67,8 +67,7 @@ def data_axes(mesh: Any, groups: Groups) -> DataAxes:
 
 
 def _host(ranks: Sequence[int]) -> Any:
-    local = len(ranks) != dist.get_world_size()
-    return dist.new_group(list(ranks), backend="gloo", use_local_synchronization=local)
+    return new_group_of(ranks, backend="gloo")
 
 
 def summed_elsewhere(tensor: Tensor, group: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,13 +95,32 @@ def _timeout_of_job() -> timedelta | None:
 
 def _new_groups(main: Any, timeout: timedelta | None, patience: timedelta) -> Groups:
     ranks = dist.get_process_group_ranks(main)
-    local = len(ranks) != dist.get_world_size()
-    gather, reduce = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for _ in range(2))
-    host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+    gather, reduce = (new_group_of(ranks, timeout=timeout) for _ in range(2))
+    host = new_group_of(ranks, timeout=timeout, backend="gloo")
     made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), patience)
     for name in (made.main_name, made.gather_name, made.reduce_name):
         _by_name[name] = made
     return made
+
+
+def new_group_of(ranks: Sequence[int], **options: Any) -> Any:
+    """A process group that these ranks make, and no others, at the same point."""
+    local = len(ranks) != dist.get_world_size()
+    if local:
+        _level(ranks)
+    return dist.new_group(list(ranks), use_local_synchronization=local, **options)
+
+
+def _level(ranks: Sequence[int]) -> None:
+    """Makes the ranks members of equally many groups, by which torch names a new one: else none finds the others."""
+    key = f"hexa_fx/members/{','.join(map(str, ranks))}"
+    _arrivals[key] += 1
+    mine = len(dist.distributed_c10d._world.pg_names)
+    seconds = min(_timeout_of_job() or _LONGEST_ARRIVAL, _LONGEST_ARRIVAL).total_seconds()
+    place = ranks.index(dist.get_rank())
+    counts = marks_of_ranks(f"{key}/{_arrivals[key]}", place, len(ranks), seconds, str(mine))
+    for _ in range(max(map(int, counts.values())) - mine):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _arrive(main: Any, seconds: float) -> None:
