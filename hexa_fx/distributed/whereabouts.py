@@ -35,7 +35,7 @@ _STILL, _LOOK = 4.0, 1.0
 """Seconds for which a main thread must not have moved, and between two looks at it."""
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_COLLECTIVES = dist.distributed_c10d.__file__, str(Path(__file__).parent)
+_COLLECTIVES, _OUR_COLLECTIVES = dist.distributed_c10d.__file__, str(Path(__file__).parent)
 
 
 def await_others(work: Any, groups: Groups, where: str) -> None:
@@ -150,13 +150,13 @@ class _Answering:
         if seen != self._seen:
             self._seen, self._since = seen, now
         elif now - self._since >= _STILL:
-            self._answer(frame, top.f_code.co_filename.startswith(_COLLECTIVES))
+            self._answer(frame, _groups_waited_in(top))
 
-    def _answer(self, frame: FrameType, in_collective: bool) -> None:
+    def _answer(self, frame: FrameType, waited_in: set[str]) -> None:
         store = dist.distributed_c10d._get_default_store()
         for groups in self.groups:
             meetings = _meetings[groups.main_name]
-            begun = {name: n for name, n in meetings.since().items() if in_collective or _only_collectives(name)}
+            begun = {name: n for name, n in meetings.since().items() if name in waited_in}
             key = _key(groups, meetings.number + 1)
             answer = json.dumps({"rank": groups.rank, "place": _place(frame), "begun": begun})
             if self._given.get(key) != answer and store.check([f"{key}/asked"]):
@@ -169,10 +169,16 @@ class _Answering:
                 )
 
 
-def _only_collectives(name: str) -> bool:
-    """Whether what a group counts are collectives. Gloo counts what two ranks send each other, too."""
-    named = (group for group, other in list(dist.distributed_c10d._world.pg_names.items()) if other == name)
-    return all(dist.get_backend(group) == "nccl" for group in named)
+def _groups_waited_in(top: FrameType) -> set[str]:
+    """The names of the groups in which a main thread that stands here may wait for others."""
+    names: dict[Any, str] = {group: str(name) for group, name in list(dist.distributed_c10d._world.pg_names.items())}
+    file = top.f_code.co_filename
+    if file == _COLLECTIVES and "group" in top.f_locals:
+        return {names.get(top.f_locals["group"] or dist.group.WORLD, "")}
+    if file.startswith(_OUR_COLLECTIVES):
+        return set(names.values())
+    # Perhaps it waits for its device. Gloo waits in none, and counts what two ranks send each other, too.
+    return {name for group, name in names.items() if dist.get_backend(group) == "nccl"}
 
 
 def _place(frame: FrameType | None) -> str:

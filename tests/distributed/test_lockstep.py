@@ -58,6 +58,31 @@ def in_a_barrier(rank: int, world: int, mode: str, place: str) -> str:
     return str(error.value)
 
 
+def waits_for_another(rank: int, world: int) -> str:
+    """Rank 1 sends something to rank 2, which is in no partition, and waits long for it. Rank 0 waits for rank 1."""
+    whereabouts._PATIENCE = whereabouts._POLL = whereabouts._STILL = whereabouts._LOOK = 0.2
+    partition, pair = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 2:
+        dist.recv(torch.zeros(1), 1)
+        time.sleep(4.0)
+        dist.barrier(group=pair)
+        return ""
+    model = Net(TWO)
+    session = install(model, make_plan(2, "even", MODES["model"][:2], TWO), mesh=partition).session
+    session.follow(model)
+    x, _ = batch(3)
+    model(x)
+    if rank == 1:
+        dist.send(torch.zeros(1), 2)
+        dist.barrier(group=pair)
+    model(x)
+    return "went on"
+
+
+def test_a_rank_that_waits_for_another_outside_of_the_partition() -> None:
+    assert start(3, waits_for_another) == [("ok", "went on"), ("ok", "went on"), ("ok", "")]
+
+
 @pytest.mark.parametrize(("mode", "place"), [("data", "forward"), ("model", "backward"), ("data", "norm")])
 def test_a_rank_in_a_barrier_of_its_own(mode: str, place: str) -> None:
     (kind, said), (_, other) = start(2, in_a_barrier, mode, place)
