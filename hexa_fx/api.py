@@ -20,7 +20,9 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock, RoutingSite
+from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.garbage import collections_are_cheap
+from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -259,6 +261,11 @@ def _checked(config: HexaConfig | None) -> HexaConfig:
 def _sharing_copy(model: Model) -> Model:
     """A copy that shares parameters, buffers, and whatever cannot be copied (process groups, locks) with ``model``."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # What a quantiser keeps beside its weights is set up with them, by the first call of either model.
+    for module in model.modules():
+        if any(is_of_other_library(p) for p in module._parameters.values() if p is not None):
+            kept = (value for name, value in vars(module).items() if name not in MODULE_STATE)
+            shared |= {id(value): value for value in kept if is_object(value)}
     try:
         return deepcopied(model, dict(shared))
     except (TypeError, RuntimeError) as error:

@@ -223,6 +223,12 @@ def test_weights_that_their_first_use_lays_out_anew(called_before: bool) -> None
     hexa_fx.optimize_(model, x)
     for _ in range(2):
         torch.testing.assert_close(model(x), expected)
+    original = _made()
+    for each in (
+        hexa_fx.optimize(original, x),
+        original,
+    ):  # they share the weight, and the first call sets it up for both
+        torch.testing.assert_close(each(x), expected)
 
 
 class Folding(nn.Module):
