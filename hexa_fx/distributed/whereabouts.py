@@ -144,7 +144,7 @@ class _Answering:
             frame = frame.f_back
         here = dist.distributed_c10d._world.pg_map
         self.groups = [groups for groups in self.groups if groups.host in here]
-        if frame is None or top is None:
+        if frame is None or top is None or not self.groups:
             return
         seen, now = (id(frame), frame.f_lasti, *_begun().values()), time.monotonic()
         if seen != self._seen:

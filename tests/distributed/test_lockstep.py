@@ -102,6 +102,9 @@ def made_again(rank: int, world: int, mode: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
+    whereabouts._STILL = whereabouts._LOOK = 0.1
+    time.sleep(1.5)
+    assert whereabouts._answering()._thread.is_alive()  # for the groups that are made again
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
     dist.new_group()
     with pytest.raises(PlanError, match="process groups of this partition were destroyed"):
