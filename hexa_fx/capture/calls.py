@@ -26,7 +26,10 @@ _UNRECORDED = frozenset(
 )
 
 
-DECISIONS = frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
+_TEXTS = frozenset({"__repr__", "__format__"})
+"""What makes a text of a tensor: of whole numbers, such as ids, it says them to the host."""
+
+DECISIONS = _TEXTS | frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
 
 _OPERATORS = {
     "__getitem__": operator.getitem,
@@ -113,7 +116,7 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
             f"it asks for the memory behind tensors ({name}()), of which a graph says nothing; ask for sizes instead"
         )
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
-        return True
+        return name not in _TEXTS or args[0].is_floating_point()
     if _holds_tensor(args) or _holds_tensor(kwargs):
         return False
     return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)

@@ -137,7 +137,7 @@ def _leaves_no_trace(node: torch.fx.Node) -> bool:
     Not of lists of counts, which stay symbolic, and of the experts that were hit.
     """
     taken = operation(node)
-    if taken in ("numpy", "__array__"):
+    if taken in ("numpy", "__array__", "__repr__", "__format__"):
         return True
     if any(operation(n) in UNIQUE for n in ancestors([node]) if n.op.startswith("call")):
         return False

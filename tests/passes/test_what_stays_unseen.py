@@ -378,6 +378,16 @@ class OfARow(OnChoices):
         return 2.0 if torch.equal(index[2], torch.tensor([3, 1])) else 1.0
 
 
+class AsText(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if "[3, 1]" in str(index[:1]) else 1.0
+
+
+class Formatted(OnChoices):
+    def scale(self, index: torch.Tensor) -> float:
+        return 2.0 if f"{index[0, 0]}" == "3" else 1.0
+
+
 class Digested(OnChoices):
     def scale(self, index: torch.Tensor) -> float:
         return 2.0 if hashlib.md5(index.numpy().tobytes()).digest()[0] < 3 else 1.0
@@ -410,6 +420,8 @@ class OfAFile(OnChoices):
         (OfOneToken, "what certain tokens chose"),
         (OfTwoTokens, "what certain tokens chose"),
         (OfARow, "what certain tokens chose"),
+        (AsText, "what certain tokens chose"),
+        (Formatted, "what certain tokens chose"),
         (Digested, "a digest"),
         (AsBytes, "a digest"),
         (OfAFile, "reads open"),
