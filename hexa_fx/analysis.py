@@ -176,7 +176,8 @@ def _analyse_candidate(
     candidate: Candidate, config: HexaConfig, cache: StructureCache, factors: bool
 ) -> tuple[BlockAnalysis, str | None]:
     """Analyses a candidate's levels from the inside out: the first that can be rewritten in both modes, else in one, else the
-    innermost refusal. What a module is given may hold more than what it chose from, as weights of all experts do.
+    innermost refusal of a module that chooses. What a module is given may hold more than what it chose from, as weights of all
+    experts do, or less, as sorted rows do.
 
     Also returns the path of the identical block whose analysis was reused, if there was one.
     """
@@ -186,7 +187,8 @@ def _analyse_candidate(
     best: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache, factors)
-        if best is None or len(found[0].rewritten) > len(best[0].rewritten):
+        more = best is None or len(found[0].rewritten) > len(best[0].rewritten)
+        if best is None or more or (best[0].elsewhere and not found[0].elsewhere):
             best = found
         if found[0].settled or len(best[0].rewritten) == len(MODES):
             break

@@ -37,13 +37,15 @@ class SourceLocation:
 class Refusal:
     """Why a block was left as it is: one sentence, and the line of the user's code behind it.
 
-    ``settled``: whether it holds whatever the inputs are, and of the modules around the block too.
+    ``settled``: whether it holds whatever the inputs are, and of the modules around the block too. ``elsewhere``: whether it only
+    says that tokens are given to experts by code around the block.
     """
 
     path: str
     reason: str
     location: SourceLocation | None = None
     settled: bool = False
+    elsewhere: bool = False
 
     def __str__(self) -> str:
         where = f" ({self.location})" if self.location else ""

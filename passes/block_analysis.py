@@ -44,6 +44,11 @@ class BlockAnalysis:
         return {mode: made[id(form)] for mode, form in self.rewritten.items()}
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it is refused because code around it gives tokens to experts."""
+        return not self.rewritten and all(refusal.elsewhere for refusal in self.refusals.values())
+
+    @property
     def settled(self) -> bool:
         """Whether it is refused for what other inputs, and modules around it, would not change."""
         return not self.rewritten and all(refusal.settled for refusal in self.refusals.values())

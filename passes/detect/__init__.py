@@ -113,7 +113,9 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     sliced = multiplies_with_slices(captured)
     if sliced is not None:
         return sliced
-    return Refuse(shared_by_some(parameters) or uneven or odd or several or refusal.reason, refusal.node)
+    known = shared_by_some(parameters) or uneven or odd or several
+    elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
+    return Refuse(known or refusal.reason, refusal.node, elsewhere)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:

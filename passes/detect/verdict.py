@@ -19,17 +19,21 @@ class Refuse(Exception):
     """Ends detection of one block with a sentence for the user and the node whose source line it is about.
 
     Internal to the passes: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
+
+    ``elsewhere``: whether what is missed here may be in the code around the block.
     """
 
-    def __init__(self, reason: str, node: torch.fx.Node | None = None) -> None:
+    def __init__(self, reason: str, node: torch.fx.Node | None = None, elsewhere: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.node = node
+        self.elsewhere = elsewhere
 
     def at(self, path: str) -> Refusal:
         """The refusal of the block at ``path``."""
         named = self.node is not None and self.node.op != "output"
-        return Refusal(path, self.reason, record_of(self.node).location if named and self.node is not None else None)
+        location = record_of(self.node).location if named and self.node is not None else None
+        return Refusal(path, self.reason, location, elsewhere=self.elsewhere)
 
 
 class NoRouting(Refuse):

@@ -12,6 +12,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.inspection.advice import advice
 from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.common import TopKGate
 from tests.zoo.variant import D, E, I, K
 
 MASKS: defaultdict[tuple[int, ...], dict[str, torch.Tensor]] = defaultdict(dict)
@@ -248,6 +249,48 @@ class TwoTasks(Mixture):
         y = torch.stack([expert(x) for expert in self.experts], -1)
         scores = self.gate.weight(x)
         return [(y * gates.softmax(-1)[..., None, :]).sum(-1) for gates in (scores, -scores)]
+
+
+class OfSortedRows(nn.Module):
+    """Gets rows by expert, and how many each gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, rows: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        ends, out = sizes.cumsum(0), torch.zeros_like(rows)
+        for number in range(E):
+            part = slice(ends[number] - sizes[number], ends[number])
+            out[part] = (rows[part] @ self.up[number]).relu() @ self.down[number]
+        return out
+
+
+class Dispatcher:
+    """A plain object that keeps what it needs to put rows back."""
+
+    def sort(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        self.order = index.flatten().argsort(stable=True)
+        return x[self.order // index.shape[1]]
+
+
+class Dispatched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.dispatcher, self.experts = TopKGate(), Dispatcher(), OfSortedRows()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        rows = self.experts(self.dispatcher.sort(flat, index), index.flatten().bincount(minlength=E))
+        back = torch.zeros_like(rows).index_copy(0, self.dispatcher.order, rows)
+        return (back.view(-1, index.shape[1], D) * weights[..., None]).sum(1).view(x.shape)
+
+
+def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(Dispatched().double(), _tokens(2, 7)).blocks
+    assert "the code changes self.dispatcher in place" in block.reason
 
 
 class OwnExperts(TwoTasks):
