@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,9 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord
 from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
-from hexa_fx.capture.stored import UNKNOWN, noted_settings, stored_values
+from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
+from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
@@ -153,11 +154,7 @@ def _capture(
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
         _met_among(inside, recorder),
-        reads=tuple(
-            value
-            for value in reads.values()
-            if not (collecting and collecting.explains(value)) and not any(item.is_count_of(value) for item in stored)
-        ),
+        reads=_unexplained(reads, collecting, stored),
         handed=frozenset(reads.edges.handed(settings.scopes)),
         collections=tuple(reads.edges.collections()),
         in_autocast=recorder.in_autocast,
@@ -165,6 +162,14 @@ def _capture(
         numbers=reads.ran.whole_numbers(),
         replaced=replaced,
     )
+
+
+def _unexplained(
+    reads: PythonReads, collecting: Collecting | None, stored: Sequence[StoredValue]
+) -> tuple[PythonRead, ...]:
+    """What was read but for collections that are filled as the code fills them, and for counts that are left anew."""
+    found = (value for value in reads.values() if not (collecting and collecting.explains(value)))
+    return tuple(value for value in found if not any(item.is_count_of(value) for item in stored))
 
 
 @contextmanager

@@ -7,7 +7,6 @@ serves to understand the block, never to run in its place.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from hexa_fx.capture.calls import (
     SYMBOLIC_FUNCTIONS,
     as_plain,
     check_readable,
+    fields_of,
     fx_target,
     is_bookkeeping,
     memory_of,
@@ -159,18 +159,13 @@ class Recorder(TorchFunctionMode):
 
     def lift_result(self, result: Any) -> Any:
         """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class, wherever it is."""
-        if dataclasses.is_dataclass(result) and not isinstance(result, type):
-            fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
-        elif isinstance(result, dict) and type(result) is not dict:
-            fields = dict(result)
-        elif type(result) in (list, tuple):
+        if (fields := fields_of(result)) is not None:
+            return self.add("call_function", type(result), (), self.lift_result(fields), result)
+        if type(result) in (list, tuple):
             return type(result)(map(self.lift_result, result))
-        elif type(result) is dict:
+        if type(result) is dict:
             return {key: self.lift_result(value) for key, value in result.items()}
-        else:
-            return self.lift(result)
-        fields = {key: self.lift_result(value) for key, value in fields.items()}
-        return self.add("call_function", type(result), (), fields, result)
+        return self.lift(result)
 
     @untold
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:

@@ -35,9 +35,9 @@ from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
-from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
+from hexa_fx.passes.detect.routing import Routing, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
-from hexa_fx.passes.detect.row_steps import steps_after, steps_before, steps_of_factor
+from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     is_constant,
@@ -204,8 +204,7 @@ def _match_of(
     if offset.base is not None:
         check_base(offset.base, routing.weights, ends, combine.node, replay)
     passing = how_tokens_pass(offset.identity, pairs, routing, experts, combine.node, replay)
-    weighing = [*routing.after[0].nodes] if with_steps and routing.after else []
-    of_factor = steps_of_factor(weighing[0], instances, combine.node, tags) if len(weighing) == 1 else None
+    of_factor = _of_factor(routing, instances, combine.node, tags) if with_steps else None
     last = [instance.second.node for instance in instances]
     branches = shape_branches(
         captured, tag(captured, weights.groups), set(routing.index.nodes), opaque, last, combine.node
@@ -232,6 +231,13 @@ def _match_of(
         after,
         of_factor,
     )
+
+
+def _of_factor(
+    routing: Routing, instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]
+) -> RowSteps | None:
+    weighing = [*routing.after[0].nodes] if routing.after else []
+    return steps_of_factor(weighing[0], instances, end, tags) if len(weighing) == 1 else None
 
 
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:

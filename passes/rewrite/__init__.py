@@ -12,13 +12,14 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
-from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
+from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
 from hexa_fx.passes.rewrite.kept_routers import kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
@@ -26,7 +27,6 @@ from hexa_fx.passes.rewrite.region import Live, RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.runtime import guards
-from hexa_fx.runtime.attribute_guards import called_in, is_within
 
 _FREE_OF_EFFECTS = (
     "size",
@@ -96,7 +96,7 @@ class _Rewriter:
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(self.match, self._removed(kept), self._added(), len(packed))
-        guards, experts = self._guards(captured, by_rows), self.match.num_experts
+        guards, experts = input_guards(captured, self.graph, self.new, by_rows), self.match.num_experts
         of_python = routers.reads, None, routers.in_trace
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
 
@@ -249,32 +249,6 @@ class _Rewriter:
             for key, item in output.items() if isinstance(output, dict) else enumerate(output):
                 if isinstance(item, (torch.fx.Node, tuple, list, dict)):
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
-
-    def _guards(self, captured: CapturedBlock, by_rows: set[torch.fx.Node]) -> tuple[InputGuard, ...]:
-        literal_dtypes = {
-            item
-            for node in self.graph.nodes
-            for item in (*node.args, *node.kwargs.values())
-            if isinstance(item, torch.dtype)
-        }
-        called = called_in(self.graph)
-        asked = {what for what, scopes in captured.asks.items() for scope in scopes if not is_within(scope, called)}
-        result = []
-        for name, value in captured.arguments:
-            if not isinstance(value, torch.fx.Node):
-                result.append(InputGuard(name, "constant", value))
-                continue
-            if not (value.users or record_of(value).asked):  # given to a router alone, say, and here in **kwargs
-                result.append(InputGuard(name, "tensor"))
-                continue
-            tensor = record_of(value).value
-            exact = "dtype" in asked or tensor.dtype in literal_dtypes
-            device = tensor.device.type if "device" in asked else None
-            layout = tensor.is_contiguous() if "layout" in asked else None
-            gradient = tensor.requires_grad if "gradient" in asked else None
-            last, kind = tensor.shape[-1] if self.new[value] in by_rows else None, (tensor.dtype, tensor.dim())
-            result.append(InputGuard(name, "tensor", None, *kind, exact, device, layout, gradient, last))
-        return tuple(result)
 
 
 def _is_given(node: torch.fx.Node) -> bool:
