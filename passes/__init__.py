@@ -154,7 +154,9 @@ def _was_recorded(analysis: BlockAnalysis) -> bool:
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
     differed: _Differed = {}
-    for attempt in ATTEMPTS:
+    left = [*ATTEMPTS]
+    while left:
+        attempt = left.pop(0)
         if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
             continue
         graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
@@ -165,8 +167,16 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
             best = analysis
         if best.match is None or analysis.settled or all(check.ok for check in best.checks.values()):
             break
+        if any(_only_gradients_differ(check) for check in analysis.checks.values()):
+            left.sort(
+                key=lambda attempt: not attempt.prefer_earliest
+            )  # of tensors with the same numbers one is detached
     assert best is not None
     return best
+
+
+def _only_gradients_differ(check: VerificationResult) -> bool:
+    return any(case.outcome == "different" and case.gradient_error > case.forward_error for case in check.cases)
 
 
 def _analyse_on(

@@ -10,27 +10,35 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
+from hexa_fx import passes
+from hexa_fx.capture import capture
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.suspects import holds_numbered
 from hexa_fx.inspection import block_report
+from hexa_fx.ir import Refusal
 from hexa_fx.isolation.held_objects import MODULE_STATE
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.detect import detect
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.traced_lora import _is_changed
+from tests.zoo import pattern_table
 from tests.zoo.common import SwiGLU, TopKGate
+from tests.zoo.registry import VARIANTS
 
 
 class Listed(nn.Module):
-    def __init__(self, dropout: float | None = None) -> None:
+    def __init__(self, dropout: float | None = None, experts: int = 4) -> None:
         super().__init__()
-        self.gate = TopKGate(8, 4, 2)
+        self.gate = TopKGate(8, experts, 2)
         self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
-        self.experts = nn.ModuleList(SwiGLU(8, 6) for _ in range(4))
+        self.experts = nn.ModuleList(SwiGLU(8, 6) for _ in range(experts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.gate(x)
@@ -168,3 +176,48 @@ def test_what_a_tracer_asks_of_every_adapter_it_asks_without_walking_into_any() 
         assert _is_changed(changed)
     plain.forward = lambda x: x
     assert _is_changed(plain)
+
+
+def test_a_block_of_which_only_gradients_differ_is_read_otherwise_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six readings were tried, each recorded, detected and compared, until the one that asks for the earlier tensor."""
+    tried: list[bool] = []
+    plain = passes._analyse_on
+
+    def noted(observation: Any, config: Any, attempt: Any, *rest: Any) -> Any:
+        tried.append(attempt.prefer_earliest)
+        return plain(observation, config, attempt, *rest)
+
+    monkeypatch.setattr(passes, "_analyse_on", noted)
+    (variant,) = [v for v in VARIANTS if v.name == "library_straight_through_dispatch"]
+    args, kwargs = variant.inputs(2, 7, torch.float32, 0)
+    pattern_table.optimized(variant.make(0).eval(), args, kwargs)
+    assert tried == [False, True]
+
+
+def waits_and_calls(listed: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Of detection on a list of so many experts: looks at numbers on the host, and operators of torch in all."""
+    torch.manual_seed(0)
+    model = Listed(experts=listed).to(dtype).eval()
+    captured = canonicalize(capture(model, (torch.randn(16, 8, dtype=dtype),), {}, "block"))
+    counter = Operators()
+    with counter:
+        assert not isinstance(detect(captured), Refusal)
+    return counter.waits, counter.calls
+
+
+class Operators(TorchDispatchMode):
+    """Counts what reaches torch's kernels, and what waits for a device there."""
+
+    waits = calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        self.waits += any(name in str(func) for name in ("_local_scalar_dense", "aten.equal", "nonzero", "unique"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_detection_of_more_experts_waits_no_more_often_for_a_device(dtype: torch.dtype) -> None:
+    few, many = waits_and_calls(8, dtype), waits_and_calls(24, dtype)
+    assert many[0] <= few[0] + 16
+    assert many[1] <= few[1] + 16 * 100
