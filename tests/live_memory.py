@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx.isolation.upcast_weight import UpcastWeight
+
 
 class LiveMemory(TorchDispatchMode):
     """``peak``: the most bytes of storages made in operations under this mode that were alive together, which ``held`` lists."""
@@ -24,6 +26,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
+            leaf = leaf.stored if isinstance(leaf, UpcastWeight) else leaf
             if type(leaf) is torch.Tensor:
                 self._count(leaf.untyped_storage(), f"{func} {tuple(leaf.shape)}")
         return result

@@ -20,6 +20,7 @@ from hexa_fx.capture.sharpen import is_coarse, sharpened, with_tensors
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
 
@@ -105,12 +106,13 @@ class Replay:
     def _own(self, node: torch.fx.Node, value: Any) -> Any:
         """A node's value for itself: a copy, unless the run writes nothing to the memory that it lies in.
 
-        Of a value that does not lie row after row a view may be a copy in the run, and none here.
+        Of a value that does not lie row after row a view may be a copy in the run, and none here. Large weights are only read.
         """
         record = record_of(node)
         if not isinstance(value, torch.Tensor) or not isinstance(record.value, torch.Tensor):
             return value
-        return value.clone() if record.storage in self._written or not record.value.is_contiguous() else value
+        scattered = not (record.value.is_contiguous() or isinstance(value, UpcastWeight))
+        return value.clone() if scattered or record.storage in self._written else value
 
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
         """Nodes whose value may change: downstream of a replacement, or sharing memory with a write that is."""
