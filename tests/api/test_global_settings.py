@@ -70,6 +70,9 @@ def test_rewritten_and_equal(name: str, block: Callable[[], torch.nn.Module]) ->
         assert (want is None) == (got is None)
         if want is not None:
             assert got.dtype == want.dtype
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            if name == "lower precision":  # some CPUs multiply in bfloat16 then, each product in its own order
+                assert (got - want).norm() <= 0.02 * want.norm()
+            else:
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert torch.get_default_dtype() == dtype
     assert torch.empty(0).device.type == "cpu"
