@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.isolation import gradient_mode, size, upcast_weight
+from hexa_fx.isolation import gradient_mode, outcome, size, upcast_weight
 from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
 from hexa_fx.isolation.listed_stack import ListedStack
@@ -314,3 +314,16 @@ def test_gradients_of_several_matrices_are_sketched_as_each_is_alone():
     dense.append(dense[0] + dense[3])
     for found, expected in zip(compared(lazy, weights), dense, strict=True):
         torch.testing.assert_close(found, sketch_of_dense(expected))
+
+
+def test_largest_magnitudes_of_several_tensors_are_those_of_each():
+    """Images in channels_last, which side by side are no rows, among numbers that are NaN, none and infinite."""
+    images = [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last) for _ in range(3)]
+    others = [
+        torch.tensor([float("nan"), 1.0]),
+        torch.zeros(0),
+        torch.tensor([-float("inf"), 1.0]),
+        torch.randn(70, 70),
+    ]
+    found, expected = outcome.largest_of([*images, *others]), [*map(outcome.largest, [*images, *others])]
+    assert str(found) == str(expected)
