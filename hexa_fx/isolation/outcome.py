@@ -283,7 +283,7 @@ def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
             if shape is None:
                 ends = torch.stack([end for tensor in chosen for end in torch.aminmax(tensor)]).view(-1, 2)
             else:
-                ends = torch.stack(torch.aminmax(torch.stack(chosen).flatten(1), dim=1), 1)
+                ends = torch.stack(torch.aminmax(torch.stack(chosen).reshape(len(chosen), -1), dim=1), 1)
             for number, value in zip(batch, ends.abs().amax(1).tolist()):
                 found[number] = value
     return found

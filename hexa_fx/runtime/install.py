@@ -127,9 +127,9 @@ class HexaForward:
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
-        wanted = is_grad_enabled()
-        small = is_small(self.small[training][wanted], args, kwargs)
-        small = small and not (wanted and self._has_main_grad(training))
+        limits, wanted = self.small[training], is_grad_enabled()
+        limit = limits.with_gradients if wanted else limits.without_gradients
+        small = is_small(limit, args, kwargs) and not (wanted and self._has_main_grad(training))
         if small or (self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs)):
             return self.original(*args, **kwargs)
         try:

@@ -317,13 +317,14 @@ def test_gradients_of_several_matrices_are_sketched_as_each_is_alone():
 
 
 def test_largest_magnitudes_of_several_tensors_are_those_of_each():
-    """Images in channels_last, which side by side are no rows, among numbers that are NaN, none and infinite."""
+    """Images in channels_last, which side by side are no rows, among single numbers and some that are NaN, none and infinite."""
     images = [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last) for _ in range(3)]
     others = [
         torch.tensor([float("nan"), 1.0]),
         torch.zeros(0),
         torch.tensor([-float("inf"), 1.0]),
         torch.randn(70, 70),
+        *torch.randn(3).unbind(),
     ]
     found, expected = outcome.largest_of([*images, *others]), [*map(outcome.largest, [*images, *others])]
     assert str(found) == str(expected)
