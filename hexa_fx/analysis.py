@@ -126,8 +126,7 @@ def _analyse_model(
             if made
             else "the example inputs"
         )
-        candidates = _observe(model, args, kwargs, what + how)
-        effects.restore()  # as parameters are: a flag that one of them was set up may lie in an object
+        candidates = _observe(model, args, kwargs, what + how, effects)
         bar.total, shared = len(candidates), in_same_memory(model)
         for candidate in candidates:
             block = candidate.levels[0]
@@ -157,9 +156,11 @@ def _stages(bar: Bar) -> list[Listener]:
     return [see] if bar.shown else []
 
 
-def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> list[Candidate]:
+def _observe(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, effects: SideEffects
+) -> list[Candidate]:
     try:
-        return observe(model, args, kwargs)
+        return observe(model, args, kwargs, effects.restore)
     except Exception as error:
         given = ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
         error.add_note(f"hexa_fx called the model on {what}: {type(model).__name__}({given})")

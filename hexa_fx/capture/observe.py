@@ -88,10 +88,16 @@ class _Selections(TorchFunctionMode):
         return result
 
 
-def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
+def observe(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    with_parameters: Callable[[], object] = lambda: None,
+) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``named_modules(model)``.
 
-    Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
+    Buffers, attributes, hooks and the random state are restored afterwards, and parameters if they were written to, with what
+    ``with_parameters`` restores. Errors of the model itself are not caught.
     """
     modules = dict(named_modules(model))
     suspects = {path for path, module in modules.items() if may_hold_experts(path, module)}
@@ -104,8 +110,8 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     recorded: dict[str, Observation] = {}
     mode = _Selections()
     with (
+        parameters_restored(model, with_parameters),
         restored(model),
-        parameters_restored(model),
         random_state_kept(),
         _hooks(model, suspects | numbered | packed, mode, recorded),
         torch.no_grad(),

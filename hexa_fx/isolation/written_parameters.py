@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,17 +17,19 @@ _SET = frozenset(("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", 
 
 
 @contextmanager
-def parameters_restored(root: nn.Module) -> Iterator[None]:
+def parameters_restored(root: nn.Module, with_them: Callable[[], object]) -> Iterator[None]:
     """A context at whose end the parameters of a tree have their own memory and numbers again.
 
-    What torch's functions are about to write to is copied, and nothing else.
+    What torch's functions are about to write to is copied, and nothing else. ``with_them`` is called if anything was: a flag that
+    a parameter is set up may lie anywhere.
     """
     mode = _Writes(root)
     try:
         with mode:
             yield
     finally:
-        mode.restore()
+        if mode.restore():
+            with_them()
 
 
 class _Writes(TorchFunctionMode):
@@ -54,13 +56,14 @@ class _Writes(TorchFunctionMode):
         _, data, value = self._saved.get(id(parameter), (parameter, parameter.data, None))
         self._saved[id(parameter)] = parameter, data, data.clone() if numbers and value is None else value
 
-    def restore(self) -> None:
-        """Puts back what was saved."""
+    def restore(self) -> bool:
+        """Puts back what was saved, and says whether anything was."""
         for parameter, data, value in self._saved.values():
             if value is not None:
                 data.copy_(value)
             if (parameter.data_ptr(), parameter.shape) != (data.data_ptr(), data.shape):
                 parameter.data = data
+        return bool(self._saved)
 
 
 def _storage(tensor: Tensor) -> int:
