@@ -151,7 +151,7 @@ def test_they_compile_to_the_operators():
     torch.testing.assert_close(compiled, run(x, weight, weights))
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert sum("esmm" in target for target in targets) == 2
-    assert {op._opname for op in DIRECT} == {"moe_ffn", "moe_ffn_fp8", "reindex", "esmm", "combine"}
+    assert {op._opname for op in DIRECT} == {"moe_ffn", "moe_ffn_fixed", "moe_ffn_fp8", "reindex", "esmm", "combine"}
 
 
 @pytest.mark.parametrize("size", [8, 96], ids=["picked", "by expert"])
