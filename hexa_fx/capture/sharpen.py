@@ -77,10 +77,6 @@ class _Run:
     ) -> None:
         self._nodes, self._execute, self._upcast = nodes, execute, upcast
         self._written, self._together = written, together
-        self._exact = {
-            node for node in nodes if not node.op.startswith("call") and not _is_float(record_of(node).value)
-        }
-        """Nodes that have the recorded numbers to the last bit: what is computed of these alone is as it was."""
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def values(self) -> dict[torch.fx.Node, Any] | None:
