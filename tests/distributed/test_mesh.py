@@ -241,9 +241,9 @@ def test_fsdp_on_gpus(strategy: str, capacities: str, tmp_path: Path) -> None:
     world = 4 if torch.cuda.device_count() >= 4 else 2
     given = (strategy, capacities)
     with scripts(world, "mesh_rank.py", tmp_path / "store", str(world), "nccl", *given, MESH_DEVICE="cuda") as ranks:
-        for process in ranks:
-            output, _ = process.communicate(timeout=200)
-            assert process.returncode == 0, output
+        outputs = [process.communicate(timeout=200)[0] for process in ranks]  # of all, for the first to fail says why
+        for process, output in zip(ranks, outputs, strict=True):
+            assert process.returncode == 0, "\n".join(outputs)
             assert "largest difference" in output
 
 
