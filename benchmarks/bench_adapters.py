@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_whole_models import timed
 from common import steady
-from kept_rows import Row, answer, wait_for_kernels
+from kept_rows import Row, answer, options_of, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import make, tokens_of
 from torch import Tensor, nn
@@ -67,14 +66,20 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
             hexa_fx.optimize_(layer, few, hexa_fx.HexaConfig(own_code_when_small=False))
         wanted = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
         runs[name] = lambda layer=layer, wanted=wanted: torch.autograd.grad(layer(x, ids, gates), wanted, dy)
-    wait_for_kernels()
-    if options.device == "cpu":
-        milliseconds = {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
-    else:
-        milliseconds = steady(runs, options.turns)
+    milliseconds = times(runs, options)
     for name, run in runs.items():
         row: Row = {"question": "layer", "way": name, "ms": round(milliseconds[name], 3), "peak_mib": timed(run, 1)[1]}
         yield row | ({"bar_ms": LAYER_MS} if name == "adapters" else {})
+
+
+def times(
+    runs: dict[str, Callable[[], object]], options: argparse.Namespace, warm_s: float = 0.5, timed_s: float = 0.9
+) -> dict[str, float]:
+    """Milliseconds of each."""
+    wait_for_kernels()
+    if options.device == "cpu":
+        return {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
+    return steady(runs, options.turns, warm_s, timed_s)
 
 
 def inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,12 +145,9 @@ def product_rows(options: argparse.Namespace) -> Iterator[Row]:
         for tile in NARROW_CANDIDATES[1:]:
             label = f"{name}, {tile.bm}x{tile.bn}, {tile.stages} stages"
             runs[label] = lambda product=product, record=record, tile=tile: product(record, tile)
-    if options.device == "cpu":
-        milliseconds = {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
-    else:
+    if options.device != "cpu":
         prebuild(lambda: [run() for run in runs.values()])
-        milliseconds = steady(runs, options.turns, 0.2, 0.3)
-    for name, found in milliseconds.items():
+    for name, found in times(runs, options, 0.2, 0.3).items():
         yield {"question": "products", "product": name, "ms": round(found, 4)}
 
 
@@ -198,7 +200,7 @@ QUESTIONS = {"layer": layer_rows, "products": product_rows, "model": model_rows}
 
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("questions", nargs="*", default=["layer", "model"])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=6)
@@ -207,7 +209,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     answer(QUESTIONS, parser.parse_args())
 
 

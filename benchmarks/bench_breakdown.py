@@ -10,16 +10,14 @@ launches of a step one behind the other, with nothing of autograd between them.
 
 from __future__ import annotations
 
-import argparse
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import LARGE, SHAPES, MoeShape, environment, routing, steady
+from common import LARGE, SHAPES, MoeShape, routing, steady
+from kept_rows import keep, options_of
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.cuda import kernel as cuda_kernel
@@ -121,9 +119,8 @@ def in_a_row(found: dict[str, tuple[Run, str]], names: Sequence[str]) -> Run:
 
 def main() -> None:
     """Prints the table, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default=",".join(LARGE))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     meter, rows = Meter(), []
     for name in options.shapes.split(","):
@@ -145,8 +142,7 @@ def main() -> None:
             print(f"   {each:20s} {times[each]:8.3f} ms {ratio}  {clock:5.0f} MHz {power:4.0f} W  {excess}", flush=True)
             rows.append(row)
         torch.cuda.empty_cache()
-        if options.json:
-            options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+        keep(rows, options.json)
 
 
 if __name__ == "__main__":

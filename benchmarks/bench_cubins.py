@@ -9,13 +9,13 @@ A ratio is this revision's time over the other's. Both take the same arguments, 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from kept_rows import keep, options_of
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.jit import BuiltKernel, KernelHandle, build
@@ -126,24 +126,20 @@ def compare(run: Callable[[], object], old: Path) -> dict[str, float]:
 
 def main() -> None:
     """Builds, or times and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--build", type=Path)
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.build:
         build_all(options.build)
         return
-    from common import environment
-
     rows = []
     for name, shape, run in cases():
         ms = compare(run, options.old / f"{name}.cubin")
         rows.append({"kernel": name, "shape": shape, **ms, "ratio": ms["new"] / ms["old"]})
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
-    if options.json:
-        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+    keep(rows, options.json)
 
 
 if __name__ == "__main__":

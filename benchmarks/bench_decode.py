@@ -14,19 +14,18 @@ against ``general``, or ``grouped``. ``--tiles`` times tiles of both products.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import peers
 import torch
 from bench_packed import captured, read_rate
-from common import SHAPES, MoeShape, environment, steady
+from common import SHAPES, MoeShape, steady
+from kept_rows import keep, options_of
 from layers import Weights as Parameters
 from layers import transformers_experts
 from torch import Tensor
@@ -163,7 +162,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Prints a line for each shape and number of tokens, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default="qwen3-30b,mixtral")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--layers", type=int, default=6)
@@ -171,7 +170,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--peers", default="grouped,vllm,sglang")
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     found = {name: grouped if name == "grouped" else of_peer(name) for name in options.peers.split(",") if name}
@@ -183,14 +181,7 @@ def main() -> None:
         for tokens in map(int, options.tokens.split(",")):
             rows.append(bench(name, tokens, options, rate, weights))
             print(line(rows[-1]), flush=True)
-            if options.json:
-                record = {
-                    "environment": environment(),
-                    "bytes_per_second": rate,
-                    "layers": options.layers,
-                    "rows": rows,
-                }
-                options.json.write_text(json.dumps(record, indent=1))
+            keep(rows, options.json, bytes_per_second=rate, layers=options.layers)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ float32. A product and its peer take turns, each alone at its sustained clock (`
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import SHAPES, MoeShape, environment, steady
+from common import SHAPES, MoeShape, steady
+from kept_rows import keep, options_of
 from layers import build_kernels
 from peer_products import PEERS, Product
 from torch import Tensor
@@ -114,10 +112,9 @@ def with_peers(case: Case) -> dict[str, Callable[[], object]]:
 
 def main() -> None:
     """Prints a line a kernel, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default=DEFAULT)
     parser.add_argument("--seconds", type=float, default=0.9, help="of which a mean is taken")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     names = options.shapes.split(",")
@@ -132,8 +129,7 @@ def main() -> None:
                 print(f"{name:14s} {kernel:14s} {ms:8.3f} ms {rate:8.1f} {case.unit}", flush=True)
             del runs, case
         torch.cuda.empty_cache()
-        if options.json:  # after every shape
-            options.json.write_text(json.dumps({"environment": environment(), "rows": found}, indent=1))
+        keep(found, options.json)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ which the arguments of a call are. The best of many, since a busy machine only a
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
-import pathlib
 import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +21,7 @@ from torch import nn
 
 import hexa_fx
 from benchmarks.bench_optimize import StackOfLists, versions
+from benchmarks.kept_rows import options_of
 from hexa_fx.runtime.install import HexaForward
 
 _SIZES = {
@@ -72,8 +71,7 @@ def _best(call: Callable[[], Any], number: int = 200) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and versions")
+    parser = options_of(__doc__)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)

@@ -9,17 +9,15 @@ afterwards. ``step``: milliseconds of forward + backward when steps follow each 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import SHAPES, environment, medians
+from common import SHAPES, medians
+from kept_rows import keep, options_of
 from layers import Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.ops import moe_ffn_autograd
@@ -99,17 +97,15 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default="swin-512-k1,swin-512-k2,swin-256-k2")
-    parser.add_argument("--json")
     options = parser.parse_args()
     found = []
     for name in options.shapes.split(","):
         for row in rows(name):
             print(row, flush=True)
             found.append(row)
-    if options.json:
-        Path(options.json).write_text(json.dumps({"environment": environment(), "rows": found}, indent=1) + "\n")
+    keep(found, options.json)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ each at its own sustained clock; the peak is above what was there before, with t
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
-from common import SHAPES, environment, medians
+from common import SHAPES, medians
+from kept_rows import keep, options_of
 from layers import MIB, Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.cuda import register as cuda_ops
@@ -96,17 +95,15 @@ def bench(name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Prints the rows, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default="qwen3-30b,olmoe,sonic-7b,mixtral")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cuda_ops.register()
     rows: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
         rows += bench(name)
         torch.cuda.empty_cache()
-        if options.json:
-            options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+        keep(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: 
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import hexa_fx  # noqa: E402
-from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 from hexa_fx.errors import kind_and_line  # noqa: E402
@@ -188,7 +188,7 @@ def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
 def note(found: list[Row], o: argparse.Namespace) -> None:
     """Keeps these rows, from the first rank."""
     if dist.get_rank() == 0:
-        keep(found, o)
+        keep(found, o.json, o.device)
 
 
 def is_late(o: argparse.Namespace) -> bool:
@@ -200,7 +200,7 @@ def is_late(o: argparse.Namespace) -> bool:
 
 def main() -> None:
     """Prints a JSON line a row, from rank 0; `--json` keeps them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--models", default="qwen3-30b,mixtral-8x7b,olmoe")
     parser.add_argument("--tokens", default="8192,65536")
     parser.add_argument("--rows", default=",".join(ROWS))
@@ -208,7 +208,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--json", type=pathlib.Path)
     o = parser.parse_args()
     o.began = time.perf_counter()
     o.device = "cuda" if torch.cuda.is_available() else "cpu"

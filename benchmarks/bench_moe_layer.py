@@ -6,30 +6,29 @@ Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor
 transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`, ``hexa-fp8`` with `compute="fp8_block"`,
 ``hexa-fp8-step`` likewise, weights quantised anew in every call, as after a step of an optimizer (`hexa-fp8` quantises them once),
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
-eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
-installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
-own sustained clock: it runs alone and without a pause for half a second, then for 0.9 s more, of which the mean is taken, and gives
-way to the next; the median of `--turns` such means counts (`common.steady`, which says why not fewer calls). All routings of a
-shape take part in the same turns, over one floor. ``saved`` is memory allocated by a training forward that is still there after
-it, output included; ``peak`` the maximum of forward + backward above what was there before, less the gradients. Errors are ||out -
-ref|| / ||ref|| against a float32 loop.
+eager loop over experts written here, ``sonic``, ``liger`` and ``scatter`` other packages where they are installed (peers.py); one
+followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its own sustained clock: it
+runs alone and without a pause for half a second, then for 0.9 s more, of which the mean is taken, and gives way to the next; the
+median of `--turns` such means counts (`common.steady`, which says why not fewer calls). All routings of a shape take part in the
+same turns, over one floor. ``saved`` is memory allocated by a training forward that is still there after it, output included;
+``peak`` the maximum of forward + backward above what was there before, less the gradients. Errors are ||out - ref|| / ||ref||
+against a float32 loop.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peers
 import torch
 import torch.nn.functional as F
-from common import LARGE, SHAPES, MoeShape, environment, load, medians, steady
+from common import LARGE, SHAPES, MoeShape, load, steady
+from kept_rows import keep, options_of
 from layers import (
     MIB,
     LoopExperts,
@@ -158,7 +157,7 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         for kind, case in cases.items()
     }
     print(f"   {name}: weights made and blocks optimized in {time.monotonic() - began:.1f} s", flush=True)
-    ms_f, ms_b = times(shape, cases, runs, dy, options)
+    ms_f, ms_b = times(shape, cases, runs, dy, options.turns)
     rows = []
     for kind, case in cases.items():
         size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
@@ -180,7 +179,7 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def times(
-    shape: MoeShape, cases: dict[str, Weights], runs: Runs, dy: Tensor, options: argparse.Namespace
+    shape: MoeShape, cases: dict[str, Weights], runs: Runs, dy: Tensor, turns: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds of forward, and of forward and backward: of ``dense``, and of each implementation behind its routing's name."""
     forward, both = dense_layer(shape, next(iter(cases.values())))
@@ -188,9 +187,7 @@ def times(
     for kind, found in runs.items():
         steps |= {f"{kind} {impl}": inference(run) for impl, run in found.items()}
         trains |= {f"{kind} {impl}": training(run, cases[kind], dy) for impl, run in found.items()}
-    if options.clock == "turns":
-        return medians(steps, options.rounds, sustained=False), medians(trains, options.rounds, sustained=False)
-    return steady(steps, options.turns), steady(trains, options.turns)
+    return steady(steps, turns), steady(trains, turns)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -205,17 +202,12 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Prints the table, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default=",".join(LARGE))
     parser.add_argument("--routing", default="balanced")
     parser.add_argument("--impls", default="hexa,hf-grouped")
     parser.add_argument("--turns", type=int, default=2, help="means of each implementation, of which the median counts")
-    parser.add_argument(
-        "--clock", choices=("sustained", "turns"), default="sustained", help="turns: call by call, medians"
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="calls of each, where they take turns call by call")
     parser.add_argument("--errors", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     rows: list[dict[str, Any]] = []
@@ -224,9 +216,7 @@ def main() -> None:
     for name in names:
         rows += bench(name, options)
         torch.cuda.empty_cache()
-        if options.json:  # after every shape: what was measured stays if a later one fails
-            found = {"environment": environment(), "clock": options.clock, "rows": rows}
-            options.json.write_text(json.dumps(found, indent=1))
+        keep(rows, options.json)  # after every shape: what was measured stays if a later one fails
 
 
 if __name__ == "__main__":

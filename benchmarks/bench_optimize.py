@@ -16,7 +16,6 @@ of processor time on one thread, so that other work on the machine counts less, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -35,6 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import hexa_fx
 from benchmarks.host_memory import HostPeak
+from benchmarks.kept_rows import options_of
 from benchmarks.optimize_speed import ListMixture, Row, bench_experts, bench_zoo
 
 
@@ -131,9 +131,8 @@ QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("questions", nargs="*", help=f"any of {', '.join(QUESTIONS)}; all by default")
-    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and versions")
     parser.add_argument("--before", type=pathlib.Path, help="rows of `optimize` that an earlier version wrote")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

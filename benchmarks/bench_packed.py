@@ -12,15 +12,14 @@ are unpacked. ``--tiles`` times every tile of both products.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from common import environment, steady
+from common import steady
+from kept_rows import keep, options_of
 from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
@@ -239,13 +238,12 @@ class fixed_tile:
 
 def main() -> None:
     """Prints a line for each shape and number of tokens, writes the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default="qwen3-30b,gpt-oss-20b")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     rate, rows, cache = read_rate(), [], {}
@@ -255,9 +253,7 @@ def main() -> None:
             row = bench(name, tokens, options, rate, cache)
             rows.append(row)
             print(line(row), flush=True)
-            if options.json:
-                found = {"environment": environment(), "bytes_per_second": rate, "layers": options.layers, "rows": rows}
-                options.json.write_text(json.dumps(found, indent=1))
+            keep(rows, options.json, bytes_per_second=rate, layers=options.layers)
 
 
 def line(row: dict[str, Any]) -> str:

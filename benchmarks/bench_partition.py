@@ -38,13 +38,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.common import environment
+from benchmarks.kept_rows import environment
 from benchmarks.partition_correctness import correctness
 from benchmarks.partition_prebuild import prebuild
 from benchmarks.partition_shapes import SHAPES, TINY, UNEQUAL, Options, Record, clean
 from benchmarks.partition_sweep import links, memory, overlap, sweep
 from benchmarks.partition_unequal import unequal, unequal_steps
 
+os.environ.setdefault("HEXA_FX_WAIT_FOR_KERNELS", "1")  # what is measured are kernels, as in benchmarks.common
 SECTIONS = ("correctness", "sweep", "overlap", "memory", "unequal")
 LONGEST = 90.0
 """Seconds without a record after which a rank gives up."""

@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_adapters import ATTENTION, PARAMETERS, Layer, inputs, spread
+from bench_adapters import ATTENTION, PARAMETERS, Layer, inputs, spread, times
 from bench_whole_models import timed
-from common import steady
-from kept_rows import Row, answer, wait_for_kernels
+from kept_rows import Row, answer, options_of, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import REAL_BLOCKS, make
 from torch import Tensor, nn
@@ -44,14 +42,6 @@ HEADS = {
     "gpt-oss-20b": {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64},
     "qwen3-30b": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
 }
-
-
-def times(runs: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of each."""
-    wait_for_kernels()
-    if options.device == "cpu":
-        return {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
-    return steady(runs, options.turns, 0.3, 0.6)
 
 
 def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -76,7 +66,7 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
                 hexa_fx.quantize_experts_(layer, format)  # type: ignore[arg-type]
             wanted = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
             runs[format] = lambda layer=layer, wanted=wanted: torch.autograd.grad(layer(x, ids, gates), wanted, dy)
-        found = times(runs, options)
+        found = times(runs, options, 0.3, 0.6)
         for format, ms in found.items():
             peak = timed(runs[format], 1)[1]
             row: Row = {"question": "layer", "rank": rank, "weights": format, "ms": round(ms, 3)}
@@ -211,7 +201,7 @@ def invariant_rows(options: argparse.Namespace) -> Iterator[Row]:
             with torch.no_grad():
                 hexa_fx.optimize_(block, x[:, :256], config)
             runs["fixed" if fixed else "free"] = lambda block=block, x=x: forward(block, x)
-        found = times(runs, options)
+        found = times(runs, options, 0.3, 0.6)
         row: Row = {"question": "invariant", "layer": name, "tokens": options.tokens}
         row |= {key: round(ms, 3) for key, ms in found.items()}
         yield row | {"ratio": round(found["fixed"] / found["free"], 3), "bar_ratio": INVARIANT_RATIO}
@@ -228,7 +218,7 @@ QUESTIONS = {"layer": layer_rows, "step": step_rows, "invariant": invariant_rows
 
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("questions", nargs="*", default=["layer", "step"])
     parser.add_argument("--formats", default="nf4,mxfp4")
     parser.add_argument("--model", default="gpt-oss-20b", choices=tuple(DEPTH))
@@ -240,7 +230,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     answer(QUESTIONS, parser.parse_args())
 
 

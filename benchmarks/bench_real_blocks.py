@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from benchmarks.host_memory import HostPeak  # noqa: E402
-from benchmarks.kept_rows import Row, answer, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import Row, answer, options_of, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.real_blocks import REAL_BLOCKS, block_of, make, tokens_of  # noqa: E402
 
 GIB = 2.0**30
@@ -246,7 +246,7 @@ def blocks(options: argparse.Namespace) -> Iterator[Row]:
 
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("question", choices=("blocks", "ranks", "whole", "one"))
     parser.add_argument("--blocks", default=",".join(REAL_BLOCKS))
     parser.add_argument("--device", default="cuda")
@@ -256,7 +256,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if options.question == "one":
         for row in measure(options):

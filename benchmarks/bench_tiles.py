@@ -8,7 +8,6 @@ clock. `--table` writes the best ones in the form of hexa_fx/codegen/tuned_h200.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LARGE, SHAPES, MoeShape, environment, medians, routing
+from common import LARGE, SHAPES, MoeShape, medians, routing
+from kept_rows import keep, options_of
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileSm90
@@ -81,10 +81,9 @@ def launched(run: Callable[[], object]) -> Problem:
 
 def main() -> None:
     """Prints the table, writes the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--shapes", default=",".join(LARGE))
     parser.add_argument("--only", default=",".join(CANDIDATES))
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     rows, table = [], TunedTable(torch.cuda.get_device_name())
@@ -113,8 +112,7 @@ def main() -> None:
                 print(f"   {ms:8.3f} ms  x{ms / floor:.3f}  {words}", flush=True)
                 rows.append({"shape": name, "op": op, "dense_ms": floor, "ms": ms, "tile": tile})
         torch.cuda.empty_cache()
-        if options.json:
-            options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+        keep(rows, options.json)
         if options.table:
             options.table.write_text(table.to_json())
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.kept_rows import Row, keep, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.errors import kind_and_line  # noqa: E402
@@ -120,7 +120,7 @@ def timed(run: Callable[[], None], rounds: int) -> tuple[float, float | None]:
 
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--models", default="qwen3-30b,mixtral-8x7b,olmoe")
     parser.add_argument("--impls", default="hexa,grouped_mm,sonicmoe,eager")
     parser.add_argument("--layers", type=int, default=8)
@@ -130,14 +130,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     found = []
     for name in options.models.split(","):
         for row in rows(name, options):
             print(json.dumps(row), flush=True)
             found.append(row)
-    keep(found, options)
+    keep(found, options.json, options.device)
 
 
 if __name__ == "__main__":

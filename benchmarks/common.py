@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -110,25 +108,20 @@ def steady(
 def medians(
     runs: dict[str, Callable[[], object]],
     rounds: int = 9,
-    sustained: bool = True,
     warm_s: float = 0.25,
     turns: int = 1,
 ) -> dict[str, float]:
     """Median milliseconds of each, over a few calls: for what does not meet the power limit, or is compared roughly (see `steady`).
 
-    `sustained` runs each one alone for `warm_s` before it is timed, without pauses; the first one runs once more before all, so
-    that nobody is timed on a card that has just rested, and of several `turns` every other one is in the opposite order. The
-    median is over all turns. Without `sustained` they take turns call by call, and whoever follows one that leaves the tensor
-    cores idle starts on a cool card.
+    Each one runs alone for `warm_s` before it is timed, without pauses; the first one runs once more before all, so that nobody is
+    timed on a card that has just rested, and of several `turns` every other one is in the opposite order. The median is over all
+    turns.
     """
     for run in runs.values():
         run()
     pairs: dict[str, list[_Pair]] = {name: [] for name in runs}
-    if not sustained:
-        warm_s, turns, calls = 0.0, rounds, 1
-    else:
-        calls = -(-2 * rounds // turns)
-        _repeat(next(iter(runs.values())), 2 * warm_s)
+    calls = -(-2 * rounds // turns)
+    _repeat(next(iter(runs.values())), 2 * warm_s)
     for name in _in_turns(runs, turns):
         _repeat(runs[name], warm_s)
         pairs[name] += [_timed(runs[name]) for _ in range(calls)]
@@ -174,14 +167,3 @@ def _event() -> torch.cuda.Event:
 def _median(pairs: list[_Pair]) -> float:
     torch.cuda.synchronize()
     return sorted(first.elapsed_time(last) for first, last in pairs)[len(pairs) // 2]
-
-
-def environment() -> dict[str, str]:
-    """What a result depends on: command, versions, device."""
-    return {
-        "command": " ".join(sys.argv),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "device": torch.cuda.get_device_name(),
-    }

@@ -4,7 +4,7 @@
 #   multigpu  what needs two GPUs: ranks that die on NCCL, two devices in one process
 #   sanitize  a small case of each kernel (tests/gpu/test_small.py) under compute-sanitizer's memcheck and racecheck; logs to OUT.
 #             Fails on any error or hazard. Needs a driver that lets debuggers in: gVisor's does not
-#   bench     the operators alone, then whole layers; JSON to OUT (default: benchmarks/results)
+#   bench     whole layers; JSON to OUT (default: benchmarks/results)
 #   session   what a change of kernels or launches has to show, on one Hopper GPU in at most 25 minutes: tests/gpu, a part of sanitize,
 #             the seven layers, host times, and with OLD_CUBINS=FOLDER kernels against another revision's (bench_cubins.py). JSON and
 #             logs to OUT; a part that fails or takes too long costs only itself, and the exit status says so
@@ -79,6 +79,5 @@ if [ "$what" != bench ]; then
   python3 -m pytest tests/gpu -m gpu -n "$jobs" -q --timeout 240 -p no:cacheprovider "$@"
 fi
 if [ "$what" != tests ]; then
-  python3 benchmarks/bench_ops.py --json "$out/ops.json"
   python3 benchmarks/bench_moe_layer.py --json "$out/moe_layer.json"
 fi

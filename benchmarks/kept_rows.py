@@ -6,11 +6,14 @@ Nothing here makes calls wait for kernels, unlike `benchmarks.common`: what is m
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,28 +35,35 @@ def wait_for_kernels() -> None:
     builder().wait()
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str = "cuda") -> dict[str, str]:
     """What a row depends on: command, versions, device."""
-    import transformers
-
     import hexa_fx
 
+    installed = importlib.util.find_spec("transformers") is not None
     return {
         "command": " ".join(sys.argv),
         "hexa_fx": hexa_fx.__version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "cuda": str(torch.version.cuda),
+        **({"transformers": importlib.metadata.version("transformers")} if installed else {}),
         "python": platform.python_version(),
         "cores": str(os.cpu_count()),
         "device": torch.cuda.get_device_name() if device != "cpu" else platform.machine(),
     }
 
 
-def keep(rows: list[Row], options: argparse.Namespace) -> None:
-    """Writes what was measured so far, with what it depends on, to the file that `--json` names."""
-    if options.json is not None:
-        found = {"environment": environment(options.device), "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a script, of which all have ``--json``; ``--help`` shows its docstring as it is."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the rows, and what they depend on")
+    return parser
+
+
+def keep(rows: list[Row], path: Path | None, device: str = "cuda", **about: Any) -> None:
+    """Writes what was measured so far, with what it depends on, to the file that `--json` names; to none if it names none."""
+    if path is not None:
+        found = {"environment": environment(device), **about, "rows": rows}
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]], options: argparse.Namespace) -> None:
@@ -63,4 +73,4 @@ def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]
         for row in questions[question](options):
             print(json.dumps(row), flush=True)
             found.append(row)
-            keep(found, options)
+            keep(found, options.json, options.device)

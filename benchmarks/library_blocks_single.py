@@ -79,7 +79,7 @@ def pytorch_mixtures_top1() -> nn.Module:
     return _pytorch_mixtures("TopkMoE", "ff", expert_act="gelu", topk=1)
 
 
-@block("pytorch-mixtures", "ExpertChoiceMoE (experts choose tokens)", sparse=False)
+@block("pytorch-mixtures", "ExpertChoiceMoE (experts choose tokens)")
 def pytorch_mixtures_expert_choice() -> nn.Module:
     return _pytorch_mixtures("ExpertChoiceMoE", "ff")
 
@@ -91,14 +91,14 @@ def _pytorch_mixtures(name: str, expert: str, expert_act: str = "silu", topk: in
     return getattr(pytorch_mixtures, name)(config)
 
 
-@block("soft-moe-pytorch", "SoftMoE", sparse=False)
+@block("soft-moe-pytorch", "SoftMoE")
 def soft_moe() -> nn.Module:
     from soft_moe_pytorch import SoftMoE
 
     return SoftMoE(D, seq_len=8, num_experts=E)
 
 
-@block("soft-mixture-of-experts", "SoftMoE", sparse=False)
+@block("soft-mixture-of-experts", "SoftMoE")
 def soft_mixture() -> nn.Module:
     from soft_mixture_of_experts.soft_moe import SoftMoE
 
@@ -251,7 +251,7 @@ def uni2ts() -> nn.Module:
     return MoEFeedForward(E, 2, D, hidden_dim=I, bias=False)
 
 
-@block("esmoe", "ESMoE (convolutional experts for whole images)", sparse=False,
+@block("esmoe", "ESMoE (convolutional experts for whole images)",
        inputs=lambda: (torch.randn(3, D, 6, 6, generator=torch.Generator().manual_seed(1)),))  # fmt: skip
 def esmoe() -> nn.Module:
     from esmoe.module import ESMoE
@@ -259,7 +259,7 @@ def esmoe() -> nn.Module:
     return ESMoE(E, 2, channels=D)
 
 
-@block("peer-pytorch", "PEER (a million one-neuron experts by product keys)", sparse=False)
+@block("peer-pytorch", "PEER (a million one-neuron experts by product keys)")
 def peer() -> nn.Module:
     from PEER_pytorch import PEER
 

@@ -28,7 +28,6 @@ class LibraryBlock:
         make: builds the block; raises ImportError where the library is not there.
         inputs: positional arguments of a call.
         stand_ins: modules that the library imports and its MoE code does not use; replaced where they are not installed.
-        sparse: False for blocks that are dense by nature or no mixture for single tokens: a refusal is right.
         dtypes: of the comparison, the first in which the block runs.
     """
 
@@ -37,7 +36,6 @@ class LibraryBlock:
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]]
     stand_ins: tuple[str, ...] = ()
-    sparse: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
 

@@ -1,12 +1,10 @@
-"""What a partitioned layer costs the host, which launches kernels: microseconds a layer, and what it means on GPUs.
+"""What a partitioned layer costs the host, which launches kernels: microseconds a layer.
 
-    python benchmarks/partition_host.py --out host.json                           # CPU: collectives that do nothing, tiny tensors
-    torchrun --nproc_per_node 2 benchmarks/partition_host.py --out host.json      # CUDA, NCCL: Swin layers, which are short
+    python benchmarks/partition_host.py --out host.json
 
-On the CPU nothing is computed and nothing travels to speak of, so the time is the host's; *local* is the same model without a
-partition, and what a mode takes longer is its own. Forward and backward apart, CPU time; the lower quartile of many steps, modes
-in turn.
-On GPUs: steps of few tokens, which last as long as the host takes to launch them, and the traces of bench_partition.py's overlap.
+One process on a CPU, tiny tensors, collectives that do nothing. Nothing is computed and nothing travels to speak of, so the time is
+the host's; *local* is the same model without a partition, and what a mode takes longer is its own. Forward and backward apart, CPU
+time; the lower quartile of many steps, modes in turn.
 """
 
 from __future__ import annotations
@@ -21,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks.common import environment
 from benchmarks.partition_layers import Stack, partition
-from benchmarks.partition_shapes import SHAPES, Options, Record
-from benchmarks.partition_sweep import overlap, step_time
+from benchmarks.partition_shapes import Record
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 
@@ -66,49 +63,22 @@ def _step(model: Stack, x: torch.Tensor) -> tuple[float, float]:
     return middle - start, time.process_time() - middle
 
 
-def devices() -> Iterator[Record]:
-    """Steps and traces of Swin's layers."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    shape, counts = SHAPES["swin-moe-b"]
-    options = Options(device, torch.bfloat16, layers=LAYERS, repeats=10)
-    for tokens in counts[:2]:
-        for mode in ("local", "data", "model"):
-            head = {"question": "step time", "shape": "swin-moe-b", "tokens": tokens, "layers": LAYERS}
-            yield head | step_time(mode, shape, tokens, options)
-    yield from overlap("swin-moe-b", shape, counts, options)
-
-
-def start() -> None:
-    """Joins the processes that torchrun started, on CUDA; without it, one process whose collectives do nothing."""
-    if "LOCAL_RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
-
-        torch.set_num_threads(1)
-        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
-
-
 def record(path: str) -> None:
     """Measures, and writes what is known so far after each case."""
-    on_devices = "LOCAL_RANK" in os.environ
-    header = environment() if on_devices else {"device": "cpu", "torch": torch.__version__}
     records = []
-    for found in devices() if on_devices else host():
+    for found in host():
         records.append(found)
-        if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
-            with open(path, "w") as file:
-                json.dump(header | {"ranks": dist.get_world_size(), "records": records}, file, indent=1)
+        print(json.dumps(found), flush=True)
+        with open(path, "w") as file:
+            json.dump({"device": "cpu", "torch": torch.__version__, "ranks": 1, "records": records}, file, indent=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="partition_host.json")
     path = parser.parse_args().out
-    start()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
     record(path)
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Other packages' MoE layers on the benchmark's own parameters. Each maker raises ImportError where its package is missing.
 
-Their interfaces differ by version; whatever an adapter raises becomes a line of the table instead of a row.
+Their interfaces differ by version; whatever an adapter raises becomes a line of the table instead of a row. MegaBlocks and Tutel
+are not here: they route inside their layers, so they cannot take the benchmark's routing.
 """
 
 from __future__ import annotations
@@ -76,25 +77,7 @@ def scatter(shape: Any, p: Any) -> Layer:
     return lambda: mlp(p.x, p.gates, p.ids)
 
 
-def megablocks(shape: Any, p: Any) -> Layer:
-    """MegaBlocks routes inside its layer, so it cannot take the benchmark's routing."""
-    importlib.import_module("megablocks")
-    raise NotImplementedError("its layer has a router of its own")
-
-
-def tutel(shape: Any, p: Any) -> Layer:
-    """Tutel routes inside its layer too."""
-    importlib.import_module("tutel")
-    raise NotImplementedError("its layer has a router of its own")
-
-
-MAKERS: dict[str, Callable[[Any, Any], Layer]] = {
-    "sonic": sonic,
-    "liger": liger,
-    "scatter": scatter,
-    "megablocks": megablocks,
-    "tutel": tutel,
-}
+MAKERS: dict[str, Callable[[Any, Any], Layer]] = {"sonic": sonic, "liger": liger, "scatter": scatter}
 """Name in ``--impls`` -> what makes the layer from a shape and its parameters."""
 
 
