@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import (
+    _any_requires_grad,
+    _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
     _get_tracing_state,
     _is_any_autocast_enabled,
@@ -43,6 +45,7 @@ _KERNELS: dict[tuple[str, str], Kernel] = {}
 _CHECKS: dict[str, Check | None] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -149,6 +152,24 @@ def register_mutation(name: str, buffers: int) -> None:
 def register_autograd_kernel(name: str, kernel: Kernel) -> None:
     """Registers a kernel on the Autograd key itself. Its first argument is the dispatch keyset."""
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def register_autograd_function(name: str, function: Kernel) -> None:
+    """Runs ``function``, of the operator's arguments, where a gradient is wanted, and else ``hexa::<name>`` below autograd."""
+    operator = overload(name)
+
+    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if is_grad_enabled() and _any_requires_grad(*args):
+            return function(*args)
+        return below_autograd(operator, keyset, args)
+
+    register_autograd_kernel(name, autograd)
+
+
+def below_autograd(operator: torch._ops.OpOverload, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
+    """An operator where no gradient is wanted, from its kernel on the Autograd key."""
+    with _AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & _AFTER_AUTOGRAD, *args)
 
 
 def register_autocast(name: str, cast: Sequence[int], or_float32: bool = False) -> None:

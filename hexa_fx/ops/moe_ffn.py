@@ -30,12 +30,12 @@ from hexa_fx.ops.program import programs
 _OPS = torch.ops.hexa
 WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
 STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
+INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}"
+KEPT = "(Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
+"""The result, and what backward needs."""
 
-library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}) -> Tensor")
-library.define(
-    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}) "
-    "-> (Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
-)
+library.define(f"moe_ffn({INPUTS}) -> Tensor")
+library.define(f"moe_ffn_forward({INPUTS}) -> {KEPT}")
 library.define(
     "moe_ffn_backward(Tensor dy, Tensor? x, Tensor? h, Tensor v, Tensor inv, Tensor offs, Tensor? top_k_weights, "
     f"{WEIGHTS}, SymInt top_k, {STATIC}, bool[] needs) -> Tensor[]"

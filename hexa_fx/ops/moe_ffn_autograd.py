@@ -78,8 +78,7 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         return plain(*args)
     if is_grad_enabled() and _any_requires_grad(*args):
         return ByExpertOrder.apply(False, *args)
-    with _AutoDispatchBelowAutograd():
-        return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    return library.below_autograd(_OPS.moe_ffn.default, keyset, args)
 
 
 def plain(*args: Any) -> Any:

@@ -25,13 +25,13 @@ from hexa_fx.ops import checks, fp8_checks, library, main_grad, reindex
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
 from hexa_fx.ops.fp8_quantizing import rows_and_scales
-from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
+from hexa_fx.ops.moe_ffn import INPUTS, STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.projection import DENSE
 
 _OPS = torch.ops.hexa
-_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached"
+_INPUTS = f"{INPUTS}, bool cached"
 _KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
 """Classes of tensors that lie in memory as they say, and of those that stand for them while a call is traced."""
 log = logging.getLogger(__name__)
@@ -171,8 +171,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
                 "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
             )
         return _MoeFfnFp8.apply(*args[:16])
-    with _AutoDispatchBelowAutograd():
-        return _OPS.moe_ffn_fp8.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
 
 
 def _check(*args: Any) -> None:

@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
-from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library, reindex
 from hexa_fx.ops.direct_function import DirectFunction
@@ -35,13 +35,11 @@ from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, MoeFfnSources, check
 
 _OPS = torch.ops.hexa
-INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
+SOURCES_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
+SOURCES_KEPT = "(Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs)"
 
-library.define(f"moe_ffn_sources({INPUTS}) -> Tensor")
-library.define(
-    f"moe_ffn_sources_forward({INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, "
-    "Tensor offs)"
-)
+library.define(f"moe_ffn_sources({SOURCES_INPUTS}) -> Tensor")
+library.define(f"moe_ffn_sources_forward({SOURCES_INPUTS}) -> {SOURCES_KEPT}")
 library.define(
     "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs, "
     f"Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}, SymInt top_k, bool[] needs) -> Tensor[]"
@@ -250,13 +248,6 @@ class MoeFfnSourcesFunction(DirectFunction):
         return dx, None, *others, *(None,) * 11
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-    if is_grad_enabled() and _any_requires_grad(*args):
-        return MoeFfnSourcesFunction.apply(*args)
-    with _AutoDispatchBelowAutograd():
-        return _OPS.moe_ffn_sources.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
 def fake(*args: Any) -> Tensor:
     """Shape and dtype of the result."""
     o = MoeFfnSources(*args)
@@ -295,4 +286,4 @@ library.register_kernel("moe_ffn_sources_forward", "any", training)
 library.register_fake("moe_ffn_sources_backward", _fake_backward)
 run_backward = library.register_kernel("moe_ffn_sources_backward", "any", backward)
 library.refuse_double_backward("moe_ffn_sources_backward")
-library.register_autograd_kernel("moe_ffn_sources", _autograd)
+library.register_autograd_function("moe_ffn_sources", MoeFfnSourcesFunction.apply)
