@@ -66,8 +66,8 @@ def cost(name: str, model: nn.Module, example: Any) -> dict[str, Any]:
     return {**row, "attributes_us": _best(attributes), "inputs_us": inputs}
 
 
-def _best(call: Callable[[], Any], number: int = 200) -> float:
-    return round(min(timeit.repeat(call, number=number, repeat=200)) / number * 1e6, 2)
+def _best(call: Callable[[], Any]) -> float:
+    return round(min(timeit.repeat(call, number=200, repeat=200)) / 200 * 1e6, 2)
 
 
 def main() -> None:

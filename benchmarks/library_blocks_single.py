@@ -71,23 +71,23 @@ def st_moe_given_plain() -> nn.Module:
 
 @block("pytorch-mixtures", "TopkMoE, ff experts")
 def pytorch_mixtures_ff() -> nn.Module:
-    return _pytorch_mixtures("TopkMoE", "ff")
+    return _pytorch_mixtures("TopkMoE")
 
 
 @block("pytorch-mixtures", "TopkMoE, k = 1")
 def pytorch_mixtures_top1() -> nn.Module:
-    return _pytorch_mixtures("TopkMoE", "ff", expert_act="gelu", topk=1)
+    return _pytorch_mixtures("TopkMoE", expert_act="gelu", topk=1)
 
 
 @block("pytorch-mixtures", "ExpertChoiceMoE (experts choose tokens)")
 def pytorch_mixtures_expert_choice() -> nn.Module:
-    return _pytorch_mixtures("ExpertChoiceMoE", "ff")
+    return _pytorch_mixtures("ExpertChoiceMoE")
 
 
-def _pytorch_mixtures(name: str, expert: str, expert_act: str = "silu", topk: int = 2) -> nn.Module:
+def _pytorch_mixtures(name: str, expert_act: str = "silu", topk: int = 2) -> nn.Module:
     import pytorch_mixtures
 
-    config = pytorch_mixtures.MoEConfig(D, I, E, expert, expert_act, "topk", 2.0, topk, torch.float32)
+    config = pytorch_mixtures.MoEConfig(D, I, E, "ff", expert_act, "topk", 2.0, topk, torch.float32)
     return getattr(pytorch_mixtures, name)(config)
 
 
@@ -107,26 +107,32 @@ def soft_mixture() -> nn.Module:
 
 @block("litgpt", "LLaMAMoE (Mixtral)")
 def litgpt() -> nn.Module:
-    return _litgpt("Mixtral-8x7B-v0.1", n_expert=E, n_expert_per_token=2)
+    return _litgpt(n_expert=E, n_expert_per_token=2)
 
 
 @block("litgpt", "LLaMAMoE, grouped top-k router (DeepSeek V3)")
 def litgpt_grouped() -> nn.Module:
     moe = _litgpt(
-        "Mixtral-8x7B-v0.1", n_expert=8, n_expert_per_token=2, n_expert_groups=4, n_topk_groups=2,
+        n_expert=8, n_expert_per_token=2, n_expert_groups=4, n_topk_groups=2,
         n_topk_scores_per_group=2, n_shared_expert=1, routed_scaling_factor=2.5, norm_topk_prob=True,
     )  # fmt: skip
     nn.init.normal_(moe.gate.weight)
     return moe
 
 
-def _litgpt(name: str, **options: Any) -> nn.Module:
+def _litgpt(**options: Any) -> nn.Module:
     from litgpt.config import Config
     from litgpt.model import LLaMAMoE
 
     return LLaMAMoE(
         Config.from_name(
-            name, n_embd=D, moe_intermediate_size=I, intermediate_size=I, n_head=4, n_query_groups=2, **options
+            "Mixtral-8x7B-v0.1",
+            n_embd=D,
+            moe_intermediate_size=I,
+            intermediate_size=I,
+            n_head=4,
+            n_query_groups=2,
+            **options,
         )
     )
 

@@ -73,9 +73,9 @@ def saturated(bench: Bench, scale: str, names: Iterable[str] = EVERYONE) -> None
         _measured(bench, "saturated", Setting(name, model, batch), {"scale": scale}, effort=Effort(2, 3))
 
 
-def crossover_tokens(shape: ExpertShape, *, dtype_bytes: int = 2, reduce_bytes: int = 2) -> float:
-    """Global tokens at which both modes move the same bytes (routing left out): 3/4 n E H for equal dtypes."""
-    return shape.weight_numel / shape.hidden_size * (2 * dtype_bytes + reduce_bytes) / (4 * dtype_bytes)
+def crossover_tokens(shape: ExpertShape) -> float:
+    """Global tokens at which both modes move the same bytes (routing left out), where all that travels has one dtype: 3/4 n E H."""
+    return 3 / 4 * shape.weight_numel / shape.hidden_size
 
 
 def crossover(bench: Bench, scale: str, batches: tuple[int, ...] = ()) -> None:
@@ -83,7 +83,7 @@ def crossover(bench: Bench, scale: str, batches: tuple[int, ...] = ()) -> None:
     batches = batches or ((2, 4) if bench.tiny else (4, 8, 16, 32, 64, 128, 256))
     model = swin_config(scale, experts=4, top_k=1)
     dim = model.dim * 2 ** (len(model.depths) - model.moe_stages)
-    tokens = crossover_tokens(ExpertShape(4, dim, model.mlp_ratio * dim, 2, 1), reduce_bytes=2)
+    tokens = crossover_tokens(ExpertShape(4, dim, model.mlp_ratio * dim, 2, 1))
     per_image = (model.image // model.patch // 2 ** (len(model.depths) - model.moe_stages)) ** 2
     predicted = tokens / per_image / bench.world
     for name in OURS:
