@@ -50,6 +50,10 @@ def allocate(
     caps = [total] * count if caps is None else list(caps)
     fixed = [0.0] * count if fixed is None else list(fixed)
     _check(seconds, total - least * count, tile, step, caps, fixed)
+    if any(cap < least for cap in caps):
+        raise PlanError(
+            f"the memory caps {caps} leave a device less than the {least} units that every one gets: raise them, or use fewer"
+        )
 
     def finish(i: int, share: int) -> tuple[float, float, int]:
         """When a device is done with a share, then what breaks ties."""
@@ -136,9 +140,11 @@ class DeviceCosts:
         return cls(times, line, line)
 
 
-def even(total: int, count: int, *, tile: int = 1, caps: Sequence[int] | None = None) -> tuple[int, ...]:
+def even(
+    total: int, count: int, *, tile: int = 1, caps: Sequence[int] | None = None, least: int = 0
+) -> tuple[int, ...]:
     """The split of equal devices."""
-    return allocate([1.0] * count, total, tile=tile, caps=caps)
+    return allocate([1.0] * count, total, tile=tile, caps=caps, least=least)
 
 
 def _check(seconds: Sequence[float], total: int, tile: int, step: int, caps: list[int], fixed: list[float]) -> None:

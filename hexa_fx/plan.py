@@ -86,6 +86,11 @@ class LayerPlan:
     bias_owner: int = 0
     cost: LayerCost | None = None
 
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that store nothing of the layer's experts."""
+        return tuple(rank for rank, share in enumerate(self.shards) if not share)
+
 
 @dataclass(frozen=True)
 class Plan:

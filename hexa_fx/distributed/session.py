@@ -112,7 +112,7 @@ class PartitionSession(AttachedPartition):
         self._of_layer = {path: tuple(found) for path, found in shards.items()}
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = ref(model)
-        self._wrappers.watch(self._model, self._of_layer.values())
+        self._wrappers.watch(self._model, self._of_layer, self.plan)
         self._agreement.watch(model, self.shards)
 
     @property

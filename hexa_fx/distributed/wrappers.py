@@ -6,7 +6,7 @@ Nothing would be noticed otherwise: slices of equal shares have equal shapes. Te
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
+from hexa_fx.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Wrappers:
 
     def __init__(self, groups: Groups, summed: Iterable[int]) -> None:
         self._ranks, self._summed = set(dist.get_process_group_ranks(groups.main)), set(summed)
+        self._idle: dict[str, tuple[int, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kind: type | None = None
         self._shards: tuple[ShardedParameter, ...] = ()
@@ -44,9 +46,12 @@ class Wrappers:
         self._fine: set[str] = set()
         self._known: WeakSet[nn.Module] = WeakSet()
 
-    def watch(self, model: Callable[[], nn.Module | None], layers: Iterable[tuple[ShardedParameter, ...]]) -> None:
+    def watch(
+        self, model: Callable[[], nn.Module | None], layers: Mapping[str, tuple[ShardedParameter, ...]], plan: Plan
+    ) -> None:
         """Notes what was cut of a model, by layer."""
-        cut = [layer for layer in layers if layer]
+        cut = [layer for layer in layers.values() if layer]
+        self._idle = {shards[0].name: plan.layer(path).idle for path, shards in layers.items() if shards}
         self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
         self._firsts = [(layer[0], layer[0].name.rpartition(".")[2], tuple(layer[0].original.shape)) for layer in cut]
         self._fine = {shard.name for shard, *_ in self._firsts if isinstance(shard.original, DTensor)}
@@ -100,6 +105,11 @@ class Wrappers:
                 f"fully_shard cut {shard.name!r} over ranks of the partition, each of which has a slice of its own, so the rest of "
                 "it is lost: build the model anew and call fully_shard with "
                 "ignored_params=hexa_fx.distributed.gradients.expert_parameters(session), or over the other axes of a mesh"
+            )
+        if idle := self._idle[shard.name]:
+            raise PlanError(
+                f"fully_shard holds {shard.name!r}, of which ranks {list(idle)} of the plan have no channels, and takes no empty "
+                "gradients: plan with PartitionConfig(least_channels=1), or leave these ranks out"
             )
         self._fine.add(shard.name)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from hexa_fx.distributed import optimizer_states
 from hexa_fx.distributed.fully_sharded import shard_blocks
+from hexa_fx.distributed.groups import is_axis
 from hexa_fx.distributed.moves import check_movable, move_state, unite
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import PlanError
@@ -62,14 +63,21 @@ def apply_partition(
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
     blocks = [that_spread(forms) for forms in blocks]
+    config = _on_mesh(config, mesh)
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
     installed = install_plan(model, blocks, plan, mesh, timeout, finish, data_mesh=data_mesh)
     _put_in(model, installed, installed.fsdp)
     shard_blocks(model, installed.session, installed.fsdp, mesh)
-    config = replace(config or PartitionConfig(), batch=sum(plan.batch))
+    config = replace(config, batch=sum(plan.batch))
     known = {"timeout": timeout, "finish": finish, "data_mesh": data_mesh}
     installed.session.replanner = _Replanner(tuple(blocks), installed.layers, mesh, config, known, changed)
     return installed.session
+
+
+def _on_mesh(config: PartitionConfig | None, mesh: Any) -> PartitionConfig:
+    """With what the other axes of a larger mesh ask for: FSDP2 over them takes no empty gradient."""
+    config = config or PartitionConfig()
+    return replace(config, least_channels=1) if config.least_channels is None and is_axis(mesh) else config
 
 
 def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> None:
@@ -113,7 +121,7 @@ class _Replanner:
         for optimizer in optimizers:
             optimizer_states.check(optimizer)
         check_movable(session.shards, optimizers, session.groups)
-        config = partition or self.config
+        config = _on_mesh(partition or self.config, self.mesh)
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
         strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}
         plan = partition_model(model, self.blocks, self.mesh, strategy, capacities, config, by_block=self.layers)

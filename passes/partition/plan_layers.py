@@ -23,6 +23,7 @@ _LEAST = {
     "tokens": 0,
     "tile": 1,
     "kernel_columns": 1,
+    "least_channels": 0,
     "bytes_per_element": 1,
     "dtype_bytes": 1,
     "reduce_bytes": 1,
@@ -46,6 +47,8 @@ class PartitionConfig:
         tile: h_i is a multiple of it, where the intermediate size allows.
         kernel_columns: columns of the first projection that a device's kernels compute at a time; h_i counts a begun step
             as a whole one. Default: 1, or the kernels' own on GPUs.
+        least_channels: how many channels every rank gets at least, in whole tiles. Default: none, or a tile where the partition is
+            one axis of a mesh: a rank without channels has empty gradients, which FSDP2 over the other axes does not take.
         memory_caps: bytes of expert state that each rank may hold at most, counted with ``bytes_per_element``; None for no limit.
         bytes_per_element: bytes of an expert parameter together with its gradient and optimizer state.
         data_parallel: how the gradients of all other parameters are combined: ``sum`` (nothing divides them) or ``mean``
@@ -66,6 +69,7 @@ class PartitionConfig:
     prefetch: bool = True
     tile: int = 64
     kernel_columns: int | None = None
+    least_channels: int | None = None
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
     data_parallel: DataParallel = "sum"
@@ -194,14 +198,17 @@ def _plan_layer(
     if kind == "fsdp" and not fits:
         raise PlanError(f"{path!r}: FSDP2 gives every rank an equal part, more than memory_caps allow: use 'data'")
     mode, cost = _choose(shape, kind, world, config, measured if fits or measured is None else measured.without_fsdp())
+    most = max(1, shape.intermediate_size // world)
     if mode == "model_centric":
-        tile = min(config.tile, max(1, shape.intermediate_size // world))
+        tile = min(config.tile, most)
         step = shape.channels(config.kernel_columns or 1)
-        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps)
+        least = min(-(-(config.least_channels or 0) // tile), most // tile) * tile
+        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps, least=least)
     elif mode == "fsdp":
         shards = equal
     else:  # every rank computes with all weights, so what it stores need not follow its speed
-        shards = even(shape.intermediate_size, world, caps=caps)
+        least = min(config.least_channels or 0, most)
+        shards = even(shape.intermediate_size, world, caps=caps, least=least)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))
     return LayerPlan(path, mode, shape, shards, config.reduce, owner, cost)
 

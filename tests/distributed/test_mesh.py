@@ -31,7 +31,8 @@ from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 WIDTH, CHANNELS, EXPERTS = 8, 12, 4
 DEVICE = os.environ.get("MESH_DEVICE", "cpu")
-EVEN, FIRST = None, (1.0, 3.0)
+EVEN, FIRST, ALL = None, (1.0, 3.0), (1.0, 1000.0)
+"""Seconds of the ranks: equal, more channels on the first rank, all there if some may have none."""
 CONFIG = hexa_fx.HexaConfig(verify=False)
 
 
@@ -224,12 +225,34 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
         pytest.param("stacked", "data", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
         pytest.param("stacked", "model", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
         ("listed", "data", FIRST, (2, 2), torch.float64),
+        ("stacked", "model", ALL, (1, 2), torch.float64),
     ],
 )
 def test_fsdp_and_hsdp(kind: str, strategy: str, capacities: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for found, kinds, _ in run(math.prod(shape), fsdp, kind, strategy, capacities, shape, dtype):
         assert max(found) < (2e-6 if dtype == torch.float32 else 1e-12), found
         assert kinds == {capacities is EVEN and kind != "listed"}
+
+
+def idle_ranks(rank: int, world: int) -> None:
+    """A rank may have no channels where it is asked for; FSDP2 takes no empty gradients."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "hexa"))
+    model, x = build("stacked"), data(4)
+    config = PartitionConfig(tile=2, data_parallel="mean", least_channels=0)
+    axes = {"mesh": mesh["hexa"], "data_mesh": mesh["shard"]}
+    hexa_fx.optimize_(model, x, CONFIG, **axes, strategy="model", capacities=ALL, partition=config)
+    session = model.partition
+    assert [layer.idle for layer in session.plan.layers] == [(1,), (1,)]
+    mine = split_batch(x, session.plan, rank)
+    loss_of(model, mine).backward()
+    sharded(model, session, mesh["shard"], mesh["shard"])
+    with pytest.raises(PlanError, match=r"of which ranks \[1\] of the plan have no channels.*least_channels=1"):
+        model(mine)
+    session.close()
+
+
+def test_fsdp_refuses_ranks_without_channels() -> None:
+    run(2, idle_ranks)
 
 
 @pytest.mark.multigpu

@@ -86,6 +86,26 @@ def test_begun_steps_count_as_whole_ones():
         allocate([1], 1, step=0)
 
 
+def test_every_rank_gets_channels_where_that_is_asked_for():
+    seconds, config = (1.0, 1000.0), PartitionConfig(tile=64, kernel_columns=256)
+    assert allocate(seconds, 100, tile=8, least=8) == (92, 8)
+    for mode, caps, least, shards in (
+        ("model", None, 0, (256, 0)),
+        ("model", None, 1, (192, 64)),
+        ("model", None, 1000, (128, 128)),
+        ("data", (0, 10**9), 0, (0, 256)),
+        ("data", None, 1, (128, 128)),
+    ):
+        given = dataclasses.replace(config, least_channels=least, memory_caps=caps)
+        (layer,) = plan_layers({"moe": SHAPE}, seconds, mode, given).layers
+        assert layer.shards == shards
+    assert plan_layers({"moe": SHAPE}, seconds, "model", config).layers[0].idle == (1,)
+    with pytest.raises(PlanError, match="less than the 1 units that every one gets"):
+        plan_layers(
+            {"moe": SHAPE}, seconds, "data", dataclasses.replace(config, least_channels=1, memory_caps=(0, 10**9))
+        )
+
+
 def test_lines_through_two_sizes():
     lines = Affine.through((100, [1.5, 3.0, 2.0]), (400, [3.0, 12.0, 1.9]), scale=2.0)
     # rank 0 has a fixed second; rank 1 has none; rank 2 grows with nothing, so half of its time counts as fixed
