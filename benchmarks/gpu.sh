@@ -1,6 +1,7 @@
 #!/bin/sh
 # Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | multigpu | sanitize | bench | all | session] [pytest arguments]
-#   tests     tests/gpu; kernels build as tests need them, JOBS processes at a time (default: three quarters of the cores)
+#   tests     tests/gpu, spread over the GPUs that are there; kernels build as tests need them, JOBS processes at a time (default: three
+#             quarters of the cores). A test that hangs is ended with the stacks of its threads, also one that waits for the device
 #   multigpu  what needs two GPUs: ranks that die on NCCL, two devices in one process
 #   sanitize  a small case of each kernel (tests/gpu/test_small.py) under compute-sanitizer's memcheck and racecheck; logs to OUT.
 #             Fails on any error or hazard. Needs a driver that lets debuggers in: gVisor's does not
@@ -16,6 +17,7 @@ what=${1:-all}
 jobs=${JOBS:-$(($(nproc) * 3 / 4 + 1))}
 out=${OUT:-benchmarks/results}
 mkdir -p "$out"
+hangs="--timeout-method thread"  # signals do not reach a thread that waits for the device
 export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # Only our kernels are watched (torch's need not be), and only what they do to memory: one test wants a driver call to be refused.
@@ -61,7 +63,8 @@ session)
   ;;
 multigpu)
   # three jobs share the GPUs; the first of each worker builds kernels
-  exec python3 -m pytest tests/distributed tests/gpu -m multigpu -n 3 -q --timeout 300 -p no:cacheprovider "$@"
+  # shellcheck disable=SC2086
+  exec python3 -m pytest tests/distributed tests/gpu -m multigpu -n 3 -q --timeout 300 $hangs -p no:cacheprovider "$@"
   ;;
 sanitize)
   PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
@@ -76,7 +79,9 @@ sanitize)
   ;;
 esac
 if [ "$what" != bench ]; then
-  python3 -m pytest tests/gpu -m gpu -n "$jobs" -q --timeout 240 -p no:cacheprovider "$@"
+  [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || export TEST_GPUS="$(nvidia-smi -L | wc -l)"
+  # shellcheck disable=SC2086
+  python3 -m pytest tests/gpu -m gpu -n "$jobs" -q --timeout 240 $hangs -p no:cacheprovider "$@"
 fi
 if [ "$what" != tests ]; then
   python3 benchmarks/bench_moe_layer.py --json "$out/moe_layer.json"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -25,6 +24,9 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+from kept_rows import keep
 
 CONTESTANTS = ("hexa_fx", "backend", "monitored_barrier", "torchrun")
 ENDS = ("exit", "kill", "hang")
@@ -163,7 +165,7 @@ def main() -> None:
         backend, contestant, end, seconds, moment = options.rank_of
         rank_main(int(os.environ["RANK"]), backend, contestant, end, float(seconds), Path(moment))
         return
-    records = []
+    records: list[dict[str, Any]] = []
     print(
         f"{options.backend}, timeout {options.timeout:g} s: seconds until rank 1 is named, and until rank 0 has ended"
     )
@@ -173,8 +175,7 @@ def main() -> None:
             print(
                 "{end:5} {contestant:18} named {named!s:>6}  ended {ended!s:>6}  {words}".format(**record), flush=True
             )
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
+            keep(records, options.json, "cuda" if options.backend == "nccl" else "cpu")
 
 
 if __name__ == "__main__":

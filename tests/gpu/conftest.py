@@ -9,6 +9,9 @@ import pytest
 import torch
 
 os.environ.setdefault("HEXA_FX_WAIT_FOR_KERNELS", "1")  # tests of kernels want them, not what runs until they are built
+gpus = int(os.environ.get("TEST_GPUS", "0"))  # as benchmarks/gpu.sh counts them
+if gpus:  # each worker has one of them, before torch looks
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % gpus)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
