@@ -106,7 +106,8 @@ def test_an_uncaught_exception_is_a_loss_and_a_normal_end_is_none(tmp_path):
     with scripts(3, "watched_rank.py", tmp_path / "store") as ranks:
         output = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert "lost [1] left [2]" in output[0], output
-    assert [rank.returncode for rank in ranks] == [0, 1, 0], output
+    # of the one that raised Gloo's threads may end the process before Python does, with a status of their own
+    assert [rank.returncode == 0 for rank in ranks] == [True, False, True], output
 
 
 # --- the star --------------------------------------------------------------------------------------------------------
