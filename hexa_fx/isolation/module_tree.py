@@ -24,6 +24,11 @@ def named_modules(root: nn.Module, every: bool = False) -> list[tuple[str, nn.Mo
     return found
 
 
+def rebuilds(module: nn.Module) -> bool:
+    """Whether torch makes a new dict of its submodules when one is taken out; what comes later is only in that."""
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """What ``root.modules()`` gives."""
     return [module for _, module in named_modules(root)]

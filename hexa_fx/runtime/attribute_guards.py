@@ -148,6 +148,7 @@ class AttributeGuards:
         self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases)
         modules = dict(named_modules(block, every=True))
         inner = [submodule(modules, path) for path in self.inner]
+        self._found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:

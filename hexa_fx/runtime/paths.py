@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
+from hexa_fx.isolation.module_tree import rebuilds
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 
 T = TypeVar("T")
@@ -49,6 +52,7 @@ class ParameterPaths:
         """Walks anew, and takes ``bases[id(module)]`` for a module that is there in place of a parameter's owner."""
         self._bases = bases
         self._ready = False
+        self._children: list[nn.Module] = []
 
     @property
     def block(self) -> nn.Module:
@@ -61,6 +65,11 @@ class ParameterPaths:
         """Raises `GuardMiss` if a module on the way was replaced or has a hook of its own."""
         if not self._ready:
             self._walk()
+        elif not (
+            all(map(is_, map(dict.get, self._rebuilt, repeat("_modules")), self._lists))
+            and all(map(is_, map(dict.get, self._hooked, repeat(HOOKS[0])), self._hooks))
+        ):
+            self._walk_again()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
         if any(self._hooks):
@@ -105,6 +114,7 @@ class ParameterPaths:
     def _walk(self) -> None:
         edges: dict[tuple[int, str], tuple[str, dict[str, Any], str, nn.Module]] = {}
         owners: dict[int, nn.Module] = {}
+        passed: dict[int, nn.Module] = {}
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         for *modules, name in self.paths:
@@ -114,7 +124,7 @@ class ParameterPaths:
                 if child is None:
                     raise GuardMiss(f"there is no submodule {key!r} on the way to {'.'.join([*modules, name])!r}")
                 edges[id(owner), key] = (".".join(modules[:depth]), owner._modules, key, child)
-                owner = child
+                passed[id(owner)], owner = owner, child
             if id(owner) in self._bases:
                 base = self._bases[id(owner)]
                 edges[id(owner), ""] = (".".join(modules), owner._modules, "base_layer", base)
@@ -128,8 +138,19 @@ class ParameterPaths:
         self._keys = [key for _, _, key, _ in edges.values()]
         self._children = [child for _, _, _, child in edges.values()]
         # The rewritten graph may call the container of the experts, and then calls its hooks too.
-        self._hooks = [getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in HOOKS]
+        inner = [owner for owner in owners.values() if owner is not self.block]
+        self._hooks = [getattr(owner, hooks) for hooks in HOOKS for owner in inner]
+        # Code that drops all hooks puts new dicts in their place, and later hooks come into those; one kind tells.
+        self._hooked = [vars(owner) for owner in inner]
+        lists = [owner for owner in passed.values() if rebuilds(owner)]
+        self._rebuilt, self._lists = [vars(owner) for owner in lists], [owner._modules for owner in lists]
         self._ready = True
+
+    def _walk_again(self) -> None:
+        """Where everything lies now. The modules that it is compared with stay those that were there first."""
+        first = self._children
+        self._walk()
+        self._children = first
 
     def owner_of(self, path: Sequence[str]) -> nn.Module:
         """The module that holds the parameter."""
@@ -139,7 +160,8 @@ class ParameterPaths:
     def _said_of_exchanged(self) -> str:
         edges = zip(self._places, self._parents, self._keys, self._children)
         place, now = next(
-            (place, parent.get(key)) for place, parent, key, child in edges if parent.get(key) is not child
+            ((place, parent.get(key)) for place, parent, key, child in edges if parent.get(key) is not child),
+            (self._places[0], None),  # as many as there were are no longer passed on the way
         )
         if now is not None and base_of(now) is not now:
             kind = f"{type(now).__module__}.{type(now).__name__}"

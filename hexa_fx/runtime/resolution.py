@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, place
-from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.module_tree import named_modules, rebuilds
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
@@ -106,6 +106,7 @@ class Resolution:
             self.objects.append((holder, found.value))
         for where, value in found.dicts:
             self._enter(self.dicts, where, key, value)
+        self._enter_registry(holder)
         if found.owner is not None:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
@@ -131,6 +132,7 @@ class Resolution:
         now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
         if now != read.value.names:
             raise _miss(read, now)
+        self._enter_registry(module)
         if key != "__dict__":
             self.counted.append((vars(module)[key], len(now)))
         else:
@@ -148,6 +150,10 @@ class Resolution:
                 f"{path!r} is {now.dtype}; the block was recorded with {dtype}, which its code asks for; {AGAIN}"
             )
         return owner._parameters, name, dtype
+
+    def _enter_registry(self, holder: Any) -> None:
+        if isinstance(holder, nn.Module) and rebuilds(holder):
+            self._enter(self.dicts, getattr_plain(holder), "_modules", holder._modules)
 
     def _enter(self, entries: list[tuple[Any, Any, Any]], where: Any, key: Any, value: Any) -> None:
         if (id(where), key) not in self._entered:
