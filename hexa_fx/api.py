@@ -13,6 +13,7 @@ from torch import nn
 from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model
 from hexa_fx.attached import attach
 from hexa_fx.capture.copies import copied, deepcopied
+from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, VerificationError
 from hexa_fx.example_tokens import example_tokens
@@ -81,6 +82,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
 
 @collecting
 @collections_are_cheap()
+@compiled_as_python()
 def optimize_(
     model: Model,
     example_inputs: ExampleInputs | None = None,
@@ -228,6 +230,7 @@ def _asked(found: ModelAnalysis, config: HexaConfig) -> dict[str, str]:
 
 @collecting
 @collections_are_cheap()
+@compiled_as_python()
 def explain(
     model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None
 ) -> OptimizationReport:
@@ -261,6 +264,8 @@ def _checked(config: HexaConfig | None) -> HexaConfig:
 def _sharing_copy(model: Model) -> Model:
     """A copy that shares parameters, buffers, and whatever cannot be copied (process groups, locks) with ``model``."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    # Gradients do not reach the parameters of a copied one.
+    shared |= {id(module): module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
     # What a quantiser keeps beside its weights is set up with them, by the first call of either model.
     for module in model.modules():
         if any(is_of_other_library(p) for p in module._parameters.values() if p is not None):
@@ -268,13 +273,13 @@ def _sharing_copy(model: Model) -> Model:
             shared |= {id(value): value for value in kept if is_object(value)}
     try:
         return deepcopied(model, dict(shared))
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever an object raises that cannot be copied
         log.info("copying the model: %s; what cannot be copied is shared", error)
     held = [value for module in model.modules() for value in vars(module).values()]
     shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
     try:
         return deepcopied(model, shared)
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +39,9 @@ def copied(value: Any) -> Any:
 
 def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
     """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
-    its module: the copy shares them.
+    its module: the copy shares them. So it does functions that torch.jit compiled, as `copy` shares other functions.
     """
-    with _SharedResults():
+    with _SharedResults(), _shared_functions():
         if isinstance(value, nn.Module):
             _copy_modules(value, memo)
         return copy.deepcopy(value, memo)
@@ -54,9 +56,12 @@ def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
         if id(module) not in memo and type(module) in plain:
             memo[id(module)] = module.__new__(type(module))
             made.append((module, memo[id(module)]))
-    for module, copied_module in made:
+    # Inner ones first: the copy of a module under torch.compile looks at that of the module in it.
+    for module, copied_module in reversed(made):
         own = copied_module.__dict__
         for name, held in module.__dict__.items():
+            if name == "_compiled_call_impl":  # of `Module.compile`: it calls the module that it was made for
+                continue
             if type(held) in _ATOMS:
                 own[name] = held
             elif type(held) in _DICTS and id(held) not in memo and (not held or name in REGISTRIES):
@@ -77,6 +82,15 @@ def _is_plain(cls: type[nn.Module]) -> bool:
 
 _ATOMS = frozenset({bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size})
 _DICTS = (dict, OrderedDict)
+
+
+@contextmanager
+def _shared_functions() -> Iterator[None]:
+    torch.jit.ScriptFunction.__deepcopy__ = lambda self, memo: self
+    try:
+        yield
+    finally:
+        del torch.jit.ScriptFunction.__deepcopy__
 
 
 class _SharedResults(TorchFunctionMode):

@@ -156,7 +156,9 @@ class PythonReads:
             return
         reader = str(frame.f_globals.get("__name__", ""))
         if reader.startswith(_MACHINERY):
-            if (name, reader) != ("forward", "torch.nn.modules.module"):
+            # Of a module under torch.compile it is made with the module: what it calls counts, and that is a module again.
+            made = type(holder).__module__ == "torch._dynamo.eval_frame"
+            if made or (name, reader) != ("forward", "torch.nn.modules.module"):
                 return
         elif isinstance(holder, nn.Module) and name in _TREE:
             for module in holder.modules():

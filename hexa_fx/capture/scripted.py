@@ -1,9 +1,10 @@
-"""Runs functions that torch.jit.script compiled as the Python code that they were made of: no mode is told of what they call."""
+"""Runs what torch.jit.script and torch.compile compiled as its Python code: no mode is told of what a compiled function calls."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,3 +34,21 @@ def scripts_as_python(all_of_them: bool) -> Iterator[None]:
 
     with attributes_set(torch.jit.ScriptFunction, __call__=call):
         yield
+
+
+@contextmanager
+def compiled_as_python() -> Iterator[None]:
+    """A context in which functions and modules under torch.compile run in Python, in all threads.
+
+    A compiler that has not been imported has compiled nothing; to import it would take seconds.
+    """
+    compiled = "torch._dynamo" in sys.modules and not _is_compiling()
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield
+
+
+def _is_compiling() -> bool:
+    """Whether a compiler is at work on the code that this is called from, as where it asks its backend."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback() not in (None, False)
