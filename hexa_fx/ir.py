@@ -154,16 +154,8 @@ class ModuleAttribute:
 
 
 @dataclass(frozen=True)
-class ModuleCounter(ModuleAttribute):
-    """A number that every run takes one step further: ``function`` of it and ``by``."""
-
-    function: Callable[[Any, Any], Any]
-    by: float
-
-
-@dataclass(frozen=True)
 class Container:
-    """A list, deque or dict, by the way in which code reaches it; another one may lie there in the next call.
+    """A list, deque, dict or object, by the way in which code reaches it; another one may lie there in the next call.
 
     Args:
         root: a module, relative to the block; or, of a global, the name of the Python module that it belongs to.
@@ -192,7 +184,35 @@ class ContainerItem:
         return f"{self.container}[{self.key!r}]" if self.container.kind is dict else str(self.container)
 
 
-Destination: TypeAlias = ModuleAttribute | ContainerItem
+@dataclass(frozen=True)
+class ObjectAttribute:
+    """An attribute of an object that is no module, such as a dispatcher, which every run sets.
+
+    Args:
+        ways: all in which the recorded code comes to the object: they have to lead to one in every call.
+        name: of the attribute.
+    """
+
+    ways: tuple[Container, ...]
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ways[0]}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number that every run takes one step further: ``function`` of it and ``by``."""
+
+    place: ModuleAttribute | ObjectAttribute
+    function: Callable[[Any, Any], Any]
+    by: float
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+
+Destination: TypeAlias = ModuleAttribute | ObjectAttribute | Counter | ContainerItem
 
 
 AutocastDtypes: TypeAlias = Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]]

@@ -42,6 +42,7 @@ class Access:
         problem: what is done, in words, if it is anything but putting a result there.
         changes: whether the contents may be others afterwards.
         value: the result, with nodes for tensors.
+        own: whether it is a mere look at what the run itself has put there.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Access:
     problem: str = ""
     changes: bool = True
     value: Any = None
+    own: bool = False
 
     def __str__(self) -> str:
         return str(self.place)
@@ -108,15 +110,24 @@ class Collecting:
         changes: bool = True,
         key: Any = None,
         value: Any = None,
+        own: bool = False,
     ) -> Any:
         """Does ``act`` and notes it, even if it raises an error: that is an answer too."""
         self._look(access.value)
         place, owner = ContainerItem(access.container, key), self._numbers[id(access.value)]
-        self._noted.append(Access(len(self._noted), owner, place, self.scope(), problem, changes, value))
+        self._noted.append(Access(len(self._noted), owner, place, self.scope(), problem, changes, value, own))
         try:
             return act()
         finally:
             self._known[id(access.value)] = copy.copy(access.value)
+
+    def has_put(self, access: AccessPath, key: Any) -> bool:
+        """Whether the run itself has put what lies under a key of a dict, by the same way, and done nothing else to it since."""
+        owner = self._numbers[id(access.value)]
+        changes = [noted for noted in self._noted if noted.owner == owner and noted.changes]
+        last = max((number for number, noted in enumerate(changes) if noted.problem), default=-1)
+        put = [noted.place for noted in changes[last + 1 :] if noted.place.container == access.container]
+        return any(place.key == key and type(place.key) is type(key) for place in put)
 
     def accesses(self, recorder: Recorder) -> tuple[Access, ...]:
         """Everything that was done, with nodes for tensors. Mere reads count only where tensors lie or come to lie.
@@ -149,11 +160,11 @@ class Collecting:
 
 def puts(accesses: Iterable[Access]) -> list[Any]:
     """The results that are put somewhere."""
-    return [access.value for access in accesses if not access.problem]
+    return [access.value for access in accesses if not access.problem and not access.own]
 
 
 def _lifted(access: Access, recorder: Recorder) -> Access:
-    if access.problem:
+    if access.problem or access.own:
         return replace(access, value=None)
     value = lifted(access.value, recorder)
     if value is not UNKNOWN:
@@ -219,6 +230,19 @@ def _add_onto(self: _StandInContainer, items: Iterable[Any]) -> _StandInContaine
     return self
 
 
+def _looking(name: str) -> Callable[..., Any]:
+    """The method of a dict of that name, which looks a key up: no reason for a refusal where the run itself has put it."""
+    noting = _noting(name)
+
+    def method(self: _StandInContainer, key: Any, *default: Any) -> Any:
+        if not self.collecting.has_put(self.access, key):
+            return noting(self, key, *default)
+        act = functools.partial(getattr(self.access.value, name), key, *default)
+        return self.collecting.note(self.access, act, changes=False, key=key, own=True)
+
+    return method
+
+
 def _set(self: _StandInContainer, key: Any, value: Any) -> None:
     plain = type(key) in _PLAIN_KEYS
     problem = (
@@ -240,6 +264,7 @@ def _update_onto(self: _StandInContainer, other: Any) -> _StandInContainer:
 
 _SEQUENCE = {"append": _append, "extend": _extend, "__iadd__": _add_onto}
 _MAPPING = {"__setitem__": _set, "update": _update, "__ior__": _update_onto}
+_MAPPING |= {name: _looking(name) for name in ("__getitem__", "get", "__contains__")}
 _OWN = frozenset(
     "__new__ __init__ __class__ __getattribute__ __setattr__ __delattr__ __dir__ __init_subclass__ __subclasshook__ "
     "__class_getitem__ __sizeof__".split()

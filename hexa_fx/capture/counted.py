@@ -9,8 +9,6 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from hexa_fx.capture.instructions import instructions_of
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.stored import Step
@@ -25,14 +23,12 @@ _FUNCTIONS = {
 }
 
 
-def step_of(
-    reads: PythonReads, module: nn.Module, name: str, before: Any, now: Any, scopes: frozenset[str]
-) -> Step | None:
+def step_of(reads: PythonReads, holder: Any, name: str, before: Any, now: Any, scopes: frozenset[str]) -> Step | None:
     """How an attribute came from one number to the next by the code of ``scopes``.
 
     None if anything else read it, or if no line of the code, or more than one, says how.
     """
-    counts = type(before) is type(now) and type(now) in (int, float) and reads.edges.is_read_once(module, name, scopes)
+    counts = type(before) is type(now) and type(now) in (int, float) and reads.edges.is_read_once(holder, name, scopes)
     found = {step for code in reads.ran.codes() for step in _steps(code, name)} if counts else set()
     if len(found) != 1:
         return None

@@ -23,6 +23,7 @@ from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.read_edges import Edge, ReadEdges
+from hexa_fx.capture.set_objects import MetObjects
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
@@ -58,7 +59,8 @@ class PythonReads:
         self._block = block
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
-        self._patched: dict[type, Any] = {}
+        self.objects = MetObjects()
+        self._patched: dict[type, dict[str, Any]] = {}
         self._busy = self._running = False
         self.ran = RanCode(self._read, lambda: self.scope())
 
@@ -79,11 +81,12 @@ class PythonReads:
             self._running = False  # what is met from now on stays as it is
             if collected:
                 gc.enable()
-            for cls, own in self._patched.items():
-                if own is None:
-                    type.__delattr__(cls, "__getattribute__")
-                else:
-                    type.__setattr__(cls, "__getattribute__", own)
+            for cls, before in self._patched.items():
+                for name, own in before.items():
+                    if own is None:
+                        type.__delattr__(cls, name)
+                    else:
+                        type.__setattr__(cls, name, own)
         self._anchor()
 
     def values(self) -> tuple[PythonRead, ...]:
@@ -113,16 +116,18 @@ class PythonReads:
                 edges[key] = Edge(holder, key, value, noted, set(), own=self.was_set(holder, key))
                 if is_unreadable(value, noted):
                     edges[key].noted, edges[key].location = Unreadable(type(value).__name__), user_location()
-                self._meet(value, noted)
+                self._meet(edges[key])
             finally:
                 self._busy = busy
         return edges[key]
 
-    def _meet(self, value: Any, noted: Any) -> None:
-        """Sees to it that reads of what ``value`` holds are noted too."""
+    def _meet(self, edge: Edge) -> None:
+        """Sees to it that reads of what lies there are noted too, and what is set in it."""
+        value, noted = edge.value, edge.noted
         if id(value) in self._met:
             return
         self._met[id(value)] = value
+        self.objects.meet(edge.holder, value, edge.own)
         for key in keys_inside(value, noted):
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
@@ -132,11 +137,12 @@ class PythonReads:
         """Makes a class note reads; an object whose class cannot counts as read as a whole."""
         if not self._running or cls in self._patched or cls.__flags__ & _IMMUTABLE or not cls.__flags__ & (1 << 9):
             return
-        own, plain = vars(cls).get("__getattribute__"), cls.__getattribute__
-        noting = self._noting(plain)
+        noting = self._noting(cls.__getattribute__)
         noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
-        type.__setattr__(cls, "__getattribute__", noting)
-        self._patched[cls] = own
+        methods = {"__getattribute__": noting, **({} if issubclass(cls, nn.Module) else self.objects.noting(cls))}
+        self._patched[cls] = {name: vars(cls).get(name) for name in methods}
+        for name, method in methods.items():
+            type.__setattr__(cls, name, method)
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(holder: Any, name: str) -> Any:

@@ -6,14 +6,14 @@ import itertools
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS
 from hexa_fx.capture.ran_code import is_ours
-from hexa_fx.ir import PythonRead, SourceLocation
+from hexa_fx.ir import Container, PythonRead, SourceLocation
 from hexa_fx.isolation.held_objects import is_collection, items
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Keys
@@ -43,6 +43,10 @@ class Edge:
     times: int = 0
 
 
+_Walked: TypeAlias = tuple[tuple[bool, str], tuple[Any, ...], Edge, frozenset[str]]
+"""Whether the root is a Python module and its path or name, the steps from there, the read at their end, and whose code it is."""
+
+
 class ReadEdges:
     """The reads of one run.
 
@@ -69,10 +73,18 @@ class ReadEdges:
         """The tensors that were read, which are neither parameters nor buffers."""
         return (edge.value for edge in self if isinstance(edge.value, torch.Tensor))
 
-    def is_read_once(self, module: nn.Module, name: str, scopes: frozenset[str]) -> bool:
+    def is_read_once(self, holder: Any, name: str, scopes: frozenset[str]) -> bool:
         """Whether nobody but the code of ``scopes`` read an attribute, and only once."""
-        edge = self.get(module, name)
+        edge = self.get(holder, name)
         return edge is not None and edge.times == 1 and not edge.own and edge.scopes == scopes
+
+    def hold(self, holder: Any, name: str, value: Any, scopes: frozenset[str]) -> None:
+        """Notes an attribute as read before it was set, so that ``value`` lying there is a condition."""
+        edge = self.of(holder).setdefault(name, Edge(holder, name, value, value))
+        if edge.own:
+            edge.value = edge.noted = value
+            edge.own = False
+        edge.scopes |= scopes
 
     def collections(self) -> Iterator[Any]:
         """Lists, deques and dicts that were read and are empty or hold objects, but no other lists."""
@@ -94,28 +106,39 @@ class ReadEdges:
     def values(self) -> Collection[PythonRead]:
         """Everything that was read, by every way to it from a module or a Python module."""
         found: dict[Any, PythonRead] = {}
+        for (is_global, root), path, edge, by in self._walked():
+            found[is_global, root, path] = PythonRead(root, path, edge.noted, is_global, by, edge.location)
+        return found.values()
+
+    def ways(self, wanted: Collection[int]) -> dict[int, list[Container]]:
+        """The ways in which the code came to the objects with these ids, the shortest first."""
+        found: dict[int, list[Container]] = {}
+        for (is_global, root), path, edge, _ in self._walked() if wanted else ():
+            if id(edge.value) in wanted:
+                found.setdefault(id(edge.value), []).append(Container(root, path, type(edge.value), is_global))
+        return {identity: sorted(ways, key=lambda way: len(way.steps)) for identity, ways in found.items()}
+
+    def _walked(self) -> Iterator[_Walked]:
         for identity, edges in self._of.items():
             holder = next(iter(edges.values())).holder
             if identity in self.modules:
-                self._walk(found, (False, self.modules[identity]), (), holder, frozenset(), ())
+                yield from self._walk((False, self.modules[identity]), (), holder, frozenset(), ())
             elif isinstance(holder, types.ModuleType):
-                self._walk(found, (True, holder.__name__), (), holder, frozenset(), ())
-        return found.values()
+                yield from self._walk((True, holder.__name__), (), holder, frozenset(), ())
 
     def _walk(
         self,
-        found: dict[Any, PythonRead],
         root: tuple[bool, str],
         steps: tuple[Any, ...],
         holder: Any,
         scopes: frozenset[str],
         above: tuple[int, ...],
-    ) -> None:
+    ) -> Iterator[_Walked]:
         for edge in self._of.get(id(holder), {}).values():
             if edge.own or is_ours(edge.value):
                 continue
             by, path = frozenset(edge.scopes) | (scopes if edge.inside else frozenset()), (*steps, edge.key)
-            found[root, path] = PythonRead(root[1], path, edge.noted, root[0], by, edge.location)
+            yield root, path, edge, by
             is_root = id(edge.value) in self.modules or isinstance(edge.value, types.ModuleType)
             if not is_root and id(edge.value) not in above and len(path) < _DEEPEST:
-                self._walk(found, root, path, edge.value, by, (*above, id(holder)))
+                yield from self._walk(root, path, edge.value, by, (*above, id(holder)))

@@ -28,11 +28,12 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord
 from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
-from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
+from hexa_fx.capture.stored import UNKNOWN, Settings, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
+from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
@@ -62,7 +63,7 @@ def capture(
     """
     effects = SideEffects(block, namespaces_of(block))
     try:
-        run = functools.partial(_capture, block, args, kwargs, path, replacements)
+        run = functools.partial(_capture, block, args, kwargs, path, replacements, effects.watches)
         for conditions in _CONDITIONS:
             try:
                 found = _with_side_effects(functools.partial(run, *conditions), block, effects)
@@ -108,18 +109,22 @@ def _capture(
     kwargs: dict[str, Any],
     path: str,
     replacements: Replacements,
+    is_watched: Callable[[Any], bool],
     as_it_is: bool,
     plain_int: bool,
     monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
-    """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
+    """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how;
+    ``is_watched``: whether changes of an object are seen to after the run.
+    """
     bound = _bind_arguments(block, args, kwargs)
     reads = PythonReads(block)
     with (
         _as_capture_error(path or type(block).__name__),
         collecting.stand_ins() if collecting else nullcontext(),
         _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
+        reads.objects.restored(),
     ):
         reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
         recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
@@ -128,15 +133,15 @@ def _capture(
             collecting.scope = lambda: recorder.scopes[-1]
         with noted_settings(recorder) as settings, reads.noted():
             reads.was_set = settings.has
+            reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
             result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
-        stored = tuple(stored_values(block, snapshot, settings, recorder, functools.partial(step_of, reads)))
+        stored = _stored(block, snapshot, settings, recorder, reads)
         accesses = collecting.accesses(recorder) if collecting else ()
         kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
         kept_before |= {id(tensor) for tensor in reads.edges.tensors()}
-    changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
-    changed += [ChangedInPlace(*found) for found in monitor.found()] if monitor else []
+        changed = *reads.objects.changed(reads.edges, is_watched), *_changed(given, monitor)
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
@@ -150,7 +155,7 @@ def _capture(
         output,
         stored,
         accesses,
-        tuple(changed),
+        changed,
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
         _met_among(inside, recorder),
@@ -162,6 +167,21 @@ def _capture(
         numbers=reads.ran.whole_numbers(),
         replaced=replaced,
     )
+
+
+def _stored(
+    block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder, reads: PythonReads
+) -> tuple[StoredValue, ...]:
+    """What was set on modules and in objects."""
+    step = functools.partial(step_of, reads)
+    of_modules = stored_values(block, snapshot, settings, recorder, step, reads.edges.hold)
+    return *of_modules, *reads.objects.stored(reads.edges, settings, recorder, step)
+
+
+def _changed(given: Contents, monitor: SideEffectMonitor | None) -> Iterator[ChangedInPlace]:
+    """Arguments that changed, and what a monitor saw."""
+    yield from (ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed())
+    yield from (ChangedInPlace(*found) for found in (monitor.found() if monitor else ()))
 
 
 def _unexplained(
@@ -225,14 +245,14 @@ def _run(
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
     """Calls the block's forward with copies of the tensors.
 
-    Returns the result, the named arguments, and what lists and dicts among these contained.
+    Returns the result, the named arguments, and what lists, dicts and objects among these contained.
     """
     named: list[tuple[str, Any]] = []
     holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
         fresh = copied(replaced.get(name, value))
-        if isinstance(fresh, (list, dict, set)):
+        if fresh is not value and is_object(fresh):
             holders.append(Holder(f"the argument {name!r}", fresh))
         named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
         return fresh

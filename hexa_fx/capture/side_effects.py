@@ -38,6 +38,7 @@ class SideEffects:
         self._block, self._namespaces = block, _with_homes(namespaces)
         self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
         self._global = Contents(_reached(self._namespaces))
+        self._watched = {*self._held.holders(), *self._global.holders()}
         self._streams = Streams(block)
         self._codes = [(p, p.data) for p in named_tensors(block, "_parameters").values() if _holds_codes(p)]
 
@@ -45,6 +46,10 @@ class SideEffects:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
         held = [holder for holder, _ in self._held.changed()]
         return held + [holder for holder, new in self._global.changed() if _has_results(new)]
+
+    def watches(self, value: Any) -> bool:
+        """Whether ``value`` is among what is looked at."""
+        return id(value) in self._watched
 
     def access_paths(self, in_place: list[Holder], read: Iterable[Any]) -> Iterator[AccessPath]:
         """All ways to the lists, deques and dicts among ``in_place`` and ``read``.
@@ -132,15 +137,15 @@ def _may_hold(value: Any) -> bool:
 
 
 def _has_results(new: list[Any]) -> bool:
-    return any(map(_of_the_run, new))
+    return any(map(of_the_run, new))
 
 
-def _of_the_run(value: Any) -> bool:
-    """A tensor, a number read from one, or a short list or dict of such."""
+def of_the_run(value: Any) -> bool:
+    """Whether a value is a tensor, a number read from one, or a short list or dict of such."""
     if isinstance(value, (list, tuple)):
-        return any(map(_of_the_run, value[:16]))
+        return any(map(of_the_run, value[:16]))
     if type(value) is dict:
-        return any(map(_of_the_run, list(value.values())[:16]))
+        return any(map(of_the_run, list(value.values())[:16]))
     return isinstance(value, (torch.Tensor, *SYMBOLIC))
 
 

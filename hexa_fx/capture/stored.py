@@ -1,4 +1,4 @@
-"""Attributes that a block's run sets on modules: notes them as results."""
+"""Attributes that a block's run sets on modules: notes them as results. Those of other objects are in `set_objects`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
-from hexa_fx.ir import ModuleAttribute, ModuleCounter, PythonRead
+from hexa_fx.ir import Counter, ModuleAttribute, ObjectAttribute, PythonRead
+from hexa_fx.isolation.contents import is_as
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_tree import named_modules
 
 Step = tuple[Callable[[Any, Any], Any], float]
 """How a counter is taken further: a function of its number and another one, and the other one."""
+
+StepOf = Callable[[Any, str, Any, Any, frozenset[str]], Step | None]
+"""How an attribute came from a number to another by the code of some scopes; None if it is no counter."""
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -28,9 +33,9 @@ UNKNOWN = object()
 
 @dataclass(frozen=True)
 class StoredValue:
-    """An attribute that the run set on a module: ``value`` with nodes for tensors, or `UNKNOWN`."""
+    """An attribute that the run set on a module or an object: ``value`` with nodes for tensors, or `UNKNOWN`."""
 
-    place: ModuleAttribute
+    place: ModuleAttribute | ObjectAttribute | Counter
     value: Any
     scopes: frozenset[str]
     """Paths of the modules whose code set it."""
@@ -40,8 +45,12 @@ class StoredValue:
 
     def is_count_of(self, read: PythonRead) -> bool:
         """Whether ``read`` is of a counter, for its next number alone."""
-        counts = isinstance(self.place, ModuleCounter) and not read.is_global
-        return counts and (read.root, *read.steps) == (self.place.path, self.place.name)
+        if not isinstance(self.place, Counter):
+            return False
+        place, at = self.place.place, (read.is_global, read.root, *read.steps)
+        if isinstance(place, ModuleAttribute):
+            return at == (False, place.path, place.name)
+        return any(at == (way.is_global, way.root, *way.steps, place.name) for way in place.ways)
 
 
 @dataclass
@@ -57,6 +66,14 @@ class Settings:
         """Whether the run has set the attribute by now."""
         return (id(module), name) in self.scopes
 
+    def names(self, identity: int) -> list[str]:
+        """What was set of the module or object with that id."""
+        return [name for owner, name in self.scopes if owner == identity]
+
+    def note(self, holder: Any, name: str, scope: str) -> None:
+        """Notes that the code of ``scope`` sets ``name`` of ``holder``."""
+        self.scopes.setdefault((id(holder), name), set()).add(scope)
+
 
 @contextmanager
 def noted_settings(recorder: Recorder) -> Iterator[Settings]:
@@ -66,7 +83,7 @@ def noted_settings(recorder: Recorder) -> Iterator[Settings]:
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
         unnoted(module, name, value)
-        noted.scopes.setdefault((id(module), name), set()).add(recorder.scopes[-1])
+        noted.note(module, name, recorder.scopes[-1])
         if value is None:
             noted.emptied.add((id(module), name))
         else:
@@ -85,26 +102,37 @@ def stored_values(
     snapshot: ModuleSnapshot,
     settings: Settings,
     recorder: Recorder,
-    step_of: Callable[[nn.Module, str, Any, Any, frozenset[str]], Step | None],
+    step_of: StepOf,
+    hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
     """Attributes that are not what they were at ``snapshot``, or were set to None; of those that count, by how much.
 
     Args:
-        step_of: how an attribute of a module came from a number to another by the code of some scopes; None if it is no counter.
+        hold: is told of those that were set to the plain value that they had, which is a condition: the rewritten block sets none.
     """
     for path, module in named_modules(block):
-        changed = _changed(module, snapshot.attributes(module))
+        before = snapshot.attributes(module)
+        changed = _changed(module, before)
+        for name in settings.names(id(module)):
+            value = module.__dict__.get(name, MISSING)
+            if name not in changed and name not in MODULE_STATE and is_kept_constant(value, before.get(name, MISSING)):
+                hold(module, name, value, frozenset(settings.scopes[id(module), name]))
         emptied_here = (
             name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
         )
         for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            step = step_of(module, name, snapshot.attributes(module).get(name), value, scopes)
+            step = step_of(module, name, before.get(name), value, scopes)
             if step is None:
                 yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
             else:
-                yield StoredValue(ModuleCounter(path, name, *step), None, scopes)
+                yield StoredValue(Counter(ModuleAttribute(path, name), *step), None, scopes)
+
+
+def is_kept_constant(now: Any, before: Any) -> bool:
+    """Whether an attribute that was set is a plain value, other than None, as it was before."""
+    return now is not None and now is not MISSING and isinstance(now, PLAIN) and is_as(now, before)
 
 
 def lifted(value: Any, recorder: Recorder) -> Any:

@@ -46,6 +46,10 @@ class Contents:
                 found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
         return found
 
+    def holders(self) -> Iterator[int]:
+        """Their ids."""
+        return (id(holder.value) for holder, _ in self._before)
+
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
         for _, before in self._before:
@@ -56,7 +60,7 @@ class Contents:
         before = {id(holder): contained for holder, contained in self._before}
         for holder, new in self.changed():
             if wanted(new):
-                _put_back(holder.value, before[id(holder)])
+                put_back(holder.value, before[id(holder)])
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
@@ -140,14 +144,15 @@ def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
 def _same(holder: Any, before: list[tuple[Any, Any]]) -> bool:
     """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
     now = contents(holder)
-    if len(before) != len(now) or not all(_alike(a, b) for (_, a), (_, b) in zip(before, now)):
+    if len(before) != len(now) or not all(is_as(a, b) for (_, a), (_, b) in zip(before, now)):
         return False
     if isinstance(holder, (list, tuple, deque, set, frozenset)):
         return True  # keys are places, or ids of equal items
     return all(a is b for (a, _), (b, _) in zip(before, now)) or dict(before).keys() == dict(now).keys()
 
 
-def _alike(one: Any, two: Any) -> bool:
+def is_as(one: Any, two: Any) -> bool:
+    """Whether it is the same object, or an equal plain one."""
     return one is two or (_plain(one) and type(one) is type(two) and one == two)
 
 
@@ -155,7 +160,8 @@ def _plain(value: Any) -> bool:
     return isinstance(value, PLAIN) and not isinstance(value, torch.Tensor)
 
 
-def _put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
+def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
+    """Has it contain again what `contents` gave."""
     if isinstance(holder, list):
         holder[:] = [value for _, value in before]
     elif isinstance(holder, (deque, set)):

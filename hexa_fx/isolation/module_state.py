@@ -114,7 +114,7 @@ def _plain_attribute(path: str, name: str, value: Any) -> Iterable[tuple[str, st
     """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss; also inside others."""
     if isinstance(value, _PLAIN) and name != "training":
         yield path, name, value
-    elif type(value) in (list, tuple, dict):
+    elif type(value) in (list, tuple, dict, torch.Size):
         yield from ((path, label, item) for label, item in _plain_contents(name, value))
 
 
@@ -127,7 +127,7 @@ def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
 
 def _leaves(label: str, value: Any) -> Iterable[tuple[str, Any]]:
     """The tensors, numbers and texts in a value, and how it is made of them."""
-    if type(value) in (list, tuple, dict):
+    if type(value) in (list, tuple, dict, torch.Size):
         yield from _plain_contents(label, value)
     elif isinstance(value, _PLAIN):
         yield label, value

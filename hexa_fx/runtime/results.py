@@ -1,8 +1,8 @@
-"""Leaves what a rewritten forward computes beside its output: as attributes of modules, in lists, deques and dicts.
+"""Leaves what a rewritten forward computes beside its output: as attributes of modules and objects, in lists, deques and dicts.
 
-Users replace and clear such lists between steps (``model.losses = []``). A list is therefore looked up in every call, and what
-was put into it is not kept here. If it is gone, or is something else now, the block's own code runs: it says what is to
-happen, even if that is an error.
+Users replace and clear such lists between steps (``model.losses = []``). A list or object is therefore looked up in every call,
+and what was put into it is not kept here. If it is gone, or is something else now, the block's own code runs: it says what is
+to happen, even if that is an error.
 """
 
 from __future__ import annotations
@@ -14,17 +14,30 @@ from typing import Any
 
 from torch import nn
 
-from hexa_fx.ir import Container, ContainerItem, Destination, ModuleCounter
+from hexa_fx.ir import Container, ContainerItem, Counter, Destination, ModuleAttribute, ObjectAttribute
 from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.held_objects import MISSING, step
+from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.runtime.guards import GuardMiss
 
 
 def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
-    """Raises `GuardMiss` if a list, deque or dict is not where it was, so that nothing is computed in vain."""
+    """Raises `GuardMiss` if a list, deque, dict or object is not where it was, so that nothing is computed in vain.
+
+    And if two objects are one now, of which the later setting would hold for both.
+    """
+    objects: list[tuple[tuple[Container, ...], Any]] = []
     for destination in destinations:
-        if isinstance(destination, ContainerItem):
-            _found(module, destination.container)
+        place = destination.place if isinstance(destination, Counter) else destination
+        if isinstance(place, ContainerItem):
+            _found(module, place.container)
+        elif isinstance(place, ObjectAttribute) and not any(place.ways == ways for ways, _ in objects):
+            owner = _object(module, place.ways)
+            for ways, other in objects:
+                if owner is other:
+                    both = f"{ways[0]} and {place.ways[0]}"
+                    raise GuardMiss(f"{both} were two objects when the block was rewritten, and are one now")
+            objects.append((place.ways, owner))
 
 
 @contextmanager
@@ -35,25 +48,25 @@ def counted(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[
     """
     before = []
     for counter in destinations:
-        if isinstance(counter, ModuleCounter):
-            owner = module.get_submodule(counter.path)
-            before.append((owner, counter.name, getattr(owner, counter.name)))
-            setattr(owner, counter.name, counter.function(getattr(owner, counter.name), counter.by))
+        if isinstance(counter, Counter):
+            owner, name = _owner(module, counter.place), counter.place.name
+            before.append((owner, name, getattr(owner, name)))
+            _set(owner, name, counter.function(getattr(owner, name), counter.by))
     try:
         yield
     except GuardMiss:
         for owner, name, value in before:
-            setattr(owner, name, value)
+            _set(owner, name, value)
         raise
 
 
 def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequence[Any]) -> None:
     """Sets, appends or inserts ``values``, in the order of the original."""
     for destination, value in zip(destinations, values):
-        if isinstance(destination, ModuleCounter):
+        if isinstance(destination, Counter):
             continue
         if not isinstance(destination, ContainerItem):
-            setattr(module.get_submodule(destination.path), destination.name, value)
+            _set(_owner(module, destination), destination.name, value)
             continue
         container = _found(module, destination.container)
         if destination.container.kind is dict:
@@ -64,22 +77,46 @@ def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequen
 
 def values_left(module: nn.Module, destinations: Iterable[Destination]) -> tuple[Any, ...]:
     """What lies there after a run: the values of attributes, and None for what is in lists and dicts."""
+    places = (item.place if isinstance(item, Counter) else item for item in destinations)
     return tuple(
-        None if isinstance(item, ContainerItem) else getattr(module.get_submodule(item.path), item.name)
-        for item in destinations
+        None if isinstance(place, ContainerItem) else getattr(_owner(module, place), place.name) for place in places
     )
 
 
 def shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[Holder]:
-    """The lists, deques and dicts among ``destinations`` that are globals, each once. Those that are gone are left out."""
-    containers = dict.fromkeys(item.container for item in destinations if isinstance(item, ContainerItem))
-    for container in containers:
-        if not container.is_global:
-            continue
+    """The lists, deques, dicts and objects among ``destinations`` that modules need not hold, each once.
+
+    These are globals, and objects. Those that are gone are left out.
+    """
+    places = [item.place if isinstance(item, Counter) else item for item in destinations]
+    containers = [item.container for item in places if isinstance(item, ContainerItem) and item.container.is_global]
+    containers += [item.ways[0] for item in places if isinstance(item, ObjectAttribute)]
+    for container in dict.fromkeys(containers):
         try:
             yield Holder(str(container), _found(module, container))
         except GuardMiss:
             continue
+
+
+def _owner(module: nn.Module, place: ModuleAttribute | ObjectAttribute) -> Any:
+    return module.get_submodule(place.path) if isinstance(place, ModuleAttribute) else _object(module, place.ways)
+
+
+def _object(module: nn.Module, ways: Sequence[Container]) -> Any:
+    """The object at the end of all ``ways``."""
+    owner = _found(module, ways[0])
+    for way in ways[1:]:
+        if _found(module, way) is not owner:
+            raise GuardMiss(f"{ways[0]} and {way} were one object when the block was rewritten, and are two now")
+    return owner
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """What lies in an object lies there after its class has done with it, so that this is not asked again."""
+    if isinstance(owner, nn.Module) or type(owner).__setattr__ is object.__setattr__:
+        setattr(owner, name, value)
+    else:
+        object.__setattr__(owner, name, value)
 
 
 def _found(module: nn.Module, container: Container) -> Any:
@@ -88,7 +125,7 @@ def _found(module: nn.Module, container: Container) -> Any:
     except (KeyError, AttributeError):
         raise GuardMiss(f"{container} is no longer there") from None
     for key in container.steps:
-        holder = step(holder, key)
+        holder = holder() if key == CALLED else step(holder, key)
         if holder is MISSING:
             raise GuardMiss(f"{container} is no longer there")
     if type(holder) is not container.kind:

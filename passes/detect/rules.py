@@ -52,13 +52,19 @@ def stored_outside_calls(
             )
         raise Refuse(
             f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
-            "attributes (self.loss = loss), appends to lists or sets in dicts of its modules and globals are kept"
+            "attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts of its "
+            "modules and globals are kept"
         )
     found: list[Access | StoredValue] = [*_added_outside_calls(captured.accesses, live)]
     found += [item for item in captured.stored if not all(is_within(scope, live) for scope in item.scopes)]
     for item in found:
         behind = ancestors(nodes_in(item.value))
-        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
+        if item.value is UNKNOWN:
+            raise Refuse(
+                f"the code keeps a result on the module ({item}), which the rewritten block would not update; tensors, their "
+                "sizes, numbers got from them and lists, tuples and dicts of these are set"
+            )
+        if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
     return tuple(found)
 
@@ -72,6 +78,8 @@ def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator
     added: set[int] = set()
     for access in accesses:
         if not is_within(access.scope, live):
+            if access.own:
+                continue
             if access.problem:
                 raise Refuse(
                     f"the code {access.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"

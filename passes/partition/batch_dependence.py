@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept, random_states
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _depends_on_batch(call: Observation) -> bool:
         rows: Tensor = next(t for t in found if _is_of(t, length))
         return rows.reshape(length, -1).double()
 
-    before = ModuleSnapshot(call.module)
+    before = ModuleState(call.module)
     try:
         with torch.no_grad(), random_state_kept():
             states = random_states()
