@@ -6,6 +6,7 @@ it or in its arguments. Names only suggest where to look; detection decides what
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class _Selections(TorchFunctionMode):
         if name in overlooked.COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         result = func(*args, **(kwargs or {}))
-        if self.stack and (selects or numbers_intervals(name, args, result)):
+        if self.stack and (selects or numbers_intervals(name, args, result) or _takes_to_numpy(name, args)):
             self.selecting.add(self.stack[-1])
         if name in _CHOICES:
             self.runs.choose(result)
@@ -260,5 +261,16 @@ def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
     path = observation.path
     if any(s == path or _is_inside(s, path) or path == "" for s in selecting):
         return True
-    tensors = [v for v in (*observation.args, *observation.kwargs.values()) if isinstance(v, torch.Tensor)]
-    return any(not t.is_floating_point() for t in tensors) and any(t.is_floating_point() for t in tensors)
+    given = [*observation.args, *observation.kwargs.values()]
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    indices = any(not t.is_floating_point() for t in tensors) or any(map(_is_array_of_integers, given))
+    return indices and any(t.is_floating_point() for t in tensors)
+
+
+def _takes_to_numpy(name: str, args: Any) -> bool:
+    """Whether a function takes whole numbers out of torch, of which numpy may choose by index."""
+    return name in ("numpy", "__array__") and not args[0].is_floating_point()
+
+
+def _is_array_of_integers(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray) and value.dtype.kind in "iu"

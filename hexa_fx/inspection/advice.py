@@ -84,6 +84,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         ("after the block was rewritten", "which only its own code calls"),
         "Call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now.",
     ),
+    (
+        ("goes on with them in numpy", "an array of numpy"),
+        "Compute the ids with torch's operations, or keep a table of them as a buffer that ids of tokens index.",
+    ),
     (("draws random numbers from",), "Draw with torch.rand and without generator=."),
     (("inside a list, a dict or an object",), "Give the block the tensor as an argument of its own."),
     (

@@ -9,6 +9,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.detect.in_numpy import refuse_numpy
 from hexa_fx.passes.detect.routing_factors import Pairs, Reading, RoutingSource, of_each_token
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
@@ -150,6 +151,7 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
+    refuse_numpy(end.graph)
     raise NoRouting(_why_not(wanted), end)
 
 

@@ -11,6 +11,7 @@ import torch.fx
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in, operation
+from hexa_fx.passes.detect.in_numpy import refuse_numpy
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -124,6 +125,8 @@ def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
             "followed",
             user,
         )
+    if name not in captured.recalled:
+        refuse_numpy(node.graph, before=node)
     if name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT:
         raise Refuse(
             "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; register it "

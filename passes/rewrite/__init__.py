@@ -15,6 +15,7 @@ from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, func
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
+from hexa_fx.passes.detect.in_numpy import refuse_array
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
@@ -195,6 +196,7 @@ class _Rewriter:
                 functional.after, (self.new[reread.argument], self.new[reread.result])
             )
             return
+        refuse_array(node)
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
