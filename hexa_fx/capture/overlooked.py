@@ -31,8 +31,9 @@ INTEGERS = (
     "rewritten if its experts are floating-point parameters"
 )
 LOOKED_UP = (
-    "the chosen ids look rows up in nn.Embedding ({}): experts that are vectors make no matrix products to save; where a row is "
-    "all of an expert's matrices, a block is rewritten if they are parameters (experts, in, out)"
+    "the chosen ids look rows up in {} ({}): experts that are vectors make no matrix products to save, and are left as they are; "
+    "where a row is all of an expert's matrices, a block is rewritten if they are parameters (experts, in, out) and its router's "
+    "are matrices"
 )
 GROUPED = (
     "its experts look like the {} groups of a convolution ({}), which computes all of them on every token; a list of modules, or "
@@ -79,7 +80,7 @@ class Runs:
     def tables(self) -> dict[str, str]:
         """Reasons by the modules in which the same chosen ids were looked up in several embeddings: one alone is a codebook."""
         several = {owner: names for (owner, _), names in self.looked_up.items() if len(names) > 1}
-        return {owner: LOOKED_UP.format(", ".join(names)) for owner, names in several.items()}
+        return {owner: LOOKED_UP.format("nn.Embedding", ", ".join(names)) for owner, names in several.items()}
 
     def see(self, path: str, args: Iterable[object]) -> None:
         """Notes the first call of the module at ``path``."""

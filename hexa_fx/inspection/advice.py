@@ -85,6 +85,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now.",
     ),
     (
+        ("are a router's scores",),
+        "Give the experts matrices of their own: modules in a list, or parameters (experts, in, out).",
+    ),
+    (
         ("goes on with them in numpy", "an array of numpy"),
         "Compute the ids with torch's operations, or keep a table of them as a buffer that ids of tokens index.",
     ),

@@ -29,6 +29,7 @@ from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
+from hexa_fx.passes.detect.looked_up import only_looked_up
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merged_weights, without_products
 from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
@@ -98,7 +99,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     try:
         return first_match(partial(look, family) for family in wanted)
     except Refuse as refusal:
-        raise _explained(captured, families.repeated or refusal) from None
+        raise only_looked_up(captured, groups) or _explained(captured, families.repeated or refusal) from None
 
 
 def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:

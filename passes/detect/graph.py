@@ -23,6 +23,9 @@ RANDOM = frozenset(
 """Operations that draw random numbers."""
 
 
+CHOICES = frozenset("topk argmax argmin sort argsort multinomial".split())
+"""Operations that choose by scores."""
+
 UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
 """Operations whose result holds whatever the memory held."""
 
@@ -92,6 +95,16 @@ def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
             seen.add(node)
             frontier.extend(node.users)
     return seen
+
+
+def is_chosen(node: torch.fx.Node) -> bool:
+    """Whether it follows from a choice by scores."""
+    return any(operation(n) in CHOICES for n in ancestors([node]))
+
+
+def is_scored(node: torch.fx.Node) -> bool:
+    """Whether it is chosen from by what follows from it."""
+    return any(operation(n) in CHOICES for n in descendants([node]))
 
 
 def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx
 
-from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.detect.graph import ancestors, is_chosen, operation
 from hexa_fx.passes.detect.verdict import Refuse
 
 TAKEN = (
@@ -19,7 +19,6 @@ GIVEN = (
     "module registers as a buffer, or is given as an argument"
 )
 _TAKES = frozenset({"numpy", "__array__"})
-_CHOICES = frozenset("topk argmax argmin sort argsort multinomial".split())
 
 
 def refuse_numpy(graph: torch.fx.Graph, before: torch.fx.Node | None = None) -> None:
@@ -33,10 +32,9 @@ def refuse_numpy(graph: torch.fx.Graph, before: torch.fx.Node | None = None) -> 
     for node in graph.nodes:
         if node is before:
             return
-        if operation(node) in _TAKES:
-            behind = ancestors([node])
-            if any(n.op == "placeholder" for n in behind) and not any(operation(n) in _CHOICES for n in behind):
-                raise Refuse(TAKEN, node)
+        of_argument = operation(node) in _TAKES and any(n.op == "placeholder" for n in ancestors([node]))
+        if of_argument and not is_chosen(node):
+            raise Refuse(TAKEN, node)
 
 
 def refuse_array(node: torch.fx.Node) -> None:

@@ -26,15 +26,20 @@ def odd_expert(block: nn.Module) -> str:
 
 
 def experts_in_groups(block: nn.Module) -> str:
-    """A sentence if experts lie in lists of lists, or in parameters with two dimensions of experts; else empty."""
+    """A sentence if experts lie in lists of lists, or in parameters with two dimensions of experts; else empty.
+
+    One such parameter alone may be a router's keys.
+    """
     where = ""
     for path, module in block.named_modules():
         lists = isinstance(module, nn.ModuleList) and len(module) > 1
         if lists and all(isinstance(child, nn.ModuleList) for child in module):
             where = f"{path} is a list of lists"
         if not isinstance(module, nn.modules.conv._ConvNd):
-            wide = (f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.dim() == 4)
-            where = next((f"{name} has four dimensions" for name in wide), where)
+            wide = [(name, p.shape[:2]) for name, p in module.named_parameters(recurse=False) if p.dim() == 4]
+            alike = Counter(shape for _, shape in wide)
+            several = (f"{path}.{name}".lstrip(".") for name, shape in wide if alike[shape] > 1)
+            where = next((f"{name} has four dimensions" for name in several), where)
     if not where:
         return ""
     return f"experts lie in groups here ({where}); they are rewritten if each group, with its router, is a module of its own"

@@ -16,6 +16,7 @@ from hexa_fx.passes.detect.graph import (
     CONTRACTIONS,
     ancestors,
     is_float,
+    is_scored,
     operation,
 )
 from hexa_fx.passes.detect.tags import ALL, Tag
@@ -99,6 +100,12 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     """Pairs every second-level product with the first-level products of the same expert that feed it."""
     levels = {c.level for c in contractions}
     if levels == {1}:
+        if all(is_scored(contraction.node) for contraction in contractions):
+            raise Refuse(
+                "the code chooses from what it multiplies with a stacked weight, so that these are a router's scores, and no "
+                "product with weights of experts was seen",
+                contractions[0].node,
+            )
         raise Refuse(
             "a single matrix product was seen for each expert; such experts are rewritten only where the code runs one expert at a "
             "time",

@@ -117,7 +117,9 @@ EXAMPLE = torch.arange(21).reshape(3, 7)
 @pytest.mark.parametrize("kind", [BackInTorch, ByTable, ByMask, Sorted, OneByOne, Whole, Given])
 def test_refused_where_they_leave_torch(kind: type[Block]) -> None:
     (block,) = hexa_fx.explain(model(kind), EXAMPLE).blocks
-    sentence = "gives torch an array of numpy" if kind is Given else "takes numbers out of torch here and goes on with them in"
+    sentence = (
+        "gives torch an array of numpy" if kind is Given else "takes numbers out of torch here and goes on with them in"
+    )
     assert block.status == "refused"
     assert sentence in block.reason
     assert block.location is not None

@@ -267,10 +267,10 @@ class OfSortedRows(nn.Module):
 
 
 class Dispatcher:
-    """A plain object that keeps what it needs to put rows back."""
+    """A plain object that keeps what it needs to put rows back, past its class."""
 
     def sort(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        self.order = index.flatten().argsort(stable=True)
+        vars(self)["order"] = index.flatten().argsort(stable=True)
         return x[self.order // index.shape[1]]
 
 
