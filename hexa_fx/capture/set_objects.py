@@ -41,7 +41,8 @@ class MetObjects:
 
     def noting(self, cls: type) -> dict[str, Callable[..., None]]:
         """Methods for a class that note what is set in an object and what is removed from it."""
-        plain_set, plain_delete = cls.__setattr__, cls.__delattr__
+        plain_set: Callable[..., None] = cls.__setattr__
+        plain_delete: Callable[..., None] = cls.__delattr__
 
         def __setattr__(holder: Any, name: str, value: Any) -> None:
             plain_set(holder, name, value)

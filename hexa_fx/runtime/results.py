@@ -113,7 +113,8 @@ def _object(module: nn.Module, ways: Sequence[Container]) -> Any:
 
 def _set(owner: Any, name: str, value: Any) -> None:
     """What lies in an object lies there after its class has done with it, so that this is not asked again."""
-    if isinstance(owner, nn.Module) or type(owner).__setattr__ is object.__setattr__:
+    kind: Any = type(owner)
+    if isinstance(owner, nn.Module) or kind.__setattr__ is object.__setattr__:
         setattr(owner, name, value)
     else:
         object.__setattr__(owner, name, value)

@@ -22,9 +22,9 @@ def only_looked_up(captured: CapturedBlock, groups: ExpertGroups) -> Refuse | No
     tables: list[tuple[torch.fx.Node, torch.Tensor, str]] = []
     for node, name, ids in _look_ups(captured):
         if is_chosen(ids):
-            tables.append((node, record_of(ids).value, name))
-    for node, ids, _ in tables:
-        alike = dict.fromkeys(name for _, other, name in tables if torch.equal(other.flatten(), ids.flatten()))
+            tables.append((node, record_of(ids).value.flatten(), name))
+    for node, rows, _ in tables:
+        alike = dict.fromkeys(name for _, others, name in tables if torch.equal(others, rows))
         counts = {len(captured.tensor_of(name)) for name in alike}
         if len(alike) > 1 and len(counts) == 1 and not _has_others(captured, groups, counts.pop()):
             kind = "nn.Embedding" if operation(node) == "embedding" else "parameters"
