@@ -142,8 +142,8 @@ struct Copier {
       if (t.kind == kEnd) break;
       int ticket = 0;
       if (scheduler) ticket = fetch_ticket(p);
-      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
-      // the next, not from the one behind that.
+      // No earlier than that: gathering warps skip tiles of which they gather nothing, and steps of a second product, and a parity tells
+      // one round of the stages from the next, not from the one behind that.
       const int late = kEarly ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
 #pragma unroll 1
       for (int part = 0; part < (kEarly ? 2 : 1); ++part) {

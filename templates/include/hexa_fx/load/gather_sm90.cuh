@@ -32,14 +32,17 @@ struct Gatherer {
     pipe.template next<C::Stages>();
   }
 
-  // The copy engine brings the steps of the second product. Waiting for their room keeps the parity of `empty` from being two rounds
-  // behind. Consumers of swapped tiles count the gathering threads in every step.
+  // The copy engine brings the steps of the second product, for which nobody waits for the gathering warps. So these must not wait for
+  // the steps' room either: a stage may be taken and given back before they look, and its parity is then again that of a stage without
+  // room, for good if the tile is the last. They pass by; the next tile comes when there was room for all of this one (see Copier::run).
+  // Consumers of swapped tiles count the gathering threads in every step.
   CUTE_DEVICE void pass_low_rank() {
-    for (int k = 0; k < low_rank_steps<C>(p); ++k) {
-      wait_for_room();
-      if constexpr (C::Swapped) issued();
-      else pipe.template next<C::Stages>();
-    }
+    if constexpr (C::LowRank > 0 && C::Swapped) {
+      for (int k = 0; k < low_rank_steps<C>(p); ++k) {
+        wait_for_room();
+        issued();
+      }
+    } else if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
   }
 
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
