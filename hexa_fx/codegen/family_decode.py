@@ -36,8 +36,8 @@ DOWN_ROWS = 8
 MOST_SUMMED_COLUMNS = 32
 LONG_LINES = 4096
 """K from which on decode_gemm sums rows faster than decode_down."""
-MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 4
-"""Up to 2^2 and 2^4 rows an expert on average summed products are faster than general ones, with short and with long lines."""
+MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 3
+"""Up to 2^2 and 2^3 rows an expert on average summed products are faster than general ones, with short and with long lines."""
 _OVERHEAD = 1024
 """Shared memory that a block takes beside what it asks for."""
 
@@ -119,7 +119,7 @@ def choose_summed(
         room_left = (half if beside else whole) - down_bytes(down, experts, slots)
         stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
         return replace(down, stages=stages) if stages >= _FEWEST_STAGES and bucket <= MOST_SHORT_BUCKET else None
-    rows = 8 if bucket <= 1 else 16 if bucket <= 3 else 32
+    rows = 8 if bucket <= 1 else 16
     tile = DecodeTile(rows, 1, 0)
     for limit in (half, whole):
         stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots, True)) // _stage_bytes(rows, 1))

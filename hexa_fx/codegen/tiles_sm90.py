@@ -65,9 +65,6 @@ FEW_ROWS = 56
 the weights once for an expert of 65 rows.
 """
 
-STREAMED_ROWS = 16
-"""Rows an expert up to which a product only streams weights: as columns of wgmma its rows go by 16, not by 128."""
-
 STREAMED = replace(SWAPPED, bm=128, stages=6)
 
 NARROW = replace(COOPERATIVE, bn=64, stages=8)
@@ -83,6 +80,10 @@ ABOUT = 16
 
 CLUSTER_ROWS = 128
 """Rows an expert beyond which two tiles of one expert share the first projection's weights."""
+
+STREAMED_ROWS = {"esmm": 128 - ABOUT, "esmm_act": CLUSTER_ROWS}
+"""Rows an expert up to which a product streams weights rather than multiplies: as columns of wgmma its rows go by 16, not by 64,
+and most experts are one tile."""
 
 
 _WIDE = (COOPERATIVE, replace(COOPERATIVE, group_m=16))
@@ -138,7 +139,7 @@ def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = 
         return replace(COOPERATIVE, bn=128) if many else COOPERATIVE
     if op in NARROW_OPS and columns <= NARROW_COLUMNS:
         return NARROW
-    if swapped and mean <= STREAMED_ROWS:
+    if swapped and mean <= STREAMED_ROWS[op]:
         return STREAMED
     if swapped and op == "esmm" and not many:  # gathered rows of large experts would be read from L2 too often
         for rows_an_expert, tile in WHOLE.items():

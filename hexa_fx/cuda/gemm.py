@@ -29,7 +29,7 @@ from hexa_fx.ops.rows import flip
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
 
-PLAIN_DECODE_BUCKET = 3
+PLAIN_DECODE_BUCKET = 1
 """The same of a projection with nothing beside it, for which the Hopper family has tiles that go by 16 rows, too."""
 
 SM80_ONLY = ("tanh",)

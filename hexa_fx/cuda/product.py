@@ -27,8 +27,9 @@ from hexa_fx.ir import Glu, Layout
 
 HOPPER = "gather_gemm_sm90"
 
-FIXED_BUCKET = 6
-"""The bucket whose tile every number of rows takes in a fixed order. A tile sums over K in one order at all of its rows."""
+FIXED_BUCKET = 9
+"""The bucket whose tile every number of rows takes in a fixed order: of many rows, where the tile matters most. A tile sums over K
+in one order at all of its rows."""
 
 _BUCKETS = 20
 """More than there are buckets of rows per expert with rules of their own."""

@@ -56,11 +56,12 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
 def test_a_product_of_few_rows_streams_by_swapped_tiles_where_there_are(op: str, experts: int) -> None:
     glu = "concat" if op == "esmm_act" else "none"
     assert swaps(op, glu, "nk")
-    tile = choose_tile(op, STREAMED_ROWS * experts, experts, 768, swapped=True)
+    most = STREAMED_ROWS[op] * experts
+    tile = choose_tile(op, most, experts, 768, swapped=True)
     assert tile == STREAMED
     spec = replace(spec_of(op), bm=tile.bm, bn=tile.bn, stages=tile.stages)
     validate(get_family(spec.family), spec.with_options(swapped=True, experts=experts))
-    assert choose_tile(op, STREAMED_ROWS * experts + 1, experts, 768, swapped=True) != STREAMED
+    assert choose_tile(op, most + 1, experts, 768, swapped=True) != STREAMED
     assert not any(swaps("esmm_act", *stored) for stored in (("interleaved", "nk"), ("split", "nk"), ("concat", "kn")))
 
 
