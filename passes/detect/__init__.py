@@ -48,7 +48,14 @@ from hexa_fx.passes.detect.rules import (
     refuse_stored_intermediates,
     stored_outside_calls,
 )
-from hexa_fx.passes.detect.several import SEVERAL_GATES, chooses, families_of, find_several, of_several_routings
+from hexa_fx.passes.detect.several import (
+    REPEATED,
+    SEVERAL_GATES,
+    chooses,
+    families_of,
+    find_several,
+    of_several_routings,
+)
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import (
     ALL,
@@ -110,7 +117,9 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     parameters = captured.named_tensors()
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
     odd = f"{said} ({refusal.reason})" if said else None
-    several = SEVERAL_GATES if refusal.reason == APART and of_several_routings(captured) else None
+    several = None
+    if (refusal.reason == APART or isinstance(refusal, NoRouting)) and of_several_routings(captured):
+        several = SEVERAL_GATES if refusal.reason == APART else REPEATED
     sliced = multiplies_with_slices(captured)
     if sliced is not None:
         return sliced

@@ -31,7 +31,7 @@ from hexa_fx.passes.detect.routing_factors import (
 from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
 from hexa_fx.passes.detect.size_decisions import NUMBERS
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.detect.verdict import NoRouting, Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,13 @@ def find_routing(
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
         index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
-    except NoRouting:
+    except NoRouting as refusal:
         asked = _asked_by_host(captured, tags, end)
         dense = len(pairs.token) == tokens * experts
-        index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
+        try:
+            index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
+        except NoRouting as of_host:
+            raise (refusal if isinstance(refusal, OtherNumbers) else of_host) from None
     slots = Slots(ids, active, tokens, experts, replay.value)
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []

@@ -11,9 +11,10 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
-from hexa_fx.passes.detect.graph import operation
+from hexa_fx.passes.detect.graph import is_float, is_tensor, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.size_decisions import NUMBERS
 
 _PARTS = frozenset(
     ("getitem", "select", "squeeze", "unbind", "split", "chunk", "reshape", "view", "flatten", "long", "t")
@@ -58,6 +59,8 @@ class RoutingEmitter:
         k, call = self.match.routing.top_k, self.graph.call_method
         nodes = [self.outside[node] for node in source.nodes]
         value = record_of(source.nodes[0]).value
+        if value.is_floating_point() and not any(_has_gradient(node, self.match.output) for node in source.nodes):
+            nodes = [call("detach", (node,)) for node in nodes]
         if source.reading == "columns":
             if value.dim() == 2 and value.shape[1] == 1:
                 return self.graph.call_function(torch.cat, (nodes, 1))
@@ -129,6 +132,18 @@ class RoutingEmitter:
         if source.reading == "expert_token":
             return call("t", (call("reshape", (node, experts, -1)),))
         return call("reshape", (call("sum", (node, -1)), -1, experts))
+
+
+def _has_gradient(node: torch.fx.Node, end: torch.fx.Node) -> bool:
+    """Whether a gradient of ``end`` reaches ``node``: plain numbers that the code reads of it pass none on."""
+    left, seen = [node], {node}
+    while left:
+        users = [user for user in left.pop().users if user not in seen and operation(user) not in NUMBERS]
+        if end in users:
+            return True
+        seen |= set(users)
+        left += [user for user in users if user.op != "output" and (is_float(user) or not is_tensor(user))]
+    return False
 
 
 def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
