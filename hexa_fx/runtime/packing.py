@@ -227,10 +227,9 @@ class PackedExperts(WeightReader):
         return moved
 
     def _lie_in_one(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether some are views of one larger tensor, which is not the stack that was made of them before."""
-        own = 0 if self._packed is None else self._packed.untyped_storage().data_ptr()
-        views = [t.untyped_storage().data_ptr() for t in tensors if not owns_its_storage(t)]
-        return len({*views} - {own}) < len([place for place in views if place != own])
+        """Whether some are views of one larger tensor, which is no stack that was made of parameters before."""
+        views = [t for t in tensors if not owns_its_storage(t) and not shared_storage.is_made_here(t)]
+        return len({t.untyped_storage().data_ptr() for t in views}) < len(views)
 
     def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
         if self._repacked_in_a_row >= REPACK_LIMIT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +19,9 @@ PIECE_BYTES = 512 << 20
 """How much of a large weight is on a GPU twice while it moves, unless one expert is larger."""
 
 log = logging.getLogger(__name__)
+
+_made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Stacked tensors that parameters lie in, by where their storage starts: memory that is nobody else's."""
 
 
 class NoRoom(Exception):
@@ -83,22 +87,41 @@ def same_kind(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 
 def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
-    """The stacked tensor over parameters that lie side by side already, as after unpickling; else None."""
+    """The stacked tensor over parameters that lie side by side already, as after unpickling; else None.
+
+    Parameters of one part may also lie in rows with others in a stacked tensor that was made here, as where a block reads gate and
+    up as one in eval mode and as two in train mode.
+    """
     flat = [tensor.detach() for part in parts for tensor in part]
-    first = flat[0]
-    storage, base = first.untyped_storage().data_ptr(), first.data_ptr()
-    shared = SharedStorage.of(parts)
-    places = shared.byte_offsets(first.element_size())
-    lie_side_by_side = all(
-        tensor.data_ptr() == base + place and tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == storage
-        for tensor, place in zip(flat, places)
-    )
-    if not lie_side_by_side:
-        return None
+    first, shared = flat[0], SharedStorage.of(parts)
+    size = first.element_size()
     stride = [1] * len(shared.shape)
     for dim in range(len(shared.shape) - 2, -1, -1):
         stride[dim] = stride[dim + 1] * shared.shape[dim + 1]
-    return first.as_strided(shared.shape, stride, first.storage_offset())
+    places = shared.byte_offsets(size)
+    if len(flat) > 1 and len(parts) == 1 and is_made_here(first):
+        step = flat[1].data_ptr() - first.data_ptr()
+        if step > stride[0] * size:
+            stride[0], places = step // size, [step * place for place in range(len(flat))]
+    if not _lie_at(flat, places):
+        return None
+    stacked = first.as_strided(shared.shape, stride, first.storage_offset())
+    _made.setdefault(stacked.untyped_storage().data_ptr(), stacked)
+    return stacked
+
+
+def _lie_at(flat: Sequence[torch.Tensor], places: Sequence[int]) -> bool:
+    """Whether tensors lie in one storage, at so many bytes from where the first one does."""
+    base, storage = flat[0].data_ptr(), flat[0].untyped_storage().data_ptr()
+    return all(
+        tensor.data_ptr() == base + place and tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == storage
+        for tensor, place in zip(flat, places)
+    )
+
+
+def is_made_here(tensor: torch.Tensor) -> bool:
+    """Whether a parameter lies in a stacked tensor that was made for parameters like it."""
+    return tensor.untyped_storage().data_ptr() in _made
 
 
 def nbytes(parts: Sequence[Sequence[torch.Tensor]]) -> int:
@@ -142,12 +165,13 @@ def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
         except DriverError as error:
             log.info("expert weights move all at once: %s", error)
     if memory is not None:
-        return _moved_in_pieces(parts, memory)
-    if needed := lacking_bytes(parts):
+        stacked = _moved_in_pieces(parts, memory)
+    elif needed := lacking_bytes(parts):
         raise NoRoom(needed)
-    shared = SharedStorage.of(parts)
-    stacked = torch.empty(shared.shape, dtype=first.dtype, device=first.device)
-    _place(parts, stacked)
+    else:
+        stacked = torch.empty(SharedStorage.of(parts).shape, dtype=first.dtype, device=first.device)
+        _place(parts, stacked)
+    _made[stacked.untyped_storage().data_ptr()] = stacked
     return stacked
 
 

@@ -499,3 +499,61 @@ def test_what_memory_of_the_host_stays_taken(tmp_path: Path) -> None:
     assert bytes_that_stay([own]) == 0
     assert bytes_that_stay([own[:100], own[:200]]) == 4 * 300
     assert bytes_that_stay([mapped, own]) == 4 * 5000
+
+
+# -- one block that reads its weights in two ways ----------------------------------------------------------------------
+
+
+def apart(block: ListMoE) -> tuple[PackedExperts, PackedExperts]:
+    """gate, up."""
+    paths = [tuple(f"experts.{number}.{name}.weight" for number in range(E)) for name in ("w1", "w3")]
+    first, second = (PackedExperts(block, PackedWeight(name, (own,))) for name, own in zip(("gate", "up"), paths))
+    return first, second
+
+
+@pytest.mark.parametrize("together_first", [True, False])
+def test_gate_and_up_are_read_as_one_and_as_two_from_one_place(block, together_first, caplog):
+    expected = gate_up(block)
+    (packed, _), (gate, up) = both(block), apart(block)
+    if not together_first:
+        assert torch.cat([gate(), up()], 1).equal(expected)
+    assert packed().equal(expected)
+    place = block.experts[1].w1.weight.data_ptr()
+    for _ in range(2):
+        assert torch.cat([gate(), up()], 1).equal(expected)
+        assert packed().equal(expected)
+    assert block.experts[1].w1.weight.data_ptr() == place
+    assert not caplog.text
+    assert gate().untyped_storage().data_ptr() == packed().untyped_storage().data_ptr()
+    weights = torch.randn(E, WIDTH, D)
+    (up() * weights).sum().backward()
+    for number, expert in enumerate(block.experts):
+        assert expert.w3.weight.grad.equal(weights[number])
+        assert expert.w1.weight.grad is None
+    with torch.no_grad():
+        block.experts[2].w3.weight.fill_(3.0)
+    assert bool((up()[2] == 3).all())
+    assert bool((packed()[2, WIDTH:] == 3).all())
+
+
+def test_rows_of_a_tensor_of_someone_else_are_laid_side_by_side(block, caplog):
+    """They may be a flat buffer, which kernels could not read as fast."""
+    theirs = torch.randn(E, 2 * WIDTH, D)
+    for number, expert in enumerate(block.experts):
+        expert.w1.weight.data = theirs[number, :WIDTH]
+    gate, _ = apart(block)
+    assert gate().is_contiguous()
+    assert gate().equal(theirs[:, :WIDTH])
+    assert "were views of a larger tensor" in caplog.text
+
+
+def test_copies_read_in_two_ways_too(block):
+    (packed, _), (gate, _) = both(block), apart(block)
+    expected = packed().detach().clone()
+    assert gate().equal(expected[:, :WIDTH])
+    copied = copy.deepcopy(block)
+    (packed, _), (gate, _) = both(copied), apart(copied)
+    assert packed().equal(expected)
+    place = copied.experts[0].w1.weight.data_ptr()
+    assert gate().equal(expected[:, :WIDTH])
+    assert copied.experts[0].w1.weight.data_ptr() == place
