@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
-from hexa_fx.isolation.read_values import IsA, Names, movable
+from hexa_fx.isolation.read_values import IsA, Names, movable, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
 from hexa_fx.runtime.paths import base_of
@@ -64,6 +64,8 @@ class AttributeGuards:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
         self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
+        if own_forward is None:  # the rewritten one lies in front of it, also of one that comes later
+            self.reads += (PythonRead("", ("__class__", "forward"), snapshot(type(block).forward)),)
         seen_in_trace = (
             read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
         )

@@ -276,3 +276,19 @@ def test_wrappers_of_single_blocks(wrapped, caplog):
     changed = found(x)
     assert "'forward.__closure__" in caplog.text
     torch.testing.assert_close(changed, hexa_fx.undo_(found)(x))
+
+
+def test_a_forward_that_is_put_on_the_class(caplog):
+    class Patched(Block):
+        pass
+
+    rewritten = hexa_fx.optimize(Patched(), torch.randn(20, D))
+    x = torch.randn(9, D)
+    expected = rewritten(x)
+    Patched.forward = lambda self, x: 2 * Block.forward(self, x)
+    for block in (rewritten, copy.deepcopy(rewritten)):
+        torch.testing.assert_close(block(x), 2 * expected)
+    assert "'__class__.forward' is not what it was when the block was rewritten" in caplog.text
+    del Patched.forward
+    caplog.clear()
+    torch.testing.assert_close(rewritten(x), expected)
