@@ -86,11 +86,11 @@ _DICTS = (dict, OrderedDict)
 
 @contextmanager
 def _shared_functions() -> Iterator[None]:
-    torch.jit.ScriptFunction.__deepcopy__ = lambda self, memo: self
+    torch.jit.ScriptFunction.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del torch.jit.ScriptFunction.__deepcopy__
+        del torch.jit.ScriptFunction.__deepcopy__  # type: ignore[attr-defined]
 
 
 class _SharedResults(TorchFunctionMode):
