@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import sys
 from typing import Any
@@ -60,7 +61,14 @@ _OPERATORS = {
 }
 
 
-SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
+SYMBOLIC_FUNCTIONS = {
+    "sym_float": float,
+    "sym_int": int,
+    "sym_max": max,
+    "sym_min": min,
+    "sym_not": operator.not_,
+    "_sym_sqrt": math.sqrt,
+}
 
 
 _MEMORY = frozenset("untyped_storage storage storage_offset".split())
@@ -198,3 +206,9 @@ def fields_of(result: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
     return dict(result) if isinstance(result, dict) and type(result) is not dict else None
+
+
+def without_numpy(value: Any) -> Any:
+    """A number of numpy, which torch takes as a number of Python's, as one; anything else unchanged."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.number | numpy.bool_) else value

@@ -8,6 +8,7 @@ their arguments, so that a router can stay a router in the rewritten graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture.functional import Applied
-from hexa_fx.capture.host_builtins import builtin_shims
+from hexa_fx.capture.host_builtins import METHODS, builtin_shims
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
@@ -47,6 +48,7 @@ def visible_host(block: nn.Module, recorder: Recorder, ran: RanCode, plain_int: 
         ran.entered = shim
         undo.append(lambda: setattr(ran, "entered", lambda namespace: None))
         _record_module_calls(block, recorder, undo)
+        _give_methods(undo)
         _shim_exchanges(undo)
         _shim_assertions(undo)
         _note_functions(recorder, undo)
@@ -81,6 +83,14 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callab
     else:
         undo.append(lambda: namespace.pop(name, None))
     namespace[name] = value
+
+
+def _give_methods(undo: list[Callable[[], None]]) -> None:
+    """Gives symbolic numbers what numpy asks of them."""
+    for kind in (torch.SymInt, torch.SymFloat):
+        for name, method in METHODS.items():
+            setattr(kind, name, method)
+            undo.append(functools.partial(delattr, kind, name))
 
 
 def _shim_builtins(namespace: dict[str, Any], shims: dict[str, Any], undo: list[Callable[[], None]]) -> None:

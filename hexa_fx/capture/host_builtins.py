@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,3 +128,12 @@ def _extremum_shim(function: Callable[..., Any], recorder: Recorder) -> Callable
         return wrap(value, recorder.record_call(function, tuple(recorder.lift(item) for item in args), value), recorder)
 
     return shim
+
+
+def _function_of_number(name: str) -> Callable[[Any], Any]:
+    function = getattr(math, name)
+    return lambda number: torch.sym_sqrt(number) if name == "sqrt" else function(number)
+
+
+METHODS = {name: _function_of_number(name) for name in "sqrt exp exp2 log log2 log10 log1p cbrt".split()}
+"""What numpy calls on an object that is no number of its own, as in ``np.sqrt(x.shape[-1])``."""

@@ -28,6 +28,7 @@ from hexa_fx.capture.calls import (
     is_bookkeeping,
     memory_of,
     user_location,
+    without_numpy,
     written_tensor,
 )
 from hexa_fx.capture.pieces import Pieces
@@ -139,23 +140,20 @@ class Recorder(TorchFunctionMode):
     @untold
     def lift(self, value: Any) -> Any:
         """``value`` with tensors and symbolic numbers replaced by their nodes."""
-        return self._lifted(value)
-
-    def _lifted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._node_for(value)
         if isinstance(value, SYMBOLIC):
             return value.node.argument()
         if isinstance(value, slice):
-            return slice(self._lifted(value.start), self._lifted(value.stop), self._lifted(value.step))
+            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
         if isinstance(value, dict):
-            return {key: self._lifted(item) for key, item in value.items()}
+            return {key: self.lift(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._lifted(item) for item in value]
+            return [self.lift(item) for item in value]
         if isinstance(value, tuple):
-            items = map(self._lifted, value)
+            items = map(self.lift, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
+        return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else without_numpy(value)
 
     def lift_result(self, result: Any) -> Any:
         """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class, wherever it is."""
@@ -165,6 +163,8 @@ class Recorder(TorchFunctionMode):
             return type(result)(map(self.lift_result, result))
         if type(result) is dict:
             return {key: self.lift_result(value) for key, value in result.items()}
+        if (number := without_numpy(result)) is not result:
+            return self.add("call_function", type(result), (number,), {}, result)
         return self.lift(result)
 
     @untold

@@ -1,0 +1,80 @@
+"""Numbers that code makes with numpy, as in ``x / np.sqrt(d)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D
+
+
+class Scaled(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / np.sqrt(D)) * np.float32(0.5)
+
+
+class ScaledBySize(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / np.sqrt(x.shape[-1])) / np.sqrt(x.shape[1]) * np.prod(x.shape[:2])
+
+
+class Clamped(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(min=-np.float64(1), max=np.inf) + np.pi * np.bool_(True)
+
+
+class Kept(Mixture):
+    """Its constants are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.eps = np.float64(0.5), np.finfo(np.float64).eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) + self.eps) * self.scale
+
+
+class Returned(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), np.float64(0.5), {"tokens": np.int64(3)}
+
+
+@pytest.mark.parametrize("kind", [Scaled, ScaledBySize, Clamped, Kept, Returned], ids=lambda kind: kind.__name__)
+def test_they_count_as_numbers(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double().eval()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    assert optimized.report.rewritten, optimized.report
+    for sizes in ((2, 7), (3, 5)):
+        assert operators_run(optimized, (_tokens(*sizes),))
+        assert compare(model, optimized, (_tokens(*sizes),)).within(1e-10)
+
+
+def test_a_constant_that_changes() -> None:
+    torch.manual_seed(0)
+    model = Kept().double().eval()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    model.scale = optimized.scale = np.float64(2.0)
+    assert compare(model, optimized, (_tokens(2, 7),)).within(1e-10)
+
+
+def test_logarithms_of_sizes_are_conditions() -> None:
+    class Logarithm(Mixture):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * np.log2(x.shape[1])
+
+    torch.manual_seed(0)
+    model = Logarithm().double().eval()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    assert operators_run(optimized, (_tokens(3, 7),))
+    assert not operators_run(optimized, (_tokens(3, 5),))
+    for sizes in ((3, 7), (3, 5)):
+        assert compare(model, optimized, (_tokens(*sizes),)).within(1e-10)
+    assert not hasattr(torch.SymInt, "log2")
