@@ -126,11 +126,7 @@ def _capture(
         _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
     ):
-        reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-        recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
-        recorder.leave = monitor.leave if monitor else recorder.leave
-        if collecting:
-            collecting.scope = lambda: recorder.scopes[-1]
+        _connect(recorder, reads, monitor, collecting)
         with noted_settings(recorder) as settings, reads.noted():
             reads.was_set = settings.has
             reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
@@ -167,6 +163,17 @@ def _capture(
         numbers=reads.ran.whole_numbers(),
         replaced=replaced,
     )
+
+
+def _connect(
+    recorder: Recorder, reads: PythonReads, monitor: SideEffectMonitor | None, collecting: Collecting | None
+) -> None:
+    """Tells the recorder what notes reads and leaving, and those in which module's code it is."""
+    reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
+    recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
+    recorder.leave = monitor.leave if monitor else recorder.leave
+    if collecting:
+        collecting.scope = lambda: recorder.scopes[-1]
 
 
 def _stored(
