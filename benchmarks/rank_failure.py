@@ -26,7 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from kept_rows import keep
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.kept_rows import keep
 
 CONTESTANTS = ("hexa_fx", "backend", "monitored_barrier", "torchrun")
 ENDS = ("exit", "kill", "hang")
