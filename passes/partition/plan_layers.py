@@ -198,16 +198,16 @@ def _plan_layer(
     if kind == "fsdp" and not fits:
         raise PlanError(f"{path!r}: FSDP2 gives every rank an equal part, more than memory_caps allow: use 'data'")
     mode, cost = _choose(shape, kind, world, config, measured if fits or measured is None else measured.without_fsdp())
-    most = max(1, shape.intermediate_size // world)
+    equal_share = shape.intermediate_size // world
     if mode == "model_centric":
-        tile = min(config.tile, most)
+        tile = min(config.tile, max(1, equal_share))
         step = shape.channels(config.kernel_columns or 1)
-        least = min(-(-(config.least_channels or 0) // tile), most // tile) * tile
+        least = min(-(-(config.least_channels or 0) // tile), equal_share // tile) * tile
         shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps, least=least)
     elif mode == "fsdp":
         shards = equal
     else:  # every rank computes with all weights, so what it stores need not follow its speed
-        least = min(config.least_channels or 0, most)
+        least = min(config.least_channels or 0, equal_share)
         shards = even(shape.intermediate_size, world, caps=caps, least=least)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))
     return LayerPlan(path, mode, shape, shards, config.reduce, owner, cost)

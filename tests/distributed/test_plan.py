@@ -100,6 +100,10 @@ def test_every_rank_gets_channels_where_that_is_asked_for():
         (layer,) = plan_layers({"moe": SHAPE}, seconds, mode, given).layers
         assert layer.shards == shards
     assert plan_layers({"moe": SHAPE}, seconds, "model", config).layers[0].idle == (1,)
+    narrow = dataclasses.replace(SHAPE, intermediate_size=1)  # fewer channels than ranks
+    assert plan_layers({"moe": narrow}, seconds, "model", dataclasses.replace(config, least_channels=1)).layers[
+        0
+    ].shards == (1, 0)
     with pytest.raises(PlanError, match="less than the 1 units that every one gets"):
         plan_layers(
             {"moe": SHAPE}, seconds, "data", dataclasses.replace(config, least_channels=1, memory_caps=(0, 10**9))
