@@ -52,7 +52,8 @@ def allocate(
     _check(seconds, total - least * count, tile, step, caps, fixed)
     if any(cap < least for cap in caps):
         raise PlanError(
-            f"the memory caps {caps} leave a device less than the {least} units that every one gets: raise them, or use fewer"
+            f"the memory caps {caps} leave a device less than the {least} units that every one gets: raise the caps, or plan with "
+            "PartitionConfig(least_channels=0), which FSDP2 beside the partition does not take"
         )
 
     def finish(i: int, share: int) -> tuple[float, float, int]:

@@ -81,7 +81,7 @@ ABOUT = 16
 CLUSTER_ROWS = 128
 """Rows an expert beyond which two tiles of one expert share the first projection's weights."""
 
-STREAMED_ROWS = {"esmm": 128 - ABOUT, "esmm_act": CLUSTER_ROWS}
+STREAMED_ROWS = {"esmm": min(WHOLE) - ABOUT, "esmm_act": CLUSTER_ROWS}
 """Rows an expert up to which a product streams weights rather than multiplies: as columns of wgmma its rows go by 16, not by 64,
 and most experts are one tile."""
 
