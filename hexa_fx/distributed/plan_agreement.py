@@ -60,16 +60,12 @@ def _sum_of_bits(parameter: Tensor) -> int:
 
 def check_same_plan(plan: Plan, groups: Groups) -> None:
     """Raises on every rank, before any step: `RankError` when a rank is missing, `PlanError` when one holds another plan."""
-    join(groups, "before the plans were compared")
+    join(groups, "before the plans were compared")  # first: a rank that ends breaks off what others are connecting
     texts = _of_all(plan.to_json(), groups.host)
-    if len(set(texts)) == 1:
-        if (
-            plan.world != groups.world
-        ):  # said now that all have met: a rank that ends earlier breaks off what others connect
-            raise PlanError(
-                f"the plan is for {plan.world} ranks, the mesh has {groups.world}: plan again or load by file"
-            )
+    if len(set(texts)) == 1 and plan.world == groups.world:
         return
+    if len(set(texts)) == 1:
+        raise PlanError(f"the plan is for {plan.world} ranks, the mesh has {groups.world}: plan again or load by file")
     plans = [Plan.from_json(text) for text in texts]
     prints = {rank: other.fingerprint for rank, other in enumerate(plans)}
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
