@@ -28,11 +28,12 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map
 
 from hexa_fx.errors import InputError
+from hexa_fx.ops import batched
 from hexa_fx.ops.cpu import multiplies_in_float32
 
 NAMESPACE = "hexa"
@@ -59,7 +60,9 @@ kernel_generation = 0
 
 def define(schema: str) -> None:
     """Defines ``hexa::<schema>``."""
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    if "!" not in schema:
+        batched.register(_LIBRARY, name, functools.partial(overload, name))
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -199,6 +202,7 @@ def is_plain_tensor(t: Tensor) -> bool:
         and not _len_torch_dispatch_stack()
         and not is_grad_enabled()
         and peek_interpreter_stack() is None
+        and not is_legacy_batchedtensor(t)
     )
 
 
