@@ -105,7 +105,7 @@ def stored_values(
     step_of: StepOf,
     hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
-    """Attributes that are not what they were at ``snapshot``, or were set to None; of those that count, by how much.
+    """Attributes and buffers that are not what they were at ``snapshot``, or were set to None; of those that count, by how much.
 
     Args:
         hold: is told of those that were set to the plain value that they had, which is a condition: the rewritten block sets none.
@@ -128,6 +128,18 @@ def stored_values(
                 yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
             else:
                 yield StoredValue(Counter(ModuleAttribute(path, name), *step), None, scopes)
+        yield from _exchanged_buffers(path, module, snapshot, settings, recorder)
+
+
+def _exchanged_buffers(
+    path: str, module: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder
+) -> Iterator[StoredValue]:
+    """Buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``."""
+    before = snapshot.buffers(module)
+    for name in before:
+        if name in module._buffers and module._buffers[name] is not before[name]:
+            scopes = frozenset(settings.scopes.get((id(module), name), {path}))
+            yield StoredValue(ModuleAttribute(path, name), lifted(module._buffers[name], recorder), scopes)
 
 
 def is_kept_constant(now: Any, before: Any) -> bool:

@@ -53,6 +53,11 @@ class ModuleSnapshot:
         kept = self._kept.get(id(module))
         return kept.attributes if kept else {}
 
+    def buffers(self, module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+        """The buffers that ``module`` had, by name; empty if it was not in the tree."""
+        kept = self._kept.get(id(module))
+        return next((before for held, before in kept.registered if held is module._buffers), {}) if kept else {}
+
     def values(self) -> Iterator[Any]:
         """What the attributes of all modules were."""
         return itertools.chain.from_iterable(kept.attributes.values() for kept in self._kept.values())

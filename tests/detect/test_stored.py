@@ -159,3 +159,35 @@ def test_reading_what_the_last_call_left_is_refused_with_a_sentence() -> None:
     (report,) = hexa_fx.explain(Remembering(), torch.randn(12, D)).blocks
     assert report.status == "refused"
     assert "the code reads 'seen', which it sets itself in every call" in report.reason
+
+
+class Averaging(Mixture):
+    """Puts new tensors in the place of buffers, one of which its router reads, and one of which was None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("used", torch.rand(D))
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x * self.used)
+        if self.training:
+            self.used = 0.9 * self.used + 0.1 * out.detach().abs().mean(0)
+            self.steps += 1
+            self.steps = self.steps * 1.0
+            self.register_buffer("last", probs.mean(0))
+        return out
+
+
+def test_buffers_that_the_code_exchanges_are_exchanged() -> None:
+    torch.manual_seed(0)
+    model = Averaging().double()
+    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(9, D, dtype=torch.float64))
+    assert opt.report.blocks[0].modes == {"train": "rewritten", "eval": "rewritten"}
+    for number in range(4):
+        x = torch.randn(5 + number, D, dtype=torch.float64)
+        torch.testing.assert_close(opt.train(number % 3 > 0)(x), model.train(number % 3 > 0)(x))
+        torch.testing.assert_close(dict(opt.named_buffers()), dict(model.named_buffers()))
+    gradients = [torch.autograd.grad(block.last.square().sum(), block.router.weight)[0] for block in (opt, model)]
+    torch.testing.assert_close(*gradients)
