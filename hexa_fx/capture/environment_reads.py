@@ -24,24 +24,29 @@ _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
 def asking_noted(read: Read) -> Iterator[None]:
     """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
     levels = {name: _of_level(vars(logging.Logger)[name], read) for name in _OF_LEVELS}
-    with _variables_noted(os.environ, read), attributes_set(logging.Logger, **levels):
+    with (
+        _variables_noted("environ", read),
+        _variables_noted("environb", read),
+        attributes_set(logging.Logger, **levels),
+    ):
         yield
 
 
-def _variables_noted(environment: Any, read: Read) -> AbstractContextManager[None]:
+def _variables_noted(name: str, read: Read) -> AbstractContextManager[None]:
     """By an attribute of the object: after a thousand changes of a class Python 3.13 goes on with an earlier ``__getitem__``."""
+    environment: Any = getattr(os, name, None)
     if not isinstance(environment, os._Environ):  # somebody put a dict there
         return nullcontext()
-    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, environment, read))
+    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, name, environment, read))
 
 
-def _of_environment(plain: Callable[[Any], Any], environment: Any, read: Read) -> Callable[[Any], Any]:
+def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, read: Read) -> Callable[[Any], Any]:
     """What is called with the key of every variable that is looked up, set or deleted."""
 
     def encodekey(key: Any) -> Any:
         frame = sys._getframe(1)
         if frame.f_code.co_name == "__getitem__" and _is_asked_by_user(frame, _OF_ENVIRONMENT):
-            read(os, "environ")
+            read(os, name)
             read(environment, key)
         return plain(key)
 

@@ -19,29 +19,33 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.calls import user_location
+from hexa_fx.capture.class_reads import ClassReads
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
+from hexa_fx.capture.module_reads import modules_noted
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.set_objects import MetObjects
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_object
+from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
 from hexa_fx.isolation.users_code import is_users
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
-_MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. copy inspect".split())
+_MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. inspect".split())
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
+_OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
 """What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
+_BEHIND_NOTHING = "setting of an object ({}) that lies behind no attribute and no global name, and"
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
@@ -63,17 +67,24 @@ class PythonReads:
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy = self._running = False
         self.ran = RanCode(self._read, lambda: self.scope())
+        self.classes = ClassReads(self._read, self._patch, self.edges, self.ran)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """A context in which reads are noted, but for those of the garbage collector's callbacks: it waits until the end."""
         collected = gc.isenabled()
         gc.disable()
+        gc.collect(0)  # what is made from now on is younger than all that is there
         self._running = True
         for module in modules_of(self._block):
             self._patch(type(module))
         try:
-            with asking_noted(self._read), missing_ones_noted(self._met, self._read), self.ran.noted():
+            with (
+                asking_noted(self._read),
+                missing_ones_noted(self._met, self._read),
+                modules_noted(untold(self._read)),
+                self.ran.noted(),
+            ):
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self._read(self._block, "forward", "")
                 yield
@@ -128,7 +139,8 @@ class PythonReads:
             return
         self._met[id(value)] = value
         self.objects.meet(edge.holder, value, edge.own)
-        for key in keys_inside(value, noted):
+        self.classes.meet(value)
+        for key in keys_inside(value, noted) if edge.key != "__mro__" else ():
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
             self._patch(type(value))
@@ -146,7 +158,7 @@ class PythonReads:
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(holder: Any, name: str) -> Any:
-            if not self._busy and (not name.startswith("__") or name == "__dict__"):
+            if not self._busy and (not name.startswith("__") or name in _OF_WHOLE):
                 if name not in _QUIET:
                     self._note(holder, name, sys._getframe(1))
                 elif name.endswith("_hooks") and is_users(str(sys._getframe(1).f_globals.get("__name__"))):
@@ -157,10 +169,12 @@ class PythonReads:
 
     @untold
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
+        reader = _reader(frame)
         made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
+        if made_meanwhile and self._is_new(holder, name, reader):
+            made_meanwhile = False
         if made_meanwhile and name not in _OF_MODE:
             return
-        reader = str(frame.f_globals.get("__name__", ""))
         if reader.startswith(_MACHINERY):
             # Of a module under torch.compile it is made with the module: what it calls counts, and that is a module again.
             made = type(holder).__module__ == "torch._dynamo.eval_frame"
@@ -174,7 +188,7 @@ class PythonReads:
             self.ran.asks["mode"].add(self.scope())
         if made_meanwhile:
             return
-        if name == "__dict__":
+        if name in _OF_WHOLE:
             if is_users(reader):
                 self._whole(holder)
             return
@@ -182,6 +196,14 @@ class PythonReads:
             self._names(holder, name)
         elif name not in MODULE_STATE or name == "training":
             self._read(holder, name)
+
+    def _is_new(self, holder: Any, name: str, reader: str) -> bool:
+        """Whether an object that no read has led to so far was there before the run: then its reads count too."""
+        if not is_users(reader) or name in MODULE_STATE or not self.classes.is_new(holder, name, self.scope()):
+            return False
+        self._met[id(holder)] = holder
+        self.objects.meet(None, holder, False)
+        return True
 
     def _names(self, module: nn.Module, registry: str) -> None:
         names = Names(frozenset(vars(module)[registry]))
@@ -229,32 +251,22 @@ class PythonReads:
     # -- after the run --------------------------------------------------------------------------------------------------
 
     def _anchor(self) -> None:
-        """Notes what classes gave without being asked by way of an object.
-
-        These are special methods, functions of base classes, and attributes that the code may have taken of the class itself.
-        """
-        found = {id(edge.value) for edge in self.edges}
+        """Notes what was read of classes, and tensors' attributes; names objects that no read leads to."""
         for module in modules_of(self._block):
             called = self.edges.get(module, "forward")
             for scope in called.scopes if called else ():
                 self._read(module, "__class__", scope)
                 self._read(type(module), "__call__", scope)
-        classes = {type(holder): holder for holder in reversed([*modules_of(self._block), *self._met.values()])}
-        for cls, holder in classes.items():
-            for number, base in enumerate(cls.__mro__):
-                if not is_users(base.__module__):
-                    continue
-                for name, member in list(vars(base).items()):
-                    scopes = self.ran.scopes_of(member) or self.ran.mention(name, member)
-                    unique = callable(member) or not isinstance(member, PLAIN)  # every 2 is the same object
-                    if scopes and not (unique and id(member) in found):
-                        self._read_class(holder, cls, number, base, name, scopes)
+        found = {id(edge.value) for edge in self.edges}
+        self.classes.anchor(reversed([*modules_of(self._block), *self._met.values()]), found)
         for read in list(present_ones(self._met.values(), self.ran.mention)):
             self._read(*read)
+        for name, kind, scopes in self.classes.hidden():
+            self.ran.hidden |= {scope: (name, _BEHIND_NOTHING.format(kind), None) for scope in scopes}
 
-    def _read_class(self, holder: Any, cls: type, number: int, base: type, name: str, scopes: set[str]) -> None:
-        for scope in scopes:
-            self._read(holder, "__class__", scope)
-            self._read(cls, "__mro__", scope)
-            self._read(cls.__mro__, number, scope)
-            self._read(base, name, scope)
+
+def _reader(frame: types.FrameType | None) -> str:
+    """The Python module whose code reads. What `copy` reads is read by who makes the copy."""
+    while frame is not None and str(frame.f_globals.get("__name__", "")) in ("copy", "copyreg"):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -16,7 +16,7 @@ from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.hidden_sources import DIGEST, hidden_source
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
@@ -67,9 +67,9 @@ class RanCode:
         """Those that the code names."""
         return frozenset().union(*(whole_numbers(code) for code, _ in self._ran.values()))
 
-    def mention(self, name: str, member: Any) -> set[str]:
-        """Of a plain attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text."""
-        if name.startswith("__") or callable(member) or hasattr(member, "__get__"):
+    def mention(self, name: str) -> set[str]:
+        """Of an attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text."""
+        if name.startswith("__"):
             return set()
         ran = self._ran.values()
         return {scope for code, scopes in ran if name in (*code.co_names, *code.co_consts) for scope in scopes}
@@ -151,7 +151,7 @@ class RanCode:
 
     def note_state(self, value: Any, scope: str) -> None:
         """Notes a function that asks torch for a state, and what it says."""
-        name = str(getattr(value, "__name__", ""))
+        name = "" if is_object(value) else str(getattr(value, "__name__", ""))  # objects may compute what they have not
         if kind := hidden_source(value):
             self.hidden[scope] = name, kind, self._location
         name = torch_state.STANDS_FOR.get(name, name)
@@ -180,4 +180,5 @@ def _is_backend(value: Any) -> bool:
 
 def is_ours(value: Any) -> bool:
     """Whether a name stands for something else while the block is recorded (`hexa_fx.capture.host`)."""
-    return str(getattr(getattr(value, "__func__", value), "__module__", "")).startswith("hexa_fx.capture")
+    function = value.__func__ if isinstance(value, types.MethodType) else value
+    return str(getattr(function, "__module__", "")).startswith("hexa_fx.capture")

@@ -39,10 +39,8 @@ def missing_ones_noted(known: Mapping[int, Any], note: Callable[[torch.Tensor, s
         del torch.Tensor.__getattr__  # type: ignore[attr-defined]
 
 
-def present_ones(
-    values: Iterable[Any], mention: Callable[[str, Any], set[str]]
-) -> Iterator[tuple[torch.Tensor, str, str]]:
+def present_ones(values: Iterable[Any], mention: Callable[[str], set[str]]) -> Iterator[tuple[torch.Tensor, str, str]]:
     """Tensors among ``values``, what was put on them that code mentions, and the modules whose code does."""
     for tensor in [value for value in values if isinstance(value, torch.Tensor)]:
-        for name, value in vars(tensor).items():
-            yield from ((tensor, name, scope) for scope in mention(name, value))
+        for name in vars(tensor):
+            yield from ((tensor, name, scope) for scope in mention(name))

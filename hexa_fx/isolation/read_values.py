@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import copy
 import datetime
 import decimal
 import fractions
 import functools
+import gc
 import pathlib
 import re
 import sys
@@ -25,7 +27,7 @@ from torch import nn
 
 from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.hidden_sources import CLOCK, hidden_source
-from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.lookup import CALLED, Answer
 from hexa_fx.isolation.users_code import is_users
 
 CONSTANT = (
@@ -52,6 +54,7 @@ CONSTANT = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
+    type(vars(collections.namedtuple("_", "field"))["field"]),
     type(MISSING),
 )
 """Values that never change and are compared as they are; functions, classes and Python modules by identity."""
@@ -215,8 +218,24 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
         yield CALLED
     elif isinstance(value, CACHED):
         yield "__wrapped__"
+        yield from _answers(value)
+    elif type(value) in _COPIED and not isinstance(value, (set, frozenset, bytearray)):
+        yield from (key for key, item in items(value).items() if isinstance(item, (type, *_MADE_BY_DEF)))
     elif isinstance(noted, IsA) and is_object(value) and not type(value).__flags__ & _OWN_CLASS:
         yield from items(value)
+
+
+_MOST_ANSWERS = 16
+_MADE_BY_DEF = (types.FunctionType, functools.partial)
+
+
+def _answers(cached: Any) -> Iterator[Answer]:
+    """The calls whose results lie in a cache and are objects or collections, which code may change."""
+    kept = [found for found in gc.get_referents(cached) if type(found) is dict and found is not vars(cached)]
+    given = [key if type(key) is tuple else (key,) for entries in kept for key in list(entries)[:_MOST_ANSWERS]]
+    for args in given:
+        if _all_constant(args) and is_object(cached(*args)):
+            yield Answer(args)
 
 
 @dataclass(frozen=True)

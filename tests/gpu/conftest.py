@@ -36,7 +36,9 @@ def poisoned() -> Iterator[None]:
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hexa_fx.cuda import fallback as cuda_fallback
 
-    monkeypatch.setattr(cuda_fallback, "_permanent", set())  # a test without a compiler must not turn off plans for the next ones
+    monkeypatch.setattr(
+        cuda_fallback, "_permanent", set()
+    )  # a test without a compiler must not turn off plans for the next ones
     cuda_fallback.fallbacks.clear()
     yield
     assert not cuda_fallback.fallbacks

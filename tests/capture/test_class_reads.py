@@ -1,0 +1,233 @@
+"""Settings that code reads of classes, Python modules and caches, by way of objects that it makes itself, may change as well."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import enum
+import functools
+import importlib
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import hexa_fx
+from tests.capture.test_python_reads import Block, x
+from tests.zoo.compare import operators_run
+
+NAME = "HEXA_TEST_CLASS_READS"
+SETTINGS = types.ModuleType("settings_of_test_class_reads")
+SETTINGS.scale = 1.0
+
+
+class Descriptor:
+    def __init__(self):
+        self.value = 1.0
+
+    def __get__(self, holder, kind=None):
+        return self if holder is None else self.value
+
+
+class Inner:
+    def __init__(self, level=1.0):
+        self.level = level
+
+
+class Base:
+    inherited = 1.0
+
+
+class Options(Base):
+    level = 1.0
+    inner = Inner()
+    table: ClassVar[dict[str, float]] = {"scale": 1.0}
+    described = Descriptor()
+
+    def __init__(self, scale=1.0, *, only=1.0):
+        self.scale, self.only = scale, only
+
+    @property
+    def computed(self):
+        return self.level
+
+    @classmethod
+    def made(cls):
+        return cls(cls.level)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    scale: float = 1.0
+
+
+Named = collections.namedtuple("Named", "scale", defaults=[1.0])
+
+
+class Once:
+    one: Any = None
+
+    def __new__(cls):
+        if cls.one is None:
+            cls.one = super().__new__(cls)
+            cls.one.scale = 1.0
+        return cls.one
+
+
+class OfOne(type):
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args):
+        if cls not in cls.made:
+            cls.made[cls] = super().__call__(*args)
+        return cls.made[cls]
+
+
+class OnceByMetaclass(metaclass=OfOne):
+    def __init__(self):
+        self.scale = 1.0
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+    def __init__(self, number):
+        self.scale = 1.0
+
+
+@functools.cache
+def cached():
+    return Inner()
+
+
+@functools.lru_cache
+def cached_by_name(name, place=0):
+    return {"scale": 1.0}
+
+
+def factory():
+    return Options()
+
+
+BY_NAME = {"options": Options}
+
+
+def attribute(holder, name):
+    return lambda m, p: p.setattr(holder, name, 2.0)
+
+
+def defaults(function):
+    return lambda m, p: p.setattr(function, "__defaults__", (2.0,))
+
+
+VARIANTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "class attribute": (lambda m, x: Options().level, attribute(Options, "level")),
+    "by a factory": (lambda m, x: factory().level, attribute(Options, "level")),
+    "by a class method": (lambda m, x: Options.made().scale, attribute(Options, "level")),
+    "of a base class": (lambda m, x: Options().inherited, attribute(Base, "inherited")),
+    "of a class in a table": (lambda m, x: BY_NAME["options"]().level, attribute(Options, "level")),
+    "of a class in an attribute": (lambda m, x: m.kind().level, attribute(Options, "level")),
+    "by a name that is made": (lambda m, x: getattr(Options(), "le" + "vel"), attribute(Options, "level")),
+    "by a property": (lambda m, x: Options().computed, attribute(Options, "level")),
+    "of an object in a class": (lambda m, x: Options().inner.level, attribute(Options.inner, "level")),
+    "of a dict in a class": (
+        lambda m, x: Options().table["scale"],
+        lambda m, p: p.setitem(Options.table, "scale", 2.0),
+    ),
+    "descriptor": (lambda m, x: Options().described, attribute(vars(Options)["described"], "value")),
+    "default": (lambda m, x: Options().scale, defaults(Options.__init__)),
+    "default by name": (
+        lambda m, x: Options().only,
+        lambda m, p: p.setattr(Options.__init__, "__kwdefaults__", {"only": 2.0}),
+    ),
+    "default of a dataclass": (lambda m, x: Frozen().scale, defaults(Frozen.__init__)),
+    "default of a named tuple": (lambda m, x: Named().scale, defaults(Named.__new__)),
+    "singleton": (lambda m, x: Once().scale, attribute(Once(), "scale")),
+    "singleton of a metaclass": (lambda m, x: OnceByMetaclass().scale, attribute(OnceByMetaclass(), "scale")),
+    "member of an enum": (lambda m, x: Kind.ONE.scale, attribute(Kind.ONE, "scale")),
+    "item of an enum": (lambda m, x: Kind["TWO"].scale, attribute(Kind.TWO, "scale")),
+    "cached object": (lambda m, x: cached().level, attribute(cached(), "level")),
+    "cached dict": (
+        lambda m, x: cached_by_name("a")["scale"],
+        lambda m, p: p.setitem(cached_by_name("a"), "scale", 2.0),
+    ),
+    "copy": (lambda m, x: copy.copy(m.held).level, lambda m, p: setattr(m.held, "level", 2.0)),
+    "deep copy": (lambda m, x: copy.deepcopy(m.held).level, lambda m, p: setattr(m.held, "level", 2.0)),
+    "import_module": (lambda m, x: importlib.import_module(SETTINGS.__name__).scale, attribute(SETTINGS, "scale")),
+    "__import__": (lambda m, x: __import__(SETTINGS.__name__).scale, attribute(SETTINGS, "scale")),
+    "attrgetter": (lambda m, x: operator.attrgetter("scale")(SETTINGS), attribute(SETTINGS, "scale")),
+    "vars": (lambda m, x: vars(SETTINGS)["scale"], attribute(SETTINGS, "scale")),
+    "environment of bytes": (lambda m, x: float(os.environb[NAME.encode()]), lambda m, p: p.setenv(NAME, "2")),
+}
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
+    monkeypatch.setenv(NAME, "1")
+    torch.manual_seed(0)
+    cached(), cached_by_name("a")
+
+
+def made(self):
+    self.held, self.kind = Inner(), Options
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_change_is_noticed(name, monkeypatch):
+    scale, change = VARIANTS[name]
+    model = type("Scaled", (Block,), {"scale": scale, "made": made})().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+    assert operators_run(optimized, (x(),)), optimized.report
+    before = model(x())
+    for m in (model, optimized):
+        change(m, monkeypatch)
+    torch.testing.assert_close(optimized(x()), model(x()), rtol=1e-9, atol=1e-9)
+    assert not torch.equal(before, model(x()))
+
+
+class Hidden:
+    def __init__(self):
+        self.scale = 1.0
+
+
+KEY = Frozen()
+
+
+@functools.lru_cache
+def of_a_key(key):
+    return Hidden()
+
+
+def test_an_object_behind_no_name_is_refused():
+    of_a_key(KEY)
+    model = type("Scaled", (Block,), {"scale": lambda self, x: of_a_key(KEY).scale})().double()
+    (block,) = hexa_fx.explain(model, x()).blocks
+    assert "a setting of an object (Hidden) that lies behind no attribute and no global name" in block.reason
+
+
+def test_the_classes_of_python_modules_are_left_as_they_were(monkeypatch):
+    monkeypatch.setitem(sys.modules, f"{SETTINGS.__name__}_again", SETTINGS)
+    hexa_fx.explain(Block(), x().float())
+    assert type(SETTINGS) is types.ModuleType
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+TABLE = AttributeDict(scale=1.0)
+
+
+def test_a_dict_whose_items_are_attributes(monkeypatch):
+    model = type("Scaled", (Block,), {"scale": lambda self, x: TABLE.scale})().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+    assert operators_run(optimized, (x(),)), optimized.report
+    monkeypatch.setitem(TABLE, "scale", 2.0)
+    torch.testing.assert_close(optimized(x()), model(x()), rtol=1e-9, atol=1e-9)
