@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
+from hexa_fx.capture.output import LOGS, noted_output, writer
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING, is_object
-from hexa_fx.isolation.hidden_sources import DIGEST, hidden_source
+from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, hidden_source
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users
@@ -51,7 +52,7 @@ class RanCode:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
-        with told_of_starts(self._starts):
+        with told_of_starts(self._starts), noted_output(self._writes):
             yield
 
     def scopes_of(self, member: Any) -> set[str]:
@@ -74,7 +75,14 @@ class RanCode:
         ran = self._ran.values()
         return {scope for code, scopes in ran if name in (*code.co_names, *code.co_consts) for scope in scopes}
 
+    def _writes(self, name: str, frame: types.FrameType) -> None:
+        self.hidden[self._scope()] = name, OUTPUT, SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+
     def _starts(self, frame: types.FrameType) -> bool:
+        if frame.f_code is LOGS:
+            if found := writer(frame):
+                self._writes(*found)
+            return True
         if is_users(_name(frame.f_globals)):
             self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, frame.f_globals, self._scope())

@@ -42,6 +42,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "set its probability to 0. In eval mode the block is rewritten as it is.",
     ),
     (
+        ("writes to the terminal or to a log",),
+        "Print, log or warn where the block is called, or under an attribute (`if self.verbose:`), which is checked in every call.",
+    ),
+    (
         ("soft) mixture",),
         "Only top-k routing is rewritten: where every expert works on every token there is nothing to leave out.",
     ),

@@ -7,7 +7,7 @@ import inspect
 import types
 from typing import Any
 
-CLOCK, SYSTEM, DIGEST = "clock", "part of the system", "digest"
+CLOCK, SYSTEM, DIGEST, OUTPUT = "clock", "part of the system", "digest", "output"
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "

@@ -6,7 +6,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import DIGEST
+from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -21,6 +21,10 @@ _UNREADABLE = (
 _DIGESTED = (
     "the code makes a digest ({}) of what it is given, of which one example says nothing about another; a block that leaves it "
     "to the code around it can be rewritten"
+)
+_WRITES = (
+    "the code writes to the terminal or to a log ({}), which the rewritten block would not; what the code around it writes, or its "
+    "router as a module of its own, can stay"
 )
 _AUTOCAST = (
     "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
@@ -46,7 +50,7 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
         return Refusal(captured.path, _HOOKED.format(inside), settled=True)
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
-            sentence = _DIGESTED if read.value.kind == DIGEST else _UNREADABLE
+            sentence = {DIGEST: _DIGESTED, OUTPUT: _WRITES}.get(read.value.kind, _UNREADABLE)
             return Refusal(captured.path, sentence.format(read, read.value.kind), read.location, settled=True)
     called = called_in(rewritten.graph)
     if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
