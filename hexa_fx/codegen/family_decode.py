@@ -36,8 +36,10 @@ DOWN_ROWS = 8
 MOST_SUMMED_COLUMNS = 32
 LONG_LINES = 4096
 """K from which on decode_gemm sums rows faster than decode_down."""
-MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 3
-"""Up to 2^2 and 2^3 rows an expert on average summed products are faster than general ones, with short and with long lines."""
+MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 1
+"""Up to 2^2 and 2^1 rows an expert on average summed products are faster than general ones, with short and with long lines."""
+MOST_SLOTS_ELSEWHERE = 32
+"""The same, in slots, where rows are not summed, or blocks of decode_down give two tiles of columns."""
 _OVERHEAD = 1024
 """Shared memory that a block takes beside what it asks for."""
 
@@ -118,7 +120,8 @@ def choose_summed(
         beside = slots <= SUMMED_SLOTS[0] and down.tiles == 1
         room_left = (half if beside else whole) - down_bytes(down, experts, slots)
         stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
-        return replace(down, stages=stages) if stages >= _FEWEST_STAGES and bucket <= MOST_SHORT_BUCKET else None
+        fast = bucket <= MOST_SHORT_BUCKET and (down.tiles == 1 or slots <= MOST_SLOTS_ELSEWHERE)
+        return replace(down, stages=stages) if stages >= _FEWEST_STAGES and fast else None
     rows = 8 if bucket <= 1 else 16
     tile = DecodeTile(rows, 1, 0)
     for limit in (half, whole):

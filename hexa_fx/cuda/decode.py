@@ -17,7 +17,8 @@ from hexa_fx.codegen.family_decode import (
     COMBINE_THREADS,
     EXPERTS,
     LONG_LINES,
-    MOST_LONG_BUCKET,
+    MOST_SHORT_BUCKET,
+    MOST_SLOTS_ELSEWHERE,
     SLOTS,
     DecodeTile,
     DownTile,
@@ -40,8 +41,6 @@ from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of
 
 MOST_TOKENS = 256
-MOST_BUCKET_APART = 1
-"""Up to 2 rows an expert on average three launches are faster than general ones; two are for more (`choose_summed`)."""
 BUSY = 0.8
 """Part of the multiprocessors that a product which sums has to keep busy."""
 MOST_COLUMNS = 1 << 18
@@ -104,7 +103,7 @@ def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *re
     if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
-    if not columns and slots.bucket > MOST_BUCKET_APART:
+    if not columns and slots.rows > MOST_SLOTS_ELSEWHERE:
         return None
     a = _up(x, first, slots, columns > 0)
     if columns:
@@ -116,7 +115,7 @@ def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
     """Whether a call has so few tokens that its layer only streams weights, and these launches are wanted for it on the card."""
     tokens, top_k = top_k_index.shape
     few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
-    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_LONG_BUCKET
+    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_SHORT_BUCKET
     return fits and are_wanted()
 
 

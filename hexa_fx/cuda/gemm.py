@@ -29,8 +29,9 @@ from hexa_fx.ops.rows import flip
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
 
-PLAIN_DECODE_BUCKET = 1
-"""The same of a projection with nothing beside it, for which the Hopper family has tiles that go by 16 rows, too."""
+LEAST_STREAMED_ROWS = 64
+"""From so many rows in all, or more than one an expert, a projection with nothing beside it is fastest in the Hopper family's tiles
+that go by 16 rows."""
 
 SM80_ONLY = ("tanh",)
 """Activations without a Hopper epilogue."""
@@ -48,9 +49,7 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
-    if _few_rows(into.rows, o.offs, PLAIN_DECODE_BUCKET) or not _hopper(
-        o.offs, (o.columns,), o.x, weight, *_stored(o.bias)
-    ):
+    if _few_rows(into.rows, o.offs, streams=True) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
         return sm80.esmm(o, into=into)
     return sm90.esmm(o, into=into)
 
@@ -239,8 +238,8 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
 
 def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
-    most = DECODE_BUCKET if added or not swaps("esmm_act", o.glu, o.layout) else PLAIN_DECODE_BUCKET
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs, most):
+    streams = not added and swaps("esmm_act", o.glu, o.layout)
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs, streams):
         return False
     return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
 
@@ -260,8 +259,11 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
     return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
-def _few_rows(rows: int, offs: Tensor, most: int = DECODE_BUCKET) -> bool:
-    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= most
+def _few_rows(rows: int, offs: Tensor, streams: bool = False) -> bool:
+    """Whether tiles of 16 rows are best. streams: the Hopper family has such tiles as well."""
+    bucket = row_bucket(rows, offs.shape[0] - 1)
+    few = bucket == 0 and rows < LEAST_STREAMED_ROWS if streams else bucket <= DECODE_BUCKET
+    return few and not is_fixed()
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

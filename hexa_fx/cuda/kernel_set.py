@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.codegen.family_decode import SLOTS, SUMMED_SLOTS
+from hexa_fx.codegen.family_decode import MOST_SLOTS_ELSEWHERE, SLOTS, SUMMED_SLOTS
 from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.cuda.calls import chosen, planned
 from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
+from hexa_fx.cuda.gemm import LEAST_STREAMED_ROWS
 from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
@@ -135,6 +136,8 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
         ONE_BLOCK_SLOTS,
         *SLOTS,
         *SUMMED_SLOTS,
+        MOST_SLOTS_ELSEWHERE,
+        LEAST_STREAMED_ROWS - 1,
         MOST_DECODED * top_k,
     )
     return sorted({tokens for limit in (0, *limits) if (tokens := limit // top_k + 1) <= most})

@@ -294,7 +294,7 @@ def test_second_products_that_sum_by_the_length_of_lines(monkeypatch, hidden, in
     for tokens in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257):
         specs = launched_by(made, card, tokens, training=False)
         assert set(specs) <= found
-        few = tokens <= (64 if hidden == 2048 else 32)
+        few = tokens <= (64 if hidden == 2048 else 8)
         assert (specs[-1].family == second) == few
     for spec in found:
         source = render(spec)
