@@ -38,8 +38,8 @@ LONG_LINES = 4096
 """K from which on decode_gemm sums rows faster than decode_down."""
 MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 1
 """Up to 2^2 and 2^1 rows an expert on average summed products are faster than general ones, with short and with long lines."""
-MOST_SLOTS_ELSEWHERE = 32
-"""The same, in slots, where rows are not summed, or blocks of decode_down give two tiles of columns."""
+MOST_SLOTS = 32
+"""Up to so many slots, and one for an expert, others are: with rows that are not summed, or two tiles of columns a block."""
 _OVERHEAD = 1024
 """Shared memory that a block takes beside what it asks for."""
 
@@ -104,6 +104,11 @@ def down_bytes(tile: DownTile, experts: int, slots: int) -> int:
     return ring + (slots + _WARPS * DOWN_ROWS) * lines * 4 + tables + 6 * slots
 
 
+def very_few(slots: int, experts: int) -> bool:
+    """See `MOST_SLOTS`."""
+    return slots <= min(experts, MOST_SLOTS)
+
+
 def choose_summed(
     arch: int, bucket: int, experts: int, slots: int, columns: int, k: int
 ) -> DecodeTile | DownTile | None:
@@ -120,7 +125,7 @@ def choose_summed(
         beside = slots <= SUMMED_SLOTS[0] and down.tiles == 1
         room_left = (half if beside else whole) - down_bytes(down, experts, slots)
         stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
-        fast = bucket <= MOST_SHORT_BUCKET and (down.tiles == 1 or slots <= MOST_SLOTS_ELSEWHERE)
+        fast = bucket <= MOST_SHORT_BUCKET and (down.tiles == 1 or very_few(slots, experts))
         return replace(down, stages=stages) if stages >= _FEWEST_STAGES and fast else None
     rows = 8 if bucket <= 1 else 16
     tile = DecodeTile(rows, 1, 0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.codegen.tiles_sm90 import why_not_swapped
+from hexa_fx.codegen.tiles_sm90 import NARROW_OPS, why_not_swapped
 
 ROW_OPS = ("esmm", "esmm_act", "esmm_act_backward")
 """Operators made of row tiles. ``esmm_act_backward`` is esmm with activate_backward folded into its epilogue."""
@@ -130,7 +130,8 @@ def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
 
 def bookkeeping_bytes(spec: KernelSpec) -> int:
     """Barriers, the ring of tiles and the expert tables."""
-    return 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * expert_tables(spec) + 14
+    tables = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * expert_tables(spec) + 14
+    return -(-tables // 8) * 8 + 8
 
 
 def whole_kib(size: int) -> int:
@@ -186,7 +187,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         return
     if spec.bm not in (64, 128) or spec.bn not in (64, 128, 256) or spec.bk != line_elements(spec.dtype):
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 64, 128 or 256 x {line_elements(spec.dtype)}"
-    if spec.bn == 64 and (spec.op not in ("esmm", "estmm") or cluster_of(spec) > 1):
+    if spec.bn == 64 and (spec.op not in NARROW_OPS or cluster_of(spec) > 1):
         yield f"{spec.op}: tiles of 64 columns are for plain narrow products, which share nothing in a cluster"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"

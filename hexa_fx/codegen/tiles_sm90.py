@@ -100,7 +100,7 @@ CANDIDATES = {
 NARROW_CANDIDATES = (NARROW, replace(NARROW, bn=128, stages=6), COOPERATIVE)
 """Those of products of up to `NARROW_COLUMNS` columns."""
 
-NARROW_OPS = ("esmm", "estmm")
+NARROW_OPS = ("esmm", "estmm", "esfk")
 """Operators that have them."""
 
 ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS, *(rows + off for rows in WHOLE for off in (-ABOUT, ABOUT)))

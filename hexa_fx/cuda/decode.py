@@ -18,12 +18,12 @@ from hexa_fx.codegen.family_decode import (
     EXPERTS,
     LONG_LINES,
     MOST_SHORT_BUCKET,
-    MOST_SLOTS_ELSEWHERE,
     SLOTS,
     DecodeTile,
     DownTile,
     choose_summed,
     choose_tile,
+    very_few,
 )
 from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.heuristics import row_bucket
@@ -103,7 +103,7 @@ def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *re
     if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
-    if not columns and slots.rows > MOST_SLOTS_ELSEWHERE:
+    if not columns and not very_few(slots.rows, slots.experts):
         return None
     a = _up(x, first, slots, columns > 0)
     if columns:

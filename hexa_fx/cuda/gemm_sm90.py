@@ -189,6 +189,9 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
             return dx, into.weight, into.bias
         return dx, weight.new_zeros(weight.shape), g.new_zeros((experts, columns)) if has_bias else None
     turned = stored == "nk"
+    p, q = x, g
+    if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
+        p, q, turned = g, x, not turned
     static = {"accumulate": into is not None, "options": (("transpose", turned),)}
     key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
     if tile.split and not has_bias:
@@ -202,13 +205,13 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     maps = Maps(
         rows=rows_map(g, tile.row_box),
         weight=weight_map(weight, flipped, tile.bn // 2, tile.fetch),
-        p=_whole_rows(x, v),
-        q=rows_map(g, 64),
+        p=_whole_rows(p, v),
+        q=rows_map(q, 64),
         out=chunk_map(dx),
-        grad=_gradient(dw, x, turned),
+        grad=_gradient(dw, p, turned),
     )
-    sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": x.stride()[0], "R": rows, "C": columns}
-    _launch(key, tile, maps, v, offs, top_k, out=dx, p=x, dw=dw, db=db, **sizes)
+    sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
+    _launch(key, tile, maps, v, offs, top_k, out=dx, p=p, dw=dw, db=db, **sizes)
     return dx, dw, db
 
 

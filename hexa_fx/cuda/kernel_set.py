@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.codegen.family_decode import MOST_SLOTS_ELSEWHERE, SLOTS, SUMMED_SLOTS
+from hexa_fx.codegen.family_decode import MOST_SLOTS, SLOTS, SUMMED_SLOTS
 from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS, ROW_LIMITS
@@ -136,7 +136,7 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
         ONE_BLOCK_SLOTS,
         *SLOTS,
         *SUMMED_SLOTS,
-        MOST_SLOTS_ELSEWHERE,
+        MOST_SLOTS,
         LEAST_STREAMED_ROWS - 1,
         MOST_DECODED * top_k,
     )

@@ -46,8 +46,8 @@ class GemmKey(NamedTuple):
         op: of the family.
         math: ``tensor``, ``fast_f32`` or ``simt``.
         rows, experts: n and E. The families of sm_80 know of n only its bucket.
-        inner, columns: contraction and columns of the weight; of a weight's gradient its rows and columns; for esfk_sm80 the
-            columns of X and of dY.
+        inner, columns: contraction and columns of the weight; of a weight's gradient its rows and columns; for esfk the columns
+            of X and of dY.
         layout: of the weight as it is multiplied: for esfk in dX = dY W^T.
         gather: the first row operand is gathered; the second by option ``gather_b``.
         fit: addresses and strides are multiples of 16 bytes.
@@ -78,6 +78,11 @@ class GemmKey(NamedTuple):
         """`row_bucket` of the launch."""
         return row_bucket(self.rows, self.experts)
 
+    @property
+    def own_columns(self) -> int:
+        """Columns that a Hopper tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
+        return self.inner if self.op == "esfk" else self.columns
+
     def at(self, bucket: int) -> GemmKey:
         """The same with another number of rows an expert."""
         return self._replace(rows=(self.experts or 1) << bucket)
@@ -97,7 +102,7 @@ class GemmKey(NamedTuple):
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
             swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
-            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.columns, swapped)
+            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.own_columns, swapped)
         columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
@@ -105,7 +110,7 @@ class GemmKey(NamedTuple):
     def candidates(self) -> Sequence[AnyTile]:
         """Tiles worth measuring."""
         if self.family == HOPPER:
-            narrow = self.op in tiles_sm90.NARROW_OPS and self.columns <= tiles_sm90.NARROW_COLUMNS
+            narrow = self.op in tiles_sm90.NARROW_OPS and self.own_columns <= tiles_sm90.NARROW_COLUMNS
             return tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
         return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
 

@@ -22,11 +22,13 @@ from hexa_fx.ops.projection import (
     DENSE,
     Projection,
     Rows,
+    a_gradient,
     added_gradient,
+    c_gradient,
     experts_last,
-    factor_gradients,
     input_gradient,
     narrowed,
+    narrowed_and_c_gradient,
     narrowed_gradient,
     project,
     side_by_side,
@@ -127,9 +129,7 @@ def backward(
     parts = dh.chunk(2, 1) if len(first) == 2 else (dh,)
     dx: Tensor | None = None
     for number, projection, g, u_rows in zip("13", first, parts, u):
-        wanted = needs["x"] or needs[f"a{number}"]
-        t = narrowed_gradient(g, projection, rows.own) if wanted else None
-        _first(found, needs, number, projection, x, u_rows, g, t, rows)
+        t = _first(found, needs, number, projection, x, u_rows, g, rows)
         if needs["x"]:
             part = input_gradient(g, projection, rows.own, t)
             dx = part if dx is None else dx.add_(part)
@@ -167,11 +167,14 @@ def _second(
     rows: Rows,
 ) -> None:
     """Gradients of the second projection. a_s: (n, I), activations times routing weights; u: (n, r) of those without weights."""
-    if p.a is not None and (needs["a2"] or needs["c2"]):
+    if needs["c2"]:
         assert rows.v is not None
-        if top_k_weights is not None and needs["c2"]:
+        if top_k_weights is not None:
             u = (u * top_k_weights.reshape(-1, 1).index_select(0, rows.v)).type_as(u)
-        found["a2"], found["c2"] = factor_gradients(a_s, u, dy, t, p, rows.own, rows, (needs["a2"], needs["c2"]))
+        found["c2"] = c_gradient(u, dy, p, rows)
+    if needs["a2"]:
+        assert t is not None
+        found["a2"] = a_gradient(a_s, t, p, rows.own)
     if needs["w2"]:
         found["w2"] = _OPS.estmm(a_s, dy, None, rows.v, rows.offs, rows.top_k, p.layout)
     if needs["b2"]:
@@ -186,18 +189,26 @@ def _first(
     x: Tensor | None,
     u: Tensor | None,
     g: Tensor,
-    t: Tensor | None,
     rows: Rows,
-) -> None:
-    """Gradients of a first projection."""
-    a, c = f"a{number}", f"c{number}"
-    if p.a is not None and (needs[a] or needs[c]):
-        rows_of_x = x if x is not None else g  # not read where only C's gradient is wanted
-        found[a], found[c] = factor_gradients(rows_of_x, u, g, t, p, rows, rows.own, (needs[a], needs[c]))
+) -> Tensor | None:
+    """Gradients of a first projection. Returns g's products with C where something needs them."""
+    a, c, t = f"a{number}", f"c{number}", None
+    wanted = needs["x"] or needs[a]
+    if u is not None and needs[c] and wanted:
+        t, found[c] = narrowed_and_c_gradient(u, g, p, rows.offs)
+    elif u is not None and needs[c]:
+        found[c] = c_gradient(u, g, p, rows.own)
+    elif wanted:
+        t = narrowed_gradient(g, p, rows.own)
+    if needs[a]:
+        assert x is not None
+        assert t is not None
+        found[a] = a_gradient(x, t, p, rows)
     if needs[f"w{number}"]:
         found[f"w{number}"] = _OPS.estmm(x, g, rows.v, None, rows.offs, rows.top_k, p.layout)
     if needs[f"b{number}"]:
         found[f"b{number}"] = _OPS.ess(g, *rows.own, None)
+    return t
 
 
 def _with_bias(dweights: Tensor, b2: Tensor | None, dy: Tensor, inv: Tensor, rows: Rows) -> Tensor:

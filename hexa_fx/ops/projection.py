@@ -142,31 +142,22 @@ def side_by_side(
     return torch.cat(given, 1), wide[0], wide[1]
 
 
-def factor_gradients(
-    x: Tensor,
-    u: Tensor | None,
-    g: Tensor,
-    t: Tensor | None,
-    p: Projection,
-    of_x: Rows,
-    of_g: Rows,
-    needs: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dA, dC), each where ``needs`` asks for it.
+def a_gradient(x: Tensor, t: Tensor, p: Projection, rows: Rows) -> Tensor:
+    """dA (E, r, K), of rows that the projection was given and of t, its result's gradient times s C."""
+    return _OPS.estmm(x, t, rows.v, None, rows.offs, rows.top_k, "nk").type_as(p.a)  # type: ignore[no-any-return]
 
-    Args:
-        x, u: rows that the projection was given, and their products with A.
-        g, t: the gradient of what it gave, and its products with s C.
-        of_x, of_g: how rows of x and of g are read; u and t are in expert order.
-    """
-    da = dc = None
-    top_k = max(of_x.top_k, of_g.top_k)
-    if needs[0] and t is not None:
-        da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk").type_as(p.a)
-    if needs[1] and u is not None:
-        assert p.c is not None
-        dc = _as_factor(_OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk"), p.c, p.scale)
-    return da, dc
+
+def c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> Tensor:
+    """dC (E, N, r), of u, the given rows' products with A, and of the result's gradient, whose rows are read as ``rows`` says."""
+    assert p.c is not None
+    return _as_factor(_OPS.estmm(u, g, None, rows.v, rows.offs, rows.top_k, "nk"), p.c, p.scale)
+
+
+def narrowed_and_c_gradient(u: Tensor, g: Tensor, p: Projection, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """`narrowed_gradient` and `c_gradient` of one reading of g, whose rows are in expert order."""
+    assert p.c is not None
+    t, dc, _ = _OPS.esfk(u, g, p.left(g), None, offs, 1, "nk", False)
+    return t, _as_factor(dc, p.c, p.scale)
 
 
 def _as_factor(gradient: Tensor, factor: Tensor, scale: float) -> Tensor:

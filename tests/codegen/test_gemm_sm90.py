@@ -104,7 +104,7 @@ def test_tiles_for_narrow_products_fit(op: str, gather: bool) -> None:
         spec = spec_of(op, gather=gather, bn=tile.bn, stages=tile.stages)
         assert render(spec).launch.shared_bytes <= shared_limit(90)
     with pytest.raises(SpecError, match="plain narrow products"):
-        render(spec_of("esfk", bn=64))
+        render(spec_of("esmm_act", bn=64))
 
 
 @pytest.mark.parametrize("op", ["estmm", "esfk"])

@@ -227,7 +227,7 @@ class Kept(TorchDispatchMode):
 @pytest.fixture
 def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens take three launches, with many rows an expert too."""
-    monkeypatch.setattr(cuda_decode, "MOST_SLOTS_ELSEWHERE", 2048)
+    monkeypatch.setattr(cuda_decode, "very_few", lambda slots, experts: True)
     monkeypatch.setattr(cuda_decode, "MOST_SHORT_BUCKET", 5)
     monkeypatch.setattr(cuda_decode, "choose_summed", lambda *sizes: None)
     cuda_choosing.forget_choices()

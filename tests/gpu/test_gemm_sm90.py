@@ -32,7 +32,7 @@ def for_gather(tile: TileSm90) -> TileSm90:
 SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
 TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": SQUARE, "low2": paired(replace(PINGPONG, stages=5))}
 WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
-ESTMM_TILES = WEIGHT_TILES | {"narrow": NARROW}
+ALL_WEIGHT_TILES = WEIGHT_TILES | {"narrow": NARROW}
 RANKS = [8, 16, 64, 136]
 SWAPPED_TILES = {
     "swapped2": paired(SWAPPED),
@@ -152,7 +152,7 @@ def test_esmm_act_with_swapped_operands(tile: str, activation: str, glu: str, to
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES)
 @pytest.mark.parametrize(("activation", "glu"), ACTIVATED)
-@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("rank", [0, 16, 328])
 def test_esmm_act_backward(tile: str, activation: str, glu: str, rank: int) -> None:
     d, i, dtype = 200, 136, BF16
     params = ACTIVATIONS[activation].params
@@ -182,7 +182,7 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str, rank: int) -> N
         assert not by_row[r.routed :].any()
 
 
-@pytest.mark.parametrize("tile", ESTMM_TILES)
+@pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
 @pytest.mark.parametrize("side", ["x", "g", "neither"])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
@@ -195,21 +195,21 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
             if rows.shape[0] == r.n:
                 rows[r.routed :] = float("nan")
         xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-        dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), ESTMM_TILES[tile])
+        dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), ALL_WEIGHT_TILES[tile])
         assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
-@pytest.mark.parametrize("tile", ESTMM_TILES)
+@pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
 @pytest.mark.parametrize(("rows", "columns"), [(200, 328), (200, 16), (16, 328)])
 def test_estmm_of_long_experts(tile: str, rows: int, columns: int) -> None:
     """More steps than stages, a ragged end each."""
     r = make_routing("random", 3000, 4, 8)
     x, g = randn(r.n, rows, dtype=BF16), randn(r.n, columns, dtype=BF16)
-    dw = sm90.estmm(Estmm(x, g, None, None, r.offs, 1, "nk"), ESTMM_TILES[tile])
+    dw = sm90.estmm(Estmm(x, g, None, None, r.offs, 1, "nk"), ALL_WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
 
 
-@pytest.mark.parametrize("tile", WEIGHT_TILES.values(), ids=WEIGHT_TILES)
+@pytest.mark.parametrize("tile", ALL_WEIGHT_TILES.values(), ids=ALL_WEIGHT_TILES)
 def test_esfk_mixes_gathered_and_other_tiles(tile: TileSm90) -> None:
     """Row tiles of 11 steps pass by the gathered stages an odd number of times; enough tiles that every block has many."""
     tokens, top_k, experts, d, n = 3000, 4, 8, 512, 704
@@ -220,14 +220,14 @@ def test_esfk_mixes_gathered_and_other_tiles(tile: TileSm90) -> None:
     assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
 
 
-@pytest.mark.parametrize("tile", WEIGHT_TILES)
+@pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_esfk(tile: str, layout: str) -> None:
     w = weight(328, 200, layout, BF16)
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-        dx, dw, db = sm90.esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), WEIGHT_TILES[tile])
+        dx, dw, db = sm90.esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), ALL_WEIGHT_TILES[tile])
         flipped = "kn" if layout == "nk" else "nk"
         assert_close(dx, reference_esmm(g, w, None, None, r, flipped), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
@@ -236,7 +236,7 @@ def test_esfk(tile: str, layout: str) -> None:
         assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
 
 
-@pytest.mark.parametrize("tile", WEIGHT_TILES)
+@pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "n"), [(3000, 4, 320, 520), (1120, 64, 1024, 1280)], ids=["ahead", "beside"]
 )
@@ -248,9 +248,22 @@ def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, 4, experts)
         x, g = randn(tokens, k, dtype=BF16), randn(r.n, n, dtype=BF16)
-        dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, 4, "nk", False), WEIGHT_TILES[tile])
+        dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, 4, "nk", False), ALL_WEIGHT_TILES[tile])
         assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("tokens", "n"), [(TOKENS, 328), (3000, 1536)])
+def test_esfk_of_low_rank_rows(layout: str, tokens: int, n: int) -> None:
+    """Rows of 16 columns in expert order: weight tiles are narrow along them, and go with the row tiles that read the same g."""
+    w = weight(n, 16, layout, BF16)
+    for kind in ROUTINGS:
+        r = make_routing(kind, tokens, TOP_K, EXPERTS)
+        u, g = randn(r.n, 16, dtype=BF16), randn(r.n, n, dtype=BF16)
+        t, dw, _ = torch.ops.hexa.esfk(u, g, w, None, r.offs, 1, layout, False)
+        assert_close(t, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
+        assert_close(dw, reference_estmm(u, g, None, None, r, layout), BF16)
 
 
 def test_queue_returns_to_zero() -> None:

@@ -252,9 +252,18 @@ def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop3", "kn")])
+@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop3", "kn"), ("narrow", "nk")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
     check_esfk(sm90.esfk, layout, WEIGHT_TILES[tile])
+
+
+@hopper
+def test_esfk_of_low_rank_rows() -> None:
+    r, w = routing(), weight(N, 16, "nk", BF16)
+    u, g = randn(r.n, 16, dtype=BF16), randn(r.n, N, dtype=BF16)
+    t, dw, _ = sm90.esfk(Esfk(u, g, w, None, r.offs, 1, "nk", False), NARROW)
+    assert_close(t, reference_esmm(g, w, None, None, r, "kn"), BF16)
+    assert_close(dw, reference_estmm(u, g, None, None, r, "nk"), BF16)
 
 
 def buffer(*shape: int) -> Tensor:
@@ -405,8 +414,8 @@ def test_fp8_layer(gated: bool) -> None:
 @pytest.mark.parametrize("tokens", [5, 60], ids=["8 rows", "32 rows"])
 def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) -> None:
     """Three launches of which two begin early; more steps than stages, a block's units of several experts."""
-    monkeypatch.setattr(few_tokens.decode, "MOST_BUCKET_APART", 5)
-    monkeypatch.setattr(few_tokens.decode, "MOST_LONG_BUCKET", 5)
+    monkeypatch.setattr(few_tokens.decode, "very_few", lambda slots, experts: True)
+    monkeypatch.setattr(few_tokens.decode, "MOST_SHORT_BUCKET", 5)
     cuda_choosing.forget_choices()
     ids = make_routing("sentinels", tokens, 3, few_tokens.EXPERTS).index
     few_tokens.check(few_tokens.Layer(776, 328, layouts=layouts, bias=True), few_tokens.operands(ids, 776))

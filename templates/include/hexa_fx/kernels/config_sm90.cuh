@@ -3,8 +3,8 @@
 //   row tile     D[p, :] = epilogue(A[row(p), :] @ W[e(p)] + bias[e(p)])            ESMM, p a row in expert order
 //   weight tile  dW[e]   = sum over rows p of e of P[row(p), :]^T Q[p, :]            ESTMM, with column sums of Q: ESS
 //
-// `low_rank` row tiles add U[p, :] @ C[e(p)] to the product before the epilogue: the last steps of the contraction are over U, rows in expert
-// order, and C, both by the copy engine, which fills up the last step with zeros.
+// `low_rank` row tiles add U[p, :] @ C[e(p)] to the product before the epilogue: the first steps of the contraction are over U, rows in expert
+// order, and C, both by the copy engine, which fills up their last one with zeros, while gathered rows are still on their way.
 //
 // One persistent CTA an SM: warpgroup 0 loads (warps 0 and 1 gather, 2 hands gathered stages over, 3 runs the copy engine and the
 // queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to

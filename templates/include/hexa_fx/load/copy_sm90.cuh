@@ -79,20 +79,21 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, C::RowBox), own = to - low_rank_steps<C>(p);
-    for (int k = from; k < own; ++k) {
-      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * kLineBytes));
-      if constexpr (!C::GatherRows) load_rows(bar, t, k, blocks, kRowsMap);
-      load_weight<kWeightMap, kUpMap>(bar, t, k);
-      pipe.template next<C::Stages>();
-    }
+    const int blocks = ceil_div(t.rows, C::RowBox), added = low_rank_steps<C>(p);
     if constexpr (C::LowRank > 0) {
-      for (int k = 0; k < to - own; ++k) {
+      for (int k = 0; k < added; ++k) {
         uint64_t* bar = open<false>(blocks * (C::RowBox * kLineBytes));
         load_rows(bar, t, k, blocks, kAddedRowsMap);
         load_weight<kAddedWeightMap, kAddedUpMap>(bar, t, k);
         pipe.template next<C::Stages>();
       }
+      if constexpr (C::GatherRows && !C::Swapped) Barrier::arrive(&sm.added);
+    }
+    for (int k = from; k < to - added; ++k) {
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * kLineBytes));
+      if constexpr (!C::GatherRows) load_rows(bar, t, k, blocks, kRowsMap);
+      load_weight<kWeightMap, kUpMap>(bar, t, k);
+      pipe.template next<C::Stages>();
     }
     if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
       Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
@@ -142,8 +143,8 @@ struct Copier {
       if (t.kind == kEnd) break;
       int ticket = 0;
       if (scheduler) ticket = fetch_ticket(p);
-      // No earlier than that: gathering warps skip tiles of which they gather nothing, and steps of a second product, and a parity tells
-      // one round of the stages from the next, not from the one behind that.
+      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
+      // the next, not from the one behind that.
       const int late = kEarly ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
 #pragma unroll 1
       for (int part = 0; part < (kEarly ? 2 : 1); ++part) {

@@ -22,6 +22,7 @@ struct Gatherer {
   Smem<C>& sm;
   const GroupedParams& p;
   Pipe pipe;
+  uint32_t added = 0;  // phase of the barrier of that name
 
   CUTE_DEVICE int thread() const { return threadIdx.x & 63; }
   CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
@@ -33,16 +34,20 @@ struct Gatherer {
   }
 
   // The copy engine brings the steps of the second product, for which nobody waits for the gathering warps. So these must not wait for
-  // the steps' room either: a stage may be taken and given back before they look, and its parity is then again that of a stage without
-  // room, for good if the tile is the last. They pass by; the next tile comes when there was room for all of this one (see Copier::run).
-  // Consumers of swapped tiles count the gathering threads in every step.
+  // the steps' room: a stage may be taken and given back before they look, and its parity is then again that of a stage without
+  // room. They wait until the copying warp had room for all of them, so that no stage that follows is two rounds behind. Consumers of
+  // swapped tiles count the gathering threads in every step.
   CUTE_DEVICE void pass_low_rank() {
     if constexpr (C::LowRank > 0 && C::Swapped) {
       for (int k = 0; k < low_rank_steps<C>(p); ++k) {
         wait_for_room();
         issued();
       }
-    } else if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
+    } else if constexpr (C::LowRank > 0) {
+      Barrier::wait(&sm.added, added);
+      added ^= 1;
+      pipe.template skip<C::Stages>(low_rank_steps<C>(p));
+    }
   }
 
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
@@ -60,6 +65,7 @@ struct Gatherer {
     }
     const uint32_t offset = swizzled(r, c);
     const int blocks = t.rows > 64 ? kRows / 8 : 1;
+    pass_low_rank();
     for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
       wait_for_room();
       const uint32_t dst = opaque(stage_address() + offset);
@@ -75,7 +81,6 @@ struct Gatherer {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
-    pass_low_rank();
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
@@ -93,6 +98,7 @@ struct Gatherer {
     }
     const uint32_t offset = swizzled(r, c);
     const int passes = ceil_div(t.rows - r, kTogether);
+    pass_low_rank();
     for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
       const int left = __shfl_sync(~0u, passes, lane_id());  // itself: the compiler would keep all that follows from it, and spill
       wait_for_room();
@@ -104,7 +110,6 @@ struct Gatherer {
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
-    pass_low_rank();
   }
 
   // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
@@ -191,6 +196,7 @@ struct RelayWarp {
         continue;
       }
       if (lane_id() == 0) {
+        if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
         for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
           Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);
           parity ^= 1u << pipe.index;
@@ -198,7 +204,6 @@ struct RelayWarp {
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();
         }
-        if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
         if constexpr (C::Borrow) pipe.template next<C::Stages>();
       }
       __syncwarp();

@@ -19,7 +19,7 @@ struct MainLoop {
   // A stage is given back when the step behind it is queued; in weight tiles, when that step's first product is: this keeps the tensor
   // cores busy meanwhile, and loads get most of a step more to come. Row tiles are no faster with that.
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind the first step's
-  // multiplications. Of a weight tile's step 0 the first `odd` rows count. The last `low_rank` steps are of the second product.
+  // multiplications. Of a weight tile's step 0 the first `odd` rows count. The first `low_rank` steps are of the second product.
   template <int Active, bool Sum, class Acc, class Meanwhile>
   CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile,
                        int odd = 0, int low_rank = 0) {
@@ -54,7 +54,27 @@ struct MainLoop {
       k = 1;
     }
     if (Weight) mma.accumulate_ = GMMA::ScaleOut::One;
-    for (; k < k_tiles - low_rank; ++k) {
+    if constexpr (!Weight && C::LowRank > 0) {  // written out: kernels without it keep their code
+      for (; k < low_rank; ++k) {
+        Barrier::wait(&sm.full[pipe.index], pipe.phase);
+        if constexpr (Active > 0) {
+          warpgroup_arrive();
+          CUTE_UNROLL
+          for (int kk = 0; kk < C::LowRank; ++kk) {
+            CUTE_UNROLL
+            for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
+            mma.accumulate_ = GMMA::ScaleOut::One;
+          }
+          warpgroup_commit_batch();
+        }
+        if (k == 0) meanwhile();
+        if constexpr (Active > 0) warpgroup_wait<1>();
+        if (previous >= 0) release(sm, previous);
+        previous = pipe.index;
+        pipe.template next<C::Stages>();
+      }
+    }
+    for (; k < k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       if constexpr (Active > 0) {
         warpgroup_arrive();
@@ -72,31 +92,13 @@ struct MainLoop {
         warpgroup_commit_batch();
       }
       if constexpr (Sum) sum.add(sm, pipe.index, warp, group);
-      if (k == 0) meanwhile();
+      if (C::LowRank == 0 && k == 0) meanwhile();
       if constexpr (!Weight) {
         if constexpr (Active > 0) warpgroup_wait<1>();
         if (previous >= 0) release(sm, previous);
       }
       previous = pipe.index;
       pipe.template next<C::Stages>();
-    }
-    if constexpr (!Weight && C::LowRank > 0) {  // written out: kernels without it keep their code
-      for (; k < k_tiles; ++k) {
-        Barrier::wait(&sm.full[pipe.index], pipe.phase);
-        if constexpr (Active > 0) {
-          warpgroup_arrive();
-          CUTE_UNROLL
-          for (int kk = 0; kk < C::LowRank; ++kk) {
-            CUTE_UNROLL
-            for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
-          }
-          warpgroup_commit_batch();
-          warpgroup_wait<1>();
-        }
-        if (previous >= 0) release(sm, previous);
-        previous = pipe.index;
-        pipe.template next<C::Stages>();
-      }
     }
     if constexpr (C::PingPong) NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     if constexpr (Active > 0) {

@@ -50,12 +50,12 @@ struct SwappedLoop {
       previous = pipe.index;
       pipe.template next<C::Stages>();
     };
-#pragma unroll 1
-    for (int k = 0; k < t.k_tiles - low_rank; ++k) step(Int<C::BK / Operand::kInner>{});
     if constexpr (C::LowRank > 0) {
 #pragma unroll 1
       for (int k = 0; k < low_rank; ++k) step(Int<C::LowRank>{});
     }
+#pragma unroll 1
+    for (int k = 0; k < t.k_tiles - low_rank; ++k) step(Int<C::BK / Operand::kInner>{});
     warpgroup_wait<0>();
     fence();
     if (previous >= 0) release(sm, previous);

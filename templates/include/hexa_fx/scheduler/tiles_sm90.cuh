@@ -24,11 +24,12 @@ struct Counts {
     ahead = first ? weight * p.experts : 0;
     beside = first ? 0 : weight;
   }
-  // Whether the steps of a weight tile are 4 % of those of a block.
+  // Whether the steps of a weight tile are 4 % of those of a block; 25 % where tiles are narrow, which only stream rows: what comes
+  // first is then read from memory twice.
   CUTE_DEVICE bool long_weight_tiles(const GroupedParams& p) const {
     const float steps = float(p.n) / float(max(p.experts, 1) * C::BK);
     const float all = float(w_m) * w_n * p.experts * steps + float(n_tiles) * p.n / C::BM * ceil_div(p.K, C::BK);
-    return 25.f * steps * gridDim.x > all;
+    return (C::BN == C::Operand::kLine ? 4.f : 25.f) * steps * gridDim.x > all;
   }
   static CUTE_DEVICE int units(int mb, int nb) {
     if constexpr (C::Swapped) return mb * ceil_div(nb, C::Cluster);
