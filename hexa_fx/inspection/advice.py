@@ -42,6 +42,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "set its probability to 0. In eval mode the block is rewritten as it is.",
     ),
     (
+        ("is applied to parameters of the experts before these are read",),
+        "Keep the parameters as they are to be used: limit them after each optimizer step, not in every forward.",
+    ),
+    (
         ("writes to the terminal or to a log",),
         "Print, log or warn where the block is called, or under an attribute (`if self.verbose:`), which is checked in every call.",
     ),

@@ -18,7 +18,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
-from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, RowFactor, TokenRows
+from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.operations import (
@@ -34,7 +34,7 @@ from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
 
 Node = torch.fx.Node
-Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
+Role = Literal["outputs", "added", "hidden", "rows", "factor", "select", "weights"]
 
 _SIZES = frozenset("size numel nelement dim stride".split())
 _OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
@@ -72,6 +72,8 @@ class _Walk:
     lost: dict[Node, Lost] = field(default_factory=dict)
     seen: set[tuple[Role, Node]] = field(default_factory=set)
     todo: list[tuple[Role, Node]] = field(default_factory=list)
+    emitted: set[Node] = field(default_factory=set)
+    """What is made of single experts' parameters, and computed as recorded."""
 
     def __post_init__(self) -> None:
         match = self.match
@@ -82,6 +84,10 @@ class _Walk:
         self.read = {self.twin[node] for known in read for node in _views_behind(known)}
         self.behind_read = {self.twin[node] for node in ancestors(read)}
         self.bases = _bases(match)
+        steps = match.body.steps.values() if isinstance(match.body, FreeBody) else ()
+        self.parameters = self.bases | {
+            role.bias for role in steps if isinstance(role, Product) and role.bias is not None
+        }
         inactive = [n for n in match.captured.graph.nodes if n not in self.replaced and self._may_hide(n)]
         self.from_inactive = descendants(inactive)
         self.ends = {instance.second.node: instance.second.data for instance in match.instances}
@@ -93,6 +99,9 @@ class _Walk:
 
     def run(self) -> tuple[Lost, ...]:
         self.todo.append(("outputs", self.match.output))
+        for node in ancestors([self.match.output]):
+            if not self.tags[node].weight and self.twin[node] not in self.behind_read:
+                self._also("weights", self._parameters_in(node))
         if isinstance(self.match.body, FreeBody):
             self._runs(self.match.body)
         else:
@@ -117,6 +126,8 @@ class _Walk:
                 self._also("rows", body.runs[node])
             elif isinstance(role, RowFactor):
                 self._also("factor", body.runs[node])
+            elif isinstance(role, FromExpert):
+                self.emitted |= {*body.runs[node]}
 
     def _also(self, role: Role, nodes: Iterable[Node]) -> None:
         self.todo += [(role, node) for node in nodes]
@@ -225,6 +236,17 @@ class _Walk:
                 self._lose(node, "select")
         else:
             self._also("select", node.all_input_nodes)
+
+    def _weights(self, node: Node) -> None:
+        """The experts' parameters on their way to what reads them: the rewritten graph reads them as they are."""
+        moved = operation(node) in MOVES | MADE or not (is_tensor(node) and node.op.startswith("call"))
+        if moved or node in self.emitted:
+            self._also("weights", self._parameters_in(node))
+        else:
+            self._lose(node, "weights")
+
+    def _parameters_in(self, node: Node) -> list[Node]:
+        return [n for n in node.all_input_nodes if self.tags[n].weight and self.tags[n].bases & self.parameters]
 
     def _is_read_weight(self, node: Node) -> bool:
         tag = self.tags[node]

@@ -21,6 +21,7 @@ from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dro
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.mixing import refuse_mixing
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import Contraction
@@ -36,7 +37,7 @@ from hexa_fx.passes.detect.rules import (
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.steps import StepReader, refuse_mixing
+from hexa_fx.passes.detect.steps import StepReader
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 

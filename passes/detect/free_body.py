@@ -70,6 +70,11 @@ class OfExpert:
 
 
 @dataclass(frozen=True)
+class FromExpert:
+    """The recorded operation, element by element, on a parameter of the row's expert: ``1 + weight``, ``softplus(beta)``."""
+
+
+@dataclass(frozen=True)
 class Product:
     """``data @ W[e].T + b[e]``."""
 
@@ -84,7 +89,7 @@ class Copy:
     """The recorded operation on the new operands."""
 
 
-Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | Product | Copy
+Role = TokenRows | RowFactor | RowCount | Outside | Shared | Literal | OfExpert | FromExpert | Product | Copy
 
 
 @dataclass(frozen=True)

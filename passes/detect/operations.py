@@ -55,6 +55,18 @@ EACH = COMPARED | frozenset(
 )
 """Operations that change every number on its own."""
 
+BROADCASTING = frozenset(
+    "add sub mul div truediv true_divide multiply divide subtract pow rsub maximum minimum where lerp addcmul addcdiv "
+    "iadd isub imul itruediv add_ sub_ mul_ div_ __radd__ __rmul__ __rsub__ __rtruediv__ __rpow__".split()
+)
+"""Element-wise operations that broadcast, so that a parameter of the row's expert may be an operand."""
+
+ELEMENTWISE = frozenset(
+    "exp expm1 log log1p sqrt rsqrt square abs neg reciprocal sigmoid tanh softplus relu silu gelu elu sin cos clamp clamp_min "
+    "clamp_max to float double __neg__".split()
+)
+"""What may be done to a parameter of the row's expert before its rows meet it."""
+
 _BY_ROW = frozenset(
     "norm vector_norm sum mean amax amin softmax log_softmax normalize any all var std linalg_norm".split()
 )

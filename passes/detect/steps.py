@@ -19,6 +19,7 @@ from hexa_fx.passes.detect.alike import Column, expert_operands, in_one_expert
 from hexa_fx.passes.detect.free_body import (
     TIED,
     Copy,
+    FromExpert,
     Literal,
     OfExpert,
     Outside,
@@ -29,22 +30,17 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, is_tensor, operation, twins
-from hexa_fx.passes.detect.operations import MADE
+from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, is_tensor, literals, operation, twins
+from hexa_fx.passes.detect.operations import BROADCASTING, ELEMENTWISE, MADE
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import moved_from
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-BROADCASTING = frozenset(
-    "add sub mul div truediv true_divide multiply divide subtract pow rsub maximum minimum where lerp addcmul addcdiv "
-    "iadd isub imul itruediv add_ sub_ mul_ div_ __radd__ __rmul__ __rsub__ __rtruediv__ __rpow__".split()
-)
-"""Element-wise operations that broadcast, so that a parameter of the row's expert may be an operand."""
-
 NORMS = frozenset("layer_norm rms_norm".split())
 ACTIVATIONS_WITH_PARAMETER = frozenset(("prelu",))
+MADE_OF_A_PARAMETER = "the experts compute with something made from a parameter"
 MIXED_WEIGHT = "an expert product mixes several parameters in its weight"
 
 
@@ -122,7 +118,12 @@ class StepReader:
                 "norms are what can be rewritten"
             )
             raise Refuse(TIED if operation(node) in CONTRACTIONS else said, node)
-        return self._copy(column)
+        found = self._copy(column)
+        if operation(node) in ACTIVATIONS_WITH_PARAMETER and any(
+            isinstance(self.roles[n], FromExpert) for n in parameters
+        ):
+            raise Refuse(MADE_OF_A_PARAMETER, node)
+        return found
 
     def _check_rows(self, column: Column) -> None:
         node = column[self.run]
@@ -199,17 +200,35 @@ class StepReader:
             return Shared(str(node.target))
         return self._copy(column)
 
-    def _of_expert(self, column: Column) -> OfExpert:
+    def _of_expert(self, column: Column) -> OfExpert | FromExpert:
         node = column[self.run]
         bases = self.tags[node].bases
         stored = self.weights.table(next(iter(bases))) if len(bases) == 1 else None
         if stored is None:
             raise Refuse("the experts compute with a combination of their parameters", node)
+        if operation(node) in ELEMENTWISE | BROADCASTING and len(node.all_input_nodes) == 1:
+            # which may do nothing on the example, as a clamp
+            return self._from_expert(column)
         table = stored[1]
         for member, expert in zip(column, self.experts):
             if expert >= len(table) or not torch.equal(self.replay.value(member).flatten(), table[expert]):
-                raise Refuse("the experts compute with something made from a parameter", node)
+                return self._from_expert(column)
         return OfExpert(next(iter(bases)), tuple(record_of(node).value.shape))
+
+    def _from_expert(self, column: Column) -> FromExpert:
+        node = column[self.run]
+        operands = [n.all_input_nodes for n in column]
+        done = {(operation(n), tuple(literals([n])), len(given)) for n, given in zip(column, operands)}
+        known = (
+            operation(node) in ELEMENTWISE | BROADCASTING
+            and len(done) == 1
+            and len(operands[0]) == 1
+            and not record_of(node).writes
+        )
+        if not known or record_of(operands[self.run][0]).value.shape != record_of(node).value.shape:
+            raise Refuse(MADE_OF_A_PARAMETER, node)
+        self._visit(tuple(given for (given,) in operands))
+        return FromExpert()
 
     def _tensor(self, column: Column) -> Role:
         source = self._token_rows(column)
@@ -267,34 +286,3 @@ class StepReader:
         if len({operation(n) for n in column}) != 1 or not node.all_input_nodes:
             raise Refuse("experts are given different numbers", node)
         return self._copy(column)
-
-
-def refuse_mixing(reader: StepReader) -> None:
-    """Other rows' tokens are changed; a row that answers to that is mixed with others.
-
-    Raises:
-        Refuse: names the first operation whose rows depend on each other.
-    """
-    steps = [node for node, role in reader.roles.items() if isinstance(role, (Copy, Product)) and is_float(node)]
-    order = {node: place for place, node in enumerate(reader.captured.graph.nodes)}
-    given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
-    generator = torch.Generator().manual_seed(17)
-    for parity in (0, 1):
-        replace: dict[torch.fx.Node, torch.Tensor] = {}
-        for node in {n for column in given for n in column}:
-            value = reader.replay.value(node).clone()
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
-            value[parity::2] = noise[parity::2]
-            replace[node] = value
-        wanted = [n for node in steps for n in reader.columns[node]]
-        answers = reader.replay.run(replace, wanted)
-        expected = reader.replay.run({n: reader.replay.value(n) for n in replace}, wanted)
-        for node in sorted(steps, key=order.__getitem__):
-            for member in reader.columns[node]:
-                before, after = expected[member], answers[member]
-                if before.dim() and not _same(before[1 - parity :: 2], after[1 - parity :: 2]):
-                    raise Refuse(f"{operation(node)} inside the experts mixes rows of different tokens", node)
-
-
-def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return torch.allclose(before.double(), after.double(), rtol=1e-9, atol=1e-9, equal_nan=True)  # some are in 8 bits

@@ -23,6 +23,7 @@ from hexa_fx.ops.row_dropout import drop, kept_rows
 from hexa_fx.passes.detect.dropouts import probability
 from hexa_fx.passes.detect.free_body import (
     FreeBody,
+    FromExpert,
     Literal,
     OfExpert,
     Outside,
@@ -66,7 +67,7 @@ class RowEmitter:
         """The (T, D) result for ids and routing weights (T, k)."""
         self._route(index, top_k)
         for node, role in self.body.steps.items():
-            if not isinstance(role, OfExpert):
+            if not isinstance(role, (OfExpert, FromExpert)):
                 self._new[node] = self._step(node, role)
         rows = self._new[self.body.output]
         return self._call(torch.ops.hexa.combine.default, rows, weights, self._inv, self._offs, top_k)
@@ -183,18 +184,27 @@ class RowEmitter:
     def _copy(self, node: Node) -> Node:
         if node in self._kept:
             return self._call(drop, self._operand(node.all_input_nodes[0], node), self._kept[node], probability(node))
-        parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], OfExpert)]
+        parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], (OfExpert, FromExpert))]
         if parameters and operation(node) in _SPECIAL:
             return _SPECIAL[operation(node)](self, node)
-        copy = self.graph.node_copy(node, lambda n: self._operand(n, node))
+        return self._as_recorded(node, lambda operand: self._operand(operand, node))
+
+    def _as_recorded(self, node: Node, operand: Callable[[Node], Node]) -> Node:
+        copy = self.graph.node_copy(node, operand)
         copy.meta = {"from": node.name, "location": record_of(node).location}
         return copy
 
     def _operand(self, operand: Node, reader: Node) -> Node:
-        role = self.body.steps[operand]
-        if isinstance(role, OfExpert):
-            return self._of_expert(role, record_of(reader).value.dim())
+        if isinstance(self.body.steps[operand], (OfExpert, FromExpert)):
+            return self._of_parameter(operand, record_of(reader).value.dim())
         return self._new[operand]
+
+    def _of_parameter(self, node: Node, dims: int) -> Node:
+        """A parameter of every row's expert, or what is made of it, for a reader with ``dims`` dimensions."""
+        role = self.body.steps[node]
+        if isinstance(role, OfExpert):
+            return self._of_expert(role, dims)
+        return self._as_recorded(node, lambda operand: self._of_parameter(operand, dims))
 
     def _norm(self, node: Node) -> Node:
         """A normalisation with the expert's weight and bias: done without them, then scaled and shifted."""
