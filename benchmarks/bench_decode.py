@@ -5,10 +5,10 @@
 Each time is that of a CUDA graph that runs `--layers` layers one after another (two from 512 tokens on), over their number: they
 have weights and routings of their own, so that no weight is found in a cache. ``hexa`` is `hexa::moe_ffn` as it comes, ``general``
 the same with HEXA_FX_FEW_TOKENS=0, up to 256 tokens, ``grouped`` transformers' experts with `grouped_mm`, ``vllm`` and ``sglang``
-the Triton layers of these packages where they are installed (else a line says why not). ``limit`` is the time in which an H200 can
-read the weights of the experts that are reached once at 4.8 TB/s, or multiply at 989 TFLOP/s if that takes longer; ``read`` the
-time of reading at the rate at which this card reads one large tensor. ``error`` is ||out - ref|| / ||ref|| of the first layer
-against ``general``, or ``grouped``. ``--tiles`` times tiles of both products.
+the Triton layers of these packages where they are installed (else a line says why not). ``limit`` is the time in which the card
+can read the weights of the experts that are reached once at its nominal rate (H200: 4.8 TB/s, H100: 3.35), or multiply at 989
+TFLOP/s if that takes longer; ``read`` the time of reading at the rate at which it reads one large tensor. ``error`` is ||out -
+ref|| / ||ref|| of the first layer against ``general``, or ``grouped``. ``--tiles`` times tiles of both products.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hexa_fx.cuda import calls, choosing
 from hexa_fx.jit import kernel as jit_kernel
 
 OPS, DEVICE, BF16 = torch.ops.hexa, "cuda", torch.bfloat16
-NOMINAL_BYTES, NOMINAL_FLOPS = 4.8e12, 989e12
+NOMINAL_BYTES, NOMINAL_FLOPS = {"H200": 4.8e12, "H100": 3.35e12}, 989e12
 MOST_FEW, MANY = 256, 512
 """Tokens up to which a layer may take launches of its own; and from which on two layers are more than any cache holds."""
 Weights = tuple[Tensor, Tensor]
@@ -131,7 +131,8 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, weig
     row |= {f"{key}_us": ms * 1e3 / len(pairs) for key, ms in times.items()}
     row["bytes"] = sum(c[1].unique().numel() for c in calls_of) / len(pairs) * 6 * s.model * s.inner
     flops = 6.0 * tokens * s.top_k * s.model * s.inner
-    row["limit_us"] = max(row["bytes"] / NOMINAL_BYTES, flops / NOMINAL_FLOPS) * 1e6
+    nominal = next((of_card for card, of_card in NOMINAL_BYTES.items() if card in torch.cuda.get_device_name()), rate)
+    row["limit_us"] = max(row["bytes"] / nominal, flops / NOMINAL_FLOPS) * 1e6
     row["read_us"] = row["bytes"] / rate * 1e6
     if options.tiles:
         row["tiles"] = list(tile_times(pairs))

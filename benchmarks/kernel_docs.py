@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pages import fill, table
-from benchmarks.speed_plots import TOKENS, WAYS
+from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -104,16 +105,15 @@ def decode(folder: Path) -> str:
     return table(["tokens", "hexa_fx (ms)", f"transformers {', '.join(others.values())} (ms)"], lines)
 
 
-def tokens(folder: Path) -> str:
+def tokens(folder: Path, name: str = TOKENS, ways: dict[str, str] = WAYS) -> str:
     """A layer's forward as a CUDA graph by number of tokens, beside peers and the limit: microseconds."""
-    rows = json.loads((folder / TOKENS).read_text())["rows"]
     lines = []
-    for row in rows:
+    for row in json.loads((folder / name).read_text())["rows"]:
         if row["tokens"] in _SHOWN:
-            times = [f"{row[f'{way}_us']:,.1f}" if f"{way}_us" in row else "" for way in WAYS]
+            times = [f"{row[f'{way}_us']:,.1f}" if f"{way}_us" in row else "" for way in ways]
             part = f"{row['limit_us'] / row['hexa_us']:.0%}"
             lines.append([row["shape"], f"{row['tokens']:,}", *times, f"{row['limit_us']:,.1f}, {part}"])
-    return table(["shape", "tokens", *WAYS.values(), "limit, its part of hexa_fx's"], lines)
+    return table(["shape", "tokens", *ways.values(), "limit, its part of hexa_fx's"], lines)
 
 
 _SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384, 65536)
@@ -283,6 +283,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "layers": summary,
         "other card": other_card,
         "tokens": tokens,
+        "tokens h100": partial(tokens, name="tokens_h100.json", ways=WITH_KERNELS),
         "decode": decode,
         "packed": packed,
     },

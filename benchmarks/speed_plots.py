@@ -17,6 +17,14 @@ IMAGES = ROOT / "docs" / "images"
 NOMINAL_BYTES, NOMINAL_FLOPS = 4.8e12, 989e12
 """Of an H200, bytes and FLOPs in bf16 a second, as its data sheet has them."""
 WAYS = {"hexa": "hexa_fx", "sglang": "SGLang", "vllm": "vLLM", "grouped": "transformers' grouped_mm"}
+WITH_KERNELS = {
+    "hexa": "hexa_fx",
+    "sglang": "SGLang",
+    "sglang_kernels": "its kernels alone",
+    "vllm": "vLLM",
+    "vllm_kernels": "its kernels alone",
+}
+"""The same with peers' kernels without what assigns rows to blocks."""
 _LEFT, _WIDE, _HIGH, _TOP = 60, 440, 270, 58
 
 _STYLE = """
