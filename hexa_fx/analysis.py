@@ -86,7 +86,8 @@ def analyse_model(
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
-    What these runs append to lists or put into objects is taken out again. Autocast is off in them: what blocks give under it is
+    What these runs append to lists or put into objects is taken out again. Caches that they fill stay, since rewritten blocks may
+    rely on them, unless no block was rewritten. Autocast is off in them: what blocks give under it is
     found out for each of its dtypes (`hexa_fx.passes.modes.autocast`), and rounding would hide what is compared.
 
     Args:
@@ -95,12 +96,14 @@ def analyse_model(
     """
     factors = factors and config.compute == "native"
     effects = SideEffects(model, namespaces_of(model))
+    found: ModelAnalysis | None = None
     try:
         with autocast_off() as was_on:
             how = " with torch.autocast off" if was_on else ""
-            return _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
+            found = _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
+            return found
     finally:
-        effects.restore()
+        (effects.restore if found and found.rewritten else effects.undo)()
 
 
 def _analyse_model(

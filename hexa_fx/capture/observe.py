@@ -24,7 +24,7 @@ from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.isolation.written_parameters import parameters_restored
+from hexa_fx.isolation.written_tensors import tensors_restored
 
 SELECTIONS = frozenset(
     "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
@@ -111,7 +111,7 @@ def observe(
     recorded: dict[str, Observation] = {}
     mode = _Selections()
     with (
-        parameters_restored(model, with_parameters),
+        tensors_restored(model, with_parameters),
         restored(model),
         random_state_kept(),
         _hooks(model, suspects | numbered | packed, mode, recorded),

@@ -37,6 +37,7 @@ from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.isolation.written_tensors import put_back
 
 log = logging.getLogger(__name__)
 _CONDITIONS = ((False, False), (False, True), (True, False))
@@ -216,12 +217,15 @@ def _trial(
         recorder = Recorder(
             parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
         )
-        yield recorder, snapshot, replaced
+        try:
+            yield recorder, snapshot, replaced
+        finally:
+            put_back(((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()), recorder.written)
 
 
 def _met_among(tensors: set[int], recorder: Recorder) -> frozenset[str]:
     """Names of the constants that were read from these tensors, by id."""
-    return frozenset(name for name, identity in recorder.met.items() if identity in tensors)
+    return frozenset(name for name, tensor in recorder.met.items() if id(tensor) in tensors)
 
 
 @contextmanager

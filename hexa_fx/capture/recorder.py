@@ -23,6 +23,7 @@ from hexa_fx.capture.calls import (
     SYMBOLIC_FUNCTIONS,
     as_plain,
     check_readable,
+    exchanges,
     fields_of,
     fx_target,
     is_bookkeeping,
@@ -67,13 +68,13 @@ class Recorder(TorchFunctionMode):
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
-        self._written: dict[int, tuple[torch.fx.Node, int]] = {}
+        self.written: dict[int, tuple[torch.fx.Node, int]] = {}
         """By storage, the last write and the id of the tensor that it was made through."""
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self.pieces = Pieces(self)
-        self.met: dict[str, int] = {}  # for every constant, the id of the tensor it was read from
+        self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -84,8 +85,7 @@ class Recorder(TorchFunctionMode):
         storage = memory_of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
-        self._index[node] = self.count
-        self.count += 1
+        self._index[node], self.count = self.count, self.count + 1
         return node
 
     def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:
@@ -114,10 +114,8 @@ class Recorder(TorchFunctionMode):
         self._keep.append(tensor)
 
     def _node_for(self, tensor: torch.Tensor) -> torch.fx.Node:
-        node = self._node_of.get(id(tensor))
-        if node is None:
-            node = self._introduce(tensor)
-        written = self._written.get(memory_of(tensor))
+        node = self._node_of.get(id(tensor)) or self._introduce(tensor)
+        written = self.written.get(memory_of(tensor))
         if written is None or self._index[written[0]] <= self._index[node] or written[1] == id(tensor):
             return node
         read = self.add("call_function", functional.after, (node, written[0]), {}, tensor)
@@ -130,7 +128,7 @@ class Recorder(TorchFunctionMode):
         if name is None:
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
-            self.met[name] = id(tensor)
+            self.met[name] = tensor
         node = self.add("get_attr", name, (), {}, tensor)
         self._bind(tensor, node)
         return node
@@ -208,6 +206,9 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
+        if exchanges(func, name, args) and memory_of(args[0]) not in self._parameter_storages:
+            with torch.no_grad():  # the same numbers, by a write that shows
+                return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):
             self._ask(plain_args[0] if plain_args else None, name)
             return func(*plain_args, **plain_kwargs)
@@ -286,14 +287,13 @@ class Recorder(TorchFunctionMode):
             self.note_decision(node)
             return result
         if isinstance(result, torch.Tensor) and any(result is item for item in (*plain_args, *plain_kwargs.values())):
-            # Dropout in eval mode gives what it is given: who uses which, only identity tells.
-            result = result.view_as(result)
+            result = result.view_as(result)  # of dropout in eval mode say: who uses which, only identity tells
         return self._wrap_result(result, node)
 
     def _note_write(self, written: torch.Tensor, node: torch.fx.Node, result: Any) -> Any:
         record_of(node).writes = True
         self._bind(written, node)
-        self._written[memory_of(written)] = (node, id(written))
+        self.written[memory_of(written)] = (node, id(written))
         return result
 
 

@@ -21,8 +21,10 @@ from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.users_code import is_users
 
 _MOST = 256
+_LARGEST_ARRAY = 1 << 16
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
 
 
@@ -39,6 +41,7 @@ class SideEffects:
         self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
         self._global = Contents(_reached(self._namespaces))
         self._watched = {*self._held.holders(), *self._global.holders()}
+        self._arrays = [(a, a.copy()) for a in (*self._held.items(), *self._global.items()) if _is_array(a)]
         self._streams = Streams(block)
         self._codes = [(p, p.data) for p in named_tensors(block, "_parameters").values() if _holds_codes(p)]
 
@@ -63,6 +66,13 @@ class SideEffects:
         """Streams of random numbers, beside torch's own, that the run drew from."""
         return self._streams.drawn()
 
+    def undo(self) -> None:
+        """Puts everything back, also what counts as a cache or a counter, and the numbers of numpy's arrays."""
+        self.restore()
+        self._global.restore()
+        for array, values in self._arrays:
+            array[...] = values
+
     def restore(self) -> None:
         """Of globals, too, only what holds tensors of the run is put back."""
         self._streams.restore()
@@ -71,6 +81,12 @@ class SideEffects:
         for parameter, data in self._codes:
             if (parameter.data_ptr(), parameter.shape) != (data.data_ptr(), data.shape):
                 parameter.data = data
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of numpy's that a run may change, and no larger than what code counts in."""
+    kind = getattr(sys.modules.get("numpy"), "ndarray", None)
+    return kind is not None and type(value) is kind and value.size <= _LARGEST_ARRAY and value.flags.writeable
 
 
 def _holds_codes(parameter: torch.Tensor) -> bool:
@@ -103,12 +119,15 @@ def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
-    """The namespaces, the lists, dicts, objects and classes in them, and the lists and dicts in these."""
+    """The namespaces, the lists, dicts, objects and classes in them, the lists and dicts in these, and what functions keep."""
     seen: set[int] = set()
     for namespace in namespaces:
         where = str(namespace.get("__name__", "")).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in namespace.copy().items():
+            if isinstance(value, types.FunctionType) and id(value) not in seen and is_users(value.__module__ or ""):
+                seen.add(id(value))
+                yield from (Holder(name, kept) for kept in (vars(value), *(value.__closure__ or ())) if kept)
             if name.startswith("__") or id(value) in seen or not _may_hold(value):
                 continue
             seen.add(id(value))

@@ -66,7 +66,7 @@ class Contents:
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
     """What the module and those in it hold besides tensors and modules, and what is inside it; each once.
 
-    And the attributes of parameters that other libraries have classes for: quantised ones may be set up in their first use.
+    And the attributes of parameters: quantised ones, of other libraries' classes, may be set up in their first use.
     """
     seen: set[int] = set()
     for path, child in named_modules(module):
@@ -74,7 +74,7 @@ def held_by_modules(module: nn.Module) -> Iterator[Holder]:
             if name not in MODULE_STATE and is_object(value):
                 yield from _inside(f"{path or 'self'}.{name}", value, seen)
         for name, parameter in child._parameters.items():
-            if parameter is not None and is_of_other_library(parameter):
+            if parameter is not None and (is_of_other_library(parameter) or vars(parameter)):
                 yield from _inside(f"{path or 'self'}.{name}", vars(parameter), seen)
 
 
@@ -116,8 +116,17 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(holder))
     if isinstance(holder, (set, frozenset)):
         return [(id(item), item) for item in holder]
+    if isinstance(holder, types.CellType):
+        return [("", _content(holder))]
     filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
     return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing so far
+        return MISSING
 
 
 def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
@@ -169,10 +178,19 @@ def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
         (holder.extend if isinstance(holder, deque) else holder.update)(value for _, value in before)
     elif isinstance(holder, type):
         _put_attributes_back(holder, dict(before))
+    elif isinstance(holder, types.CellType):
+        _put_in_cell(holder, before[0][1])
     elif isinstance(holder, dict):
         _put_items_back(holder, dict(before))
     else:
         _put_slots_back(holder, dict(before))
+
+
+def _put_in_cell(cell: types.CellType, before: Any) -> None:
+    if before is not MISSING:
+        cell.cell_contents = before
+    elif _content(cell) is not MISSING:
+        del cell.cell_contents
 
 
 def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:

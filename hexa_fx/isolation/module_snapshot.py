@@ -82,10 +82,10 @@ class ModuleSnapshot:
         for number in changed:
             self._kept[number].put_back()
         for buffer, value in self._values:
-            _fill(buffer, value)
+            fill(buffer, value)
         for tensor, value in self._stores:
-            if not (_is_like(tensor, value) and torch.equal(tensor, value)):
-                _fill(tensor, value)
+            if not (is_like(tensor, value) and torch.equal(tensor, value)):
+                fill(tensor, value)
         return not changed
 
 
@@ -177,12 +177,14 @@ def _is_store(value: torch.Tensor) -> bool:
     return value.is_leaf and not value.requires_grad and value._base is None and not _overlaps_itself(value)
 
 
-def _is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+def is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` can be written into ``tensor`` as it is."""
     return (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
 
 
-def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if _is_like(tensor, value):
+def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a tensor the numbers that it had."""
+    if is_like(tensor, value):
         tensor.detach().copy_(value)
     else:  # resized, or cast through its data
         tensor.data = value.clone()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -277,3 +278,80 @@ def test_weights_that_a_first_call_or_a_mode_folds_factors_into(way: str) -> Non
     for mode in (True, False, True):
         torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+class Counts:
+    """What a forward counts in, in objects and in the class."""
+
+    shared = torch.zeros(E)
+    calls = 0
+
+    def __init__(self) -> None:
+        self.load, self.array, self.number = torch.zeros(E), np.zeros(E), 0
+
+
+def in_cells() -> tuple[Callable[[torch.Tensor], None], Callable[[], Any]]:
+    load, calls = torch.zeros(E), 0
+
+    def count(more: torch.Tensor) -> None:
+        nonlocal calls
+        load.add_(more)
+        calls += 1
+
+    return count, lambda: (load, calls)
+
+
+COUNTS, BY_NAME = Counts(), {"load": torch.zeros(E), "calls": 0}
+count_in_cells, cells = in_cells()
+
+
+def counted(load: torch.Tensor) -> None:
+    counted.calls += 1  # type: ignore[attr-defined]
+
+
+counted.calls = 0  # type: ignore[attr-defined]
+
+
+def change_class(block: Any, load: torch.Tensor) -> None:
+    Counts.shared += load
+    Counts.calls += 1
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]] = {
+    "an object's tensor": (lambda m, load: m.kept.load.add_(load), lambda m: m.kept.load),
+    "a part of it": (lambda m, load: m.kept.load[:2].fill_(load.sum()), lambda m: m.kept.load),
+    "its data": (lambda m, load: setattr(m.kept.load, "data", load), lambda m: m.kept.load),
+    "its size": (lambda m, load: m.kept.load.resize_(E + 1).fill_(1.0), lambda m: m.kept.load),
+    "it by numpy": (lambda m, load: m.kept.load.numpy().__setitem__(0, 5.0), lambda m: m.kept.load),
+    "an object's array": (lambda m, load: m.kept.array.__iadd__(1.0), lambda m: m.kept.array),
+    "a global object": (lambda m, load: COUNTS.load.add_(load), lambda m: COUNTS.load),
+    "a global dict": (
+        lambda m, load: (BY_NAME["load"].add_(load), BY_NAME.update(calls=BY_NAME["calls"] + 1)),
+        lambda m: BY_NAME,
+    ),
+    "a class": (change_class, lambda m: (Counts.shared, Counts.calls)),
+    "cells": (lambda m, load: count_in_cells(load), lambda m: cells()),
+    "a function": (lambda m, load: counted(load), lambda m: counted.calls),
+    "a parameter's attribute": (
+        lambda m, load: setattr(m.router.weight, "calls", m.router.weight.calls + 1),
+        lambda m: m.router.weight.calls,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", OUTSIDE)
+def test_what_lies_outside_of_modules_is_as_it_was_where_a_block_is_refused(change: str) -> None:
+    keep, kept = OUTSIDE[change]
+    block = Block(lambda m, load: (keep(m, load), bool(load.sum() > 1e9)))
+    block.kept, block.router.weight.calls = Counts(), 0
+    before = copy.deepcopy(kept(block))
+    assert not hexa_fx.explain(block.train(), torch.randn(24, D)).rewritten
+    assert str(kept(block)) == str(before)
+
+
+def test_memory_that_a_tensor_of_an_object_gets_is_no_lost_result() -> None:
+    block = Block(lambda m, load: setattr(m.kept.load, "data", load))
+    block.kept = Counts()
+    optimized, x = hexa_fx.optimize(copy.deepcopy(block), torch.randn(24, D)), torch.randn(5, D)
+    block(x), optimized(x)
+    torch.testing.assert_close(optimized.kept.load, block.kept.load)

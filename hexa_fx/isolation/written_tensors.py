@@ -1,0 +1,117 @@
+"""Tensors that a run writes to and that were there before it, such as counts on an object, and what they held.
+
+Parameters are among them: a first call may fold a factor into a weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hexa_fx.isolation.module_snapshot import fill, is_like
+from hexa_fx.isolation.module_tree import named_tensors
+
+_OPERATORS = "set setitem iadd isub imul itruediv ifloordiv idiv imod ipow iand ior ixor array".split()
+_WRITES = frozenset(("numpy", *(f"__{name}__" for name in _OPERATORS)))
+"""Functions that write to a tensor, or give its memory to numpy, which may."""
+_SMALL = 1 << 16
+_NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuffer"))
+"""Functions that may give a tensor, or the memory of an array, that was there before."""
+
+
+@contextmanager
+def tensors_restored(root: nn.Module, with_parameters: Callable[[], object]) -> Iterator[None]:
+    """A context at whose end tensors that were there before have their own memory and numbers again.
+
+    What torch's functions are about to write to is copied, and nothing else. ``with_parameters`` is called if the tree's parameters
+    are among it: a flag that a parameter is set up may lie anywhere.
+    """
+    mode = _Writes(root)
+    try:
+        with mode:
+            yield
+    finally:
+        mode.restore()
+        if mode.wrote_parameters:
+            with_parameters()
+
+
+def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> None:
+    """Gives tensors what they held before a run.
+
+    Args:
+        held: tensors that were there before, each with a copy.
+        written: where storages are that functions of torch wrote to. Small tensors may have been written to by numpy as well.
+    """
+    for tensor, value in held:
+        small = value.numel() <= _SMALL
+        if not is_like(tensor, value) or _storage(tensor) in written or (small and not torch.equal(tensor, value)):
+            fill(tensor, value)
+
+
+class _Writes(TorchFunctionMode):
+    """Saves tensors before functions write to them, but for those that were made meanwhile."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.wrote_parameters = False
+        self._saved: dict[Any, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._made: set[int] = set()  # memory that is used again is again of a tensor that is made
+        self._at: dict[int, list[Tensor]] = defaultdict(list)
+        for parameter in named_tensors(root, "_parameters").values():
+            if place := _storage(parameter):
+                self._at[place].append(parameter)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        target = kwargs.get("out")
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
+            target = args[0] if args else kwargs.get("input")
+        for tensor in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(tensor, Tensor):
+                self._about_to_write(tensor, numbers=name != "__set__")
+        result = func(*args, **kwargs)
+        if name not in _NOT_MADE:
+            self._make(result, args)
+        return result
+
+    def _about_to_write(self, tensor: Tensor, numbers: bool) -> None:
+        place = _storage(tensor)
+        parameters = self._at.get(place, ())
+        self.wrote_parameters |= bool(parameters)
+        if place and place not in self._made:
+            for written in parameters or (tensor,):
+                self._save(written, numbers)
+
+    def _save(self, tensor: Tensor, numbers: bool) -> None:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), None if numbers else id(tensor)
+        _, data, value = self._saved.get(key, (tensor, tensor.data, None))
+        self._saved[key] = tensor, data, data.clone() if numbers and value is None else value
+
+    def _make(self, result: Any, args: Any) -> None:
+        made = {_storage(item) for item in (result if isinstance(result, (list, tuple)) else (result,))} - self._made
+        if made and not made <= {0}:
+            self._made |= made - {0, *map(_storage, args)}
+
+    def restore(self) -> None:
+        """Puts back what was saved, the first last: others may lie in the same memory."""
+        for tensor, data, value in reversed(self._saved.values()):
+            if value is not None:
+                data.copy_(value)
+            if (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
+                tensor.data = data
+
+
+def _storage(tensor: Any) -> int:
+    """Where a tensor's storage is; 0 if it has none, or it is no tensor."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
