@@ -139,7 +139,7 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
             return None
         own = 0 if slots == runs.rows.get(block) else slots
         has = has_slots(around, module, count, slots) or has_slots_of_their_own(around, module, count, own)
-        return (block, SLOTS) if has else None
+        return (block, SOFT if runs.of_same_tokens(members) else SLOTS) if has else None
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
     if not given:

@@ -51,6 +51,18 @@ class Soft(Listed):
         return (torch.stack([expert(x) for expert in self.experts], -1) * self.gate(x).softmax(-1)[:, None]).sum(-1)
 
 
+class SoftOfFewer(Soft):
+    """The gate has weights for twice as many experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = self.experts[: len(self.experts) // 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)[:, None, : len(self.experts)]
+        return (torch.stack([expert(x) for expert in self.experts], -1) * weights).sum(-1)
+
+
 class SoftSteps(Soft):
     """Experts compare what they compute."""
 
@@ -220,6 +232,7 @@ REASONS = {
     Masked: overlooked.THRESHOLD,
     Where: overlooked.THRESHOLD,
     Soft: overlooked.SOFT,
+    SoftOfFewer: overlooked.SOFT,
     Stacked: overlooked.SOFT,
     Slots: overlooked.SLOTS,
     ManySlots: overlooked.SLOTS,
