@@ -10,6 +10,7 @@ rules -> what one run cannot show
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +36,13 @@ from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merg
 from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
-from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
+from hexa_fx.passes.detect.projections import (
+    MIXED,
+    Contraction,
+    find_contractions,
+    group_instances,
+    without_scores,
+)
 from hexa_fx.passes.detect.routing import Routing, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
@@ -101,8 +108,8 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     found = find_several(captured, groups, families, look)
     if found is not None:
         return found
-    chosen_by_code = without_lone_parts(captured, groups)
-    wanted = [*(families.side_by_side or [None]), *([] if chosen_by_code is None else [chosen_by_code])]
+    narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
+    wanted = itertools.chain(families.side_by_side or [None], (family for family in narrower if family is not None))
     try:
         return first_match(partial(look, family) for family in wanted)
     except Refuse as refusal:

@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.graph import (
     is_scored,
     operation,
 )
-from hexa_fx.passes.detect.tags import ALL, Tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 MIXED = "the weight of an expert's matrix product is made of several parameters; it has to be one parameter, or a part of one"
@@ -58,6 +58,21 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
             found.append(contraction)
             levels[node] = max(levels[node], contraction.level)
     return found
+
+
+def without_scores(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str] | None:
+    """The parameters and groups that may be experts', if the code chooses from its products with others: a router's, as product
+    keys are. None if there are no others, or these are all."""
+    try:
+        contractions = find_contractions(captured, tag(captured, groups))
+    except Refuse:
+        return None
+    scored = {contraction.base for contraction in contractions if is_scored(contraction.node)}
+    if not scored or scored.issuperset(contraction.base for contraction in contractions):
+        return None
+    read = {str(node.target) for node in captured.graph.find_nodes(op="get_attr", sort=False)}
+    grouped = {name for names in groups.members.values() for name in names}
+    return (frozenset(groups.members) | read - grouped) - scored
 
 
 def _read_contraction(

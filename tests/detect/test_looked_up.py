@@ -106,6 +106,29 @@ class StackedByPairs(Stacked):
         return ProductKeys.pairs(self, torch.stack([f[0] for f in found]), torch.stack([f[1] for f in found]))
 
 
+class StackedByKeys(Stacked, ProductKeys):
+    """Product keys in one parameter of four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.router
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = ProductKeys.route(self, x)
+        return weights.flatten(-2), ids.flatten(-2)
+
+
+class LoopByKeys(StackedByKeys):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, (weights, ids) = x.reshape(-1, D), self.route(x)
+        out = torch.zeros_like(rows)
+        for number in range(E):
+            token, slot = torch.where(ids.reshape(len(rows), -1) == number)
+            hidden = (rows[token] @ self.first[number]).relu() @ self.second[number]
+            out.index_add_(0, token, hidden * weights.reshape(len(rows), -1)[token, slot, None])
+        return out.view(x.shape)
+
+
 class Scaled(Stacked):
     """Tables beside experts: there is something else to say about it."""
 
@@ -137,7 +160,7 @@ def test_the_tables_are_named_and_not_the_keys(kind: type[nn.Module], where: str
     assert "are parameters (experts, in, out) and its router's are matrices" in block.reason
 
 
-@pytest.mark.parametrize("kind", [Stacked, StackedByPairs])
+@pytest.mark.parametrize("kind", [Stacked, StackedByPairs, StackedByKeys, LoopByKeys])
 def test_what_it_says_is_rewritten_is(kind: type[nn.Module]) -> None:
     assert [block.status for block in report(kind).blocks] == ["rewritten"]
 
