@@ -99,7 +99,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def as_plain(value: Any) -> Any:
-    """``value`` with symbolic numbers, and what stands for ``int``, replaced by plain ones, for the call that is really made."""
+    """``value`` with symbolic numbers, and what stands for types of numbers, replaced by plain ones, for the call that is made."""
     if isinstance(value, SYMBOLIC):
         return value.node.value
     if isinstance(value, slice):
@@ -110,8 +110,7 @@ def as_plain(value: Any) -> Any:
         return tuple(as_plain(item) for item in value)
     if type(value) in (tuple, list, torch.Size):
         return type(value)(as_plain(item) for item in value)
-    # what stands for int equals it
-    return int if isinstance(value, type) and value in (int,) else value
+    return next((kind for kind in (int, float) if value == kind), value) if isinstance(value, type) else value
 
 
 def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:

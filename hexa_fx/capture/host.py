@@ -9,7 +9,7 @@ their arguments, so that a router can stay a router in the rewritten graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +30,12 @@ _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
 
 @contextmanager
-def visible_host(block: nn.Module, recorder: Recorder, ran: RanCode, plain_int: bool = False) -> Iterator[None]:
-    """A context in which the shims are installed for ``block`` and for all functions that ``ran`` hears of; or all but ``int``."""
+def visible_host(
+    block: nn.Module, recorder: Recorder, ran: RanCode, kept: Collection[type] = frozenset()
+) -> Iterator[None]:
+    """A context in which the shims are installed for ``block`` and all functions that ``ran`` hears of, but for ``kept`` types."""
     undo: list[Callable[[], None]] = []
-    shims = builtin_shims(recorder, plain_int)
+    shims = builtin_shims(recorder, kept)
     shimmed: set[int] = set()
 
     def shim(namespace: dict[str, Any]) -> None:

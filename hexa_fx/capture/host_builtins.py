@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 
 
-def builtin_shims(recorder: Recorder, plain_int: bool) -> dict[str, Any]:
-    """The stand-ins by the names that they go by; without ``int`` if that is to stay what it is."""
-    integer = int if plain_int else _int_shim(recorder)
-    shims = {
-        "type": _type_shim(integer),
+def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
+    """The stand-ins by the names that they go by; ``kept``: those of ``int`` and ``float`` that are to stay what they are."""
+    numbers = {int: _int_shim(recorder), float: _float_shim()}
+    known = {kind: shim for kind, shim in numbers.items() if kind not in kept}
+    return {kind.__name__: shim for kind, shim in known.items()} | {
+        "type": _type_shim(known),
         "len": _len_shim(recorder),
         "range": _range_shim(recorder),
         "divmod": _divmod_shim,
@@ -24,42 +25,52 @@ def builtin_shims(recorder: Recorder, plain_int: bool) -> dict[str, Any]:
         "min": _extremum_shim(min, recorder),
         "max": _extremum_shim(max, recorder),
     }
-    return shims if plain_int else {"int": integer, **shims}
 
 
 def _int_shim(recorder: Recorder) -> type:
-    class IntMeta(type):
-        """Makes a class that equals ``int``, in dicts and tuples of types that were made before."""
+    def made(value: Any = 0, *base: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return value
+        if isinstance(value, torch.SymFloat):
+            truncated = int(plain(value))
+            return wrap(truncated, recorder.record_call(int, (recorder.lift(value),), truncated), recorder)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return value.item()
+        return int(value, *base)
 
+    return _number_shim(int, torch.SymInt, made)
+
+
+def _float_shim() -> type:
+    def made(value: Any = 0.0) -> Any:
+        number = value.item() if isinstance(value, torch.Tensor) and value.dtype != torch.bool else value
+        return torch.sym_float(number) if isinstance(number, SYMBOLIC) else float(number)
+
+    return _number_shim(float, torch.SymFloat, made)
+
+
+def _number_shim(kind: type, symbolic: type, made: Callable[..., Any]) -> type:
+    """A class that equals ``kind``, in dicts and tuples of types that were made before, and makes what ``made`` gives."""
+
+    class NumberMeta(type):
         def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, (int, torch.SymInt))
+            return isinstance(instance, (kind, symbolic))
 
         def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, int)
+            return issubclass(subclass, kind)
 
         def __eq__(cls, other: object) -> bool:
-            return other is int or other is cls
+            return other is kind or other is cls
 
         def __hash__(cls) -> int:
-            return hash(int)
+            return hash(kind)
 
-    class Int(int, metaclass=IntMeta):
-        def __new__(cls, value: Any = 0, *base: Any) -> Any:
-            if isinstance(value, torch.SymInt):
-                return value
-            if isinstance(value, torch.SymFloat):
-                truncated = int(plain(value))
-                return wrap(truncated, recorder.record_call(int, (recorder.lift(value),), truncated), recorder)
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                return value.item()
-            return int(value, *base)
-
-    Int.__name__ = Int.__qualname__ = "int"
-    return Int
+    name = kind.__name__
+    return NumberMeta(name, (kind,), {"__new__": lambda cls, *args: made(*args), "__qualname__": name})
 
 
-def _type_shim(integer: type) -> type:
-    """``type(n)`` of a whole number is what the code knows by the name ``int``."""
+def _type_shim(known: dict[type, type]) -> type:
+    """``type(n)`` of a number is what the code knows by the name ``int`` or ``float``."""
 
     class TypeMeta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -73,7 +84,7 @@ def _type_shim(integer: type) -> type:
             if bases_and_body:
                 return type(value, *bases_and_body, **options)
             kind = torch.Size if isinstance(value, SymbolicSize) else type(plain(value))
-            return integer if kind is int else kind
+            return known.get(kind, kind) if kind in (int, float) else kind
 
     return Type
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -40,9 +40,14 @@ from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.written_tensors import put_back
 
 log = logging.getLogger(__name__)
-_CONDITIONS = ((False, False), (False, True), (True, False))
-"""Whether a run is made without random parameters and gradients, and whether ``int`` is what it is, as ``x.to(int)`` needs it. The
-first that a block runs under counts."""
+_CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
+    (False, frozenset()),
+    (False, frozenset({float})),
+    (False, frozenset({int, float})),
+    (True, frozenset()),
+)
+"""Whether a run is made without random parameters and gradients, and which types of numbers are what they are, as ``x.to(int)``
+needs them. The first that a block runs under counts."""
 
 
 def capture(
@@ -112,7 +117,7 @@ def _capture(
     replacements: Replacements,
     is_watched: Callable[[Any], bool],
     as_it_is: bool,
-    plain_int: bool,
+    kept: Collection[type],
     monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
@@ -131,7 +136,7 @@ def _capture(
         with noted_settings(recorder) as settings, reads.noted():
             reads.was_set = settings.has
             reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
-            result, arguments, given = _run(block, recorder, reads.ran, plain_int, bound, replacements.arguments)
+            result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
         stored = _stored(block, snapshot, settings, recorder, reads)
@@ -250,7 +255,7 @@ def _run(
     block: nn.Module,
     recorder: Recorder,
     ran: RanCode,
-    plain_int: bool,
+    kept: Collection[type],
     bound: inspect.BoundArguments,
     replaced: Mapping[str, torch.Tensor],
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
@@ -277,5 +282,5 @@ def _run(
         else:
             bound.arguments[name] = given(name, value)
     contents = Contents(holders)
-    with visible_host(block, recorder, ran, plain_int), scripts_as_python(all_of_them=True), recorder:
+    with visible_host(block, recorder, ran, kept), scripts_as_python(all_of_them=True), recorder:
         return block.forward(*bound.args, **bound.kwargs), tuple(named), contents

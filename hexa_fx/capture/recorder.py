@@ -250,20 +250,20 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, tuple):
             return self._size(args[0], value, name)
         if name == "__len__":
-            node = self.add("call_method", "size", (self.lift(args[0]), 0), {}, value)
-            self.note_decision(node)
+            self.note_decision(self.add("call_method", "size", (self.lift(args[0]), 0), {}, value))
             return value
         return wrap(value, self.add("call_method", name, self.lift(args), self.lift(kwargs), value), self)
 
     def _number_function(self, function: Any, args: Any) -> Any:
-        value = function(*[plain(item) for item in args])
-        return wrap(value, self.record_call(function, tuple(self.lift(item) for item in args), value), self)
+        value, given = function(*map(plain, args)), tuple(map(self.lift, args))
+        recorded = any(isinstance(item, torch.fx.Node) for item in given)  # else it is of constants alone
+        return wrap(value, self.record_call(function, given, value), self) if recorded else value
 
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
         kept = value if name in ("item", "tolist", "__bool__") else None
         node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
-        if name != "item":  # an item stays symbolic; what the host does with it is noted when it does it
+        if name != "item" and not (name == "tolist" and args[0].is_floating_point()):  # which the host is yet to use
             self.note_decision(node)
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
 

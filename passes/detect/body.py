@@ -159,6 +159,9 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
         values = torch.where(wide < 0.3, (spread - 0.5) * 2 * reach, 2 * noise)
         some = sorted({0, min(1, width - 1), width // 2, min(width // 2 + 1, width - 1)})
         values[:, some] = values[:, some].abs() + 0.5  # no activation makes the whole row zero
+        if 1 < width == len(some):  # else a ReLU would do nothing to narrow rows
+            every_other = torch.arange(0, len(values), 2, device=values.device)
+            values[every_other, every_other // 2 % width] *= -1
         parts = values.to(recorded[0].device).split(rows)
         replace |= {c.node: part.reshape(value.shape) for c, part, value in zip(batch, parts, recorded)}
     answers = replay.run(replace, [instance.second.data for instance in instances])

@@ -1,6 +1,10 @@
-"""Weights that the code reads as plain numbers, and ids that are not the places of experts."""
+"""Weights and sizes that code reads as plain numbers, ids that are not the places of experts, and numbers that are few."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +16,31 @@ from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E
 
 
-class WeightsByItem(Mixture):
+class ByPlainNumbers(Mixture):
     """The router gets no gradient from the outputs, only from its own loss."""
+
+    numbers: Callable[[torch.Tensor], Any]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat = x.reshape(-1, D)
         weights, index = self.gate(flat)
         rows = []
         for token in range(len(flat)):
-            given = zip(weights[token], index[token])
-            rows.append(sum(weight.item() * self.experts[int(number)](flat[token]) for weight, number in given))
+            given = zip(type(self).numbers(weights[token]), index[token])
+            rows.append(sum(weight * self.experts[int(number)](flat[token]) for weight, number in given))
         return torch.stack(rows).view(x.shape), weights.square().sum()
+
+
+class ByItem(ByPlainNumbers):
+    numbers = staticmethod(lambda weights: [weight.item() for weight in weights])
+
+
+class ByFloat(ByPlainNumbers):
+    numbers = staticmethod(lambda weights: [float(weight) for weight in weights])
+
+
+class ByList(ByPlainNumbers):
+    numbers = staticmethod(torch.Tensor.tolist)
 
 
 class Renumbered(Mixture):
@@ -64,9 +82,10 @@ class InPieces(Mixture):
         return torch.cat([super(InPieces, self).forward(piece) for piece in x.split(4, 1)], 1)
 
 
-def test_plain_numbers_pass_no_gradient_on() -> None:
+@pytest.mark.parametrize("kind", [ByItem, ByFloat, ByList])
+def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = WeightsByItem().double().eval()
+    model = kind().double().eval()
     optimized = hexa_fx.optimize(model, _tokens(2, 7))
     assert optimized.report.rewritten, optimized.report
     assert operators_run(optimized, (_tokens(1, 5),))
@@ -85,3 +104,39 @@ def test_what_is_said_of_others(kind: type[nn.Module], reason: str) -> None:
     torch.manual_seed(0)
     (block,) = hexa_fx.explain(kind().double().eval(), _tokens(2, 7)).blocks
     assert reason in block.reason
+
+
+class OfSizes(Mixture):
+    """What `float` makes of sizes, and the type by its name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = float(x.shape[0]) / math.sqrt(float(x.shape[-1]) / 2)
+        is_one = type(scale) is float and isinstance(scale, float)
+        return super().forward(x) * (scale if is_one else 0.0)
+
+
+def test_floats_of_sizes_stay_sizes() -> None:
+    torch.manual_seed(0)
+    model = OfSizes().double().eval()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    assert operators_run(optimized, (_tokens(1, 5),)), optimized.report
+    assert compare(model, optimized, (_tokens(3, 4),)).within(1e-10)
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.w1, self.w2 = nn.Parameter(torch.randn(E, D, width)), nn.Parameter(torch.randn(E, width, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        hidden = torch.einsum("td,tkdi->tki", x, self.w1[ids]).relu()
+        return (torch.einsum("tki,tkid->tkd", hidden, self.w2[ids]) * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_relu_of_narrow_experts_is_seen(width: int) -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(Narrow(width).double(), torch.randn(24, D).double()).blocks
+    assert block.status == "rewritten", block.reason
