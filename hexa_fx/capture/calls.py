@@ -20,11 +20,14 @@ METADATA = frozenset(
     "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested".split()
 )
 
+SETS_DATA = "__set_data__"
+"""What ``tensor.data = ...`` is called here, as all settings of properties have one name."""
+
 _UNRECORDED = frozenset(
     "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device __repr__ "
     "__format__ __hash__ is_complex is_autocast_enabled get_autocast_dtype "
     "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
-    "_is_view is_pinned __set__ __delete__ register_hook".split()
+    "_is_view is_pinned __set__ __set_data__ __delete__ register_hook".split()
 )
 
 
@@ -128,6 +131,11 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
     if _holds_tensor(args) or _holds_tensor(kwargs):
         return False
     return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)
+
+
+def name_of(func: Any) -> str:
+    """By what name a function that a mode is told of goes."""
+    return SETS_DATA if func == vars(torch._C.TensorBase)["data"].__set__ else getattr(func, "__name__", "")
 
 
 def _holds_tensor(value: Any) -> bool:

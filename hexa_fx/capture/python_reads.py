@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.capture.calls import user_location
+from hexa_fx.capture.calls import SETS_DATA, user_location
 from hexa_fx.capture.class_reads import ClassReads
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
@@ -41,6 +41,8 @@ _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
+_CHANGED = {"register_hook": "hook", SETS_DATA: "data"}
+"""What is done to a tensor, and not asked, by what `RanCode.asks` calls it."""
 _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
@@ -226,10 +228,14 @@ class PythonReads:
         self.ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
             frame = frame.f_back
-        if frame is None or attribute not in _OF_GRADIENTS or not is_users(str(frame.f_globals.get("__name__"))):
+        if (
+            frame is None
+            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
+            or not is_users(str(frame.f_globals.get("__name__")))
+        ):
             return
-        if attribute == "register_hook":
-            self.ran.asks["hook"].add(self.scope())
+        if attribute in _CHANGED:
+            self.ran.asks[_CHANGED[attribute]].add(self.scope())
         elif id(tensor) in self._met and attribute != "is_inference":
             self._read(tensor, attribute)
         else:

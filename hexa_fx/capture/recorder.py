@@ -28,6 +28,7 @@ from hexa_fx.capture.calls import (
     fx_target,
     is_bookkeeping,
     memory_of,
+    name_of,
     user_location,
     without_numpy,
     written_tensor,
@@ -49,8 +50,7 @@ class Recorder(TorchFunctionMode):
     functions: list[ModuleCall] = field(default_factory=list)
     sees_gradients: bool = True
     """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
-    forced: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """What calls return in place of their own results, by the number of their node."""
+    forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
     leave: Callable[[str], None] = lambda scope: None
     """Told when the code of a module hands over to another's, with the module's path."""
@@ -201,7 +201,7 @@ class Recorder(TorchFunctionMode):
     # -- the mode ------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, name_of(func)
         self.asked(None, "")
         if name == "__get__":
             return self._read_property(func, args)

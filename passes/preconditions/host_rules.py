@@ -34,6 +34,10 @@ _TENSOR_HOOKS = (
     "the code puts hooks on gradients (register_hook), which one run does not show at work; an autograd.Function around the "
     "experts can stay"
 )
+_DATA = (
+    "the code puts other memory behind a tensor (tensor.data = ...), which no graph shows; what is written in place "
+    "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
+)
 _IDENTITY = (
     "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
     "None, or a flag, can be asked for"
@@ -55,6 +59,8 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     called = called_in(rewritten.graph)
     if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
         return Refusal(captured.path, _TENSOR_HOOKS, settled=True)
+    if any(not is_within(scope, called) for scope in captured.asks.get("data", ())):
+        return Refusal(captured.path, _DATA, settled=True)
     several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)

@@ -131,3 +131,15 @@ def test_two_first_layers_of_different_widths() -> None:
     assert optimized.report.rewritten, str(optimized.report)
     found = compare(block, optimized, (_tokens(3, 5),), train=True)
     assert found.within(1e-10), found
+
+
+def _limit(weight: nn.Parameter) -> nn.Parameter:
+    weight.data = weight.data.clamp(-20, 20)
+    return weight
+
+
+def test_other_memory_behind_a_weight_is_seen() -> None:
+    torch.manual_seed(0)
+    block = Mixture(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
+    (report,) = hexa_fx.explain(block, _tokens(2, 7)).blocks
+    assert "the code puts other memory behind a tensor" in report.reason
