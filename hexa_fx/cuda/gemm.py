@@ -27,11 +27,9 @@ from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
 DECODE_BUCKET = 4
-"""Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
-
-LEAST_STREAMED_ROWS = 64
-"""From so many rows in all, or more than one an expert, a projection with nothing beside it is fastest in the Hopper family's tiles
-that go by 16 rows."""
+"""Up to 2^4 rows an expert a product only streams weights. The 16-row tiles of gemm_sm80 waste least there, but for projections
+that the Hopper family computes in swapped tiles, which go by 16 rows, too.
+"""
 
 SM80_ONLY = ("tanh",)
 """Activations without a Hopper epilogue."""
@@ -49,9 +47,8 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
-    if _few_rows(into.rows, o.offs, streams=True) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
-        return sm80.esmm(o, into=into)
-    return sm90.esmm(o, into=into)
+    takes = _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias))
+    return sm90.esmm(o, into=into) if takes else sm80.esmm(o, into=into)
 
 
 @product
@@ -238,8 +235,8 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
 
 def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
-    streams = not added and swaps("esmm_act", o.glu, o.layout)
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs, streams):
+    swapped = not added and swaps("esmm_act", o.glu, o.layout)
+    if _only_sm80(o.activation, o.glu) or (not swapped and _few_rows(o.rows, o.offs)):
         return False
     return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
 
@@ -259,11 +256,8 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
     return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
-def _few_rows(rows: int, offs: Tensor, streams: bool = False) -> bool:
-    """Whether tiles of 16 rows are best. streams: the Hopper family has such tiles as well."""
-    bucket = row_bucket(rows, offs.shape[0] - 1)
-    few = bucket == 0 and rows < LEAST_STREAMED_ROWS if streams else bucket <= DECODE_BUCKET
-    return few and not is_fixed()
+def _few_rows(rows: int, offs: Tensor) -> bool:
+    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

@@ -22,7 +22,6 @@ from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.cuda.calls import chosen, planned
 from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
-from hexa_fx.cuda.gemm import LEAST_STREAMED_ROWS
 from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
@@ -137,7 +136,6 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
         *SLOTS,
         *SUMMED_SLOTS,
         MOST_SLOTS,
-        LEAST_STREAMED_ROWS - 1,
         MOST_DECODED * top_k,
     )
     return sorted({tokens for limit in (0, *limits) if (tokens := limit // top_k + 1) <= most})

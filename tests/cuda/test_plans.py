@@ -338,7 +338,7 @@ def test_hopper_takes_what_it_can() -> None:
 def test_what_hopper_leaves_goes_to_the_other_family(case: str) -> None:
     x, w, v, offs = operands(
         torch.float32 if case == "float32" else torch.bfloat16,
-        1 if case == "few rows" else 400,
+        4 if case == "few rows" else 400,
         N + 1 if case == "odd width" else N,
     )
     if case == "odd stride":
@@ -346,6 +346,8 @@ def test_what_hopper_leaves_goes_to_the_other_family(case: str) -> None:
     with cuda_choosing.collect() as specs:
         if case == "tanh":
             cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
+        elif case == "few rows":  # and no swapped tile
+            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "silu", "interleaved")
         elif case == "both gathered":
             cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
         else:
