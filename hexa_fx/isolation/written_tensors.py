@@ -50,6 +50,8 @@ def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> 
         written: where storages are that functions of torch wrote to. Small tensors may have been written to by numpy as well.
     """
     for tensor, value in held:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of a transform that is over
+            continue
         small = value.numel() <= _SMALL
         if not is_like(tensor, value) or _storage(tensor) in written or (small and not torch.equal(tensor, value)):
             fill(tensor, value)

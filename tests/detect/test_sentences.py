@@ -310,3 +310,22 @@ class OwnExperts(TwoTasks):
 def test_soft_mixtures_for_several_tasks_are_named(kind: type[nn.Module]) -> None:
     (block,) = hexa_fx.explain(kind().double(), (_tokens(2, 7), torch.randint(E, (2, 7)))).blocks
     assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason
+
+
+class Mapped(nn.Module):
+    """Every expert on every token by `torch.vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2, -1)
+        stacked, _ = torch.func.stack_module_state(list(self.experts))
+        outputs = torch.vmap(lambda p, v: torch.func.functional_call(self.experts[0], p, (v,)), (0, None))(stacked, x)
+        return torch.einsum("etd,te->td", outputs, torch.zeros(len(x), 4).scatter(1, index, weights))
+
+
+def test_experts_under_vmap_are_named() -> None:
+    (block,) = hexa_fx.explain(Mapped(), torch.randn(9, 8)).blocks
+    assert "inside torch.func (vmap or grad), which hides the numbers" in block.reason
