@@ -169,10 +169,9 @@ def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tens
     return target if name == "__setitem__" or returns_target else None
 
 
-def exchanges(func: Any, name: str, args: Any) -> bool:
+def exchanges(name: str, args: Any) -> bool:
     """Whether a call gives a tensor the memory of another one of its shape: ``x.data = y``."""
-    is_data = name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data"
-    return is_data and all(isinstance(item, torch.Tensor) for item in args) and args[0].shape == args[1].shape
+    return name == SETS_DATA and all(isinstance(item, torch.Tensor) for item in args) and args[0].shape == args[1].shape
 
 
 _OWN_PACKAGES = ("torch.", "hexa_fx.capture", "contextlib")

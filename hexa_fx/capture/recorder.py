@@ -206,7 +206,7 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
-        if exchanges(func, name, args) and memory_of(args[0]) not in self._parameter_storages:
+        if exchanges(name, args) and memory_of(args[0]) not in self._parameter_storages:
             with torch.no_grad():  # the same numbers, by a write that shows
                 return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):
