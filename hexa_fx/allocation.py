@@ -49,12 +49,7 @@ def allocate(
     count = len(seconds)
     caps = [total] * count if caps is None else list(caps)
     fixed = [0.0] * count if fixed is None else list(fixed)
-    _check(seconds, total - least * count, tile, step, caps, fixed)
-    if any(cap < least for cap in caps):
-        raise PlanError(
-            f"the memory caps {caps} leave a device less than the {least} units that every one gets: raise the caps, or plan with "
-            "PartitionConfig(least_channels=0), which FSDP2 beside the partition does not take"
-        )
+    _check(seconds, total - least * count, tile, step, caps, fixed, least)
 
     def finish(i: int, share: int) -> tuple[float, float, int]:
         """When a device is done with a share, then what breaks ties."""
@@ -148,7 +143,9 @@ def even(
     return allocate([1.0] * count, total, tile=tile, caps=caps, least=least)
 
 
-def _check(seconds: Sequence[float], total: int, tile: int, step: int, caps: list[int], fixed: list[float]) -> None:
+def _check(
+    seconds: Sequence[float], total: int, tile: int, step: int, caps: list[int], fixed: list[float], least: int
+) -> None:
     if not seconds:
         raise PlanError("no devices to split over")
     if any(not (0 < t < float("inf")) for t in seconds):
@@ -157,6 +154,11 @@ def _check(seconds: Sequence[float], total: int, tile: int, step: int, caps: lis
         raise PlanError(f"cannot split total={total} in tiles of {tile}, computed {step} at a time")
     if len(caps) != len(seconds) or len(fixed) != len(seconds):
         raise PlanError(f"{len(seconds)} capacities, but {len(caps)} caps and {len(fixed)} fixed times")
+    if any(cap < least for cap in caps):
+        raise PlanError(
+            f"the memory caps {caps} leave a device less than the {least} units that every one gets: raise the caps, or plan with "
+            "PartitionConfig(least_channels=0), which FSDP2 beside the partition does not take"
+        )
 
 
 def _no_room(total: int, tile: int, caps: list[int]) -> PlanError:
