@@ -26,9 +26,8 @@ class Hypothesis:
 def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
     """Every activation, with every layout of gate and up in the result of the first projection."""
     width = feature_size(instance.second.data)
-    if (
-        len(instance.first) == 2
-    ):  # of other widths, one of them is no half of a gated pair: FiLM's scale and shift, a gate per row
+    if len(instance.first) == 2:
+        # of another width, one of them is no half of a gated pair: FiLM's scale and shift, a gate per row
         pairings = ["separate"] if all(feature_size(first.node) == width for first in instance.first) else []
     elif len(instance.first) > 2:
         pairings = []
