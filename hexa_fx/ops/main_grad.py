@@ -57,6 +57,18 @@ def gradients(
     return found
 
 
+def kept_operands(args: Sequence[Tensor | None], recompute_h: bool, needs: Sequence[bool]) -> list[Tensor | None]:
+    """The operands from the routing weights on, of x, ids and operands, as backward keeps them.
+
+    A bias that backward needs the shape of, but not the numbers, counts its versions anew: it may be written, as by the original.
+    """
+    kept, read = list(args), {4: recompute_h, 6: recompute_h, 8: needs[2]}
+    for place, bias in ((place, args[place]) for place, numbers in read.items() if not numbers):
+        if bias is not None and type(bias) in _PLAIN and not hasattr(bias, NAME):
+            kept[place] = bias.data
+    return kept[2:]
+
+
 def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     """The buffers of the operands that need a gradient."""
     found = tuple(getattr(t, NAME, None) if need else None for t, need in zip(operands, needs[1:], strict=True))

@@ -41,7 +41,8 @@ class ByExpertOrder(DirectFunction):
         needs = ctx.needs_input_grad[1:]
         x, top_k_index, recompute_h = args[0], args[1], args[14]
         keep_x = x if needs[3] or needs[5] or recompute_h else None
-        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *args[2:9])
+        operands = main_grad.kept_operands(args[:9], recompute_h, ctx.needs_input_grad[1:])
+        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *operands)
         ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
         return y
 

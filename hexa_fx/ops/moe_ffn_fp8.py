@@ -140,9 +140,9 @@ class _MoeFfnFp8(DirectFunction):
             y, xq, xs, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
         o, wanted = MoeFfnFp8(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:9]]
-        none = None, None
+        none, kept = (None, None), main_grad.kept_operands(args[:9], o.recompute_h, wanted)
         tokens = (xq, xs) if needs[2] or needs[4] or o.recompute_h else none
-        ctx.save_for_backward(*tokens, *(none if o.recompute_h else (h, hs)), *routing, *args[2:9])
+        ctx.save_for_backward(*tokens, *(none if o.recompute_h else (h, hs)), *routing, *kept)
         ctx.static = (*args[9:], o.top_k_index.shape[1], needs)
         return y  # type: ignore[no-any-return]
 

@@ -1,8 +1,7 @@
 """``hexa::moe_ffn_sources``: `hexa::moe_ffn` on weights that are packed, have low-rank additions (LoRA), or both.
 
 A projection's weight is ``W + s C A`` with A (E, r, K) and C (E, N, r); W is dense, or packed as a format of `hexa_fx.formats`
-says. The sum is never formed, a packed weight never unpacked as a whole, and what is frozen has no gradient, no kernel for one, and
-nothing saved for one.
+says. The sum is never formed, a packed weight never unpacked as a whole, and for what is frozen nothing is computed or saved.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library, reindex
 from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.main_grad import kept_operands
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
 from hexa_fx.ops.projection import (
     DENSE,
@@ -237,7 +237,7 @@ class MoeFfnSourcesFunction(DirectFunction):
         keep_x = o.recompute_h or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
         routed = o.x if keep_x else None, None if o.recompute_h else h, *kept
         ctx.scales = tuple(map(len, (o.s1, o.s3, o.s2)))
-        ctx.save_for_backward(*routed, *args[2:15], *o.s1, *o.s3, *o.s2)
+        ctx.save_for_backward(*routed, *kept_operands(args[:15], o.recompute_h, wanted), *o.s1, *o.s3, *o.s2)
         ctx.static = (o.alphas, o.formats, args[20:], o.top_k_index.shape[1], needs)
         return y
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hexa_fx.ops import library
 from hexa_fx.ops.dispatch import in_compute_dtype
+from hexa_fx.ops.main_grad import kept_operands
 from hexa_fx.ops.moe_ffn import run_forward
 from hexa_fx.ops.program import programs
 
@@ -39,7 +40,8 @@ class _MoeFfnSeparateBackward(torch.autograd.Function):
         with _AutoDispatchBelowAutograd():
             y, h, v, inv, offs = run_forward(*args)
         activation, glu, params, layout1, layout2, recompute_h = args[9:]
-        ctx.save_for_backward(args[0], None if recompute_h else h, v, inv, offs, *args[_WEIGHTS])
+        operands = kept_operands(args[:9], recompute_h, ctx.needs_input_grad)
+        ctx.save_for_backward(args[0], None if recompute_h else h, v, inv, offs, *operands)
         ctx.top_k = args[1].shape[1]
         ctx.static = (activation, glu, tuple(params), layout1, layout2, recompute_h)
         return y  # type: ignore[no-any-return]

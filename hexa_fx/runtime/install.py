@@ -33,6 +33,7 @@ from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names, readers
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.traced_lora import TracedLora
+from hexa_fx.runtime.written_weights import look_before_backward
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
@@ -163,15 +164,14 @@ class HexaForward:
         inputs = self._inputs_of(program, training, args, kwargs)
         dtypes = self._dtypes_under_autocast(training, args, kwargs)
         results.check(module, self.stored[training])
-        for name in self.packed_names[training]:
-            getattr(module, name).refresh()
-        if adapted:
-            adapted.refresh()
-        adapters = adapted or self.adapters
+        read = [getattr(module, name) for name in self.packed_names[training]]
+        read += adapted.factors() if adapted else ()
+        for reader in read:
+            reader.refresh()
         with results.counted(module, self.stored[training]) if self.stored[training] else nullcontext():
-            result = program.function(adapters.seen_from(module) if adapters else module, *inputs)
-        if dtypes is not None:
-            result = in_dtypes(result, dtypes)
+            result = program.function(a.seen_from(module) if (a := adapted or self.adapters) else module, *inputs)
+        look_before_backward(result, read)
+        result = result if dtypes is None else in_dtypes(result, dtypes)
         if self.stored[training]:
             result, kept = result
             results.leave(module, self.stored[training], kept)

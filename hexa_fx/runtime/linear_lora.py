@@ -144,12 +144,10 @@ class LinearLora:
         self._same, self._additions = noted.still_the_same(), found
         return changed
 
-    def refresh(self) -> None:
-        """Checks the factors; see `PackedExperts.refresh`."""
-        for addition in chain.from_iterable(self._additions.values()):
-            for factor in (addition.a, addition.b):
-                if isinstance(factor, PackedExperts):
-                    factor.refresh()
+    def factors(self) -> list[PackedExperts]:
+        """The readers of stacked factors."""
+        both = ((addition.a, addition.b) for addition in chain.from_iterable(self._additions.values()))
+        return [factor for factor in chain.from_iterable(both) if isinstance(factor, PackedExperts)]
 
     def seen_from(self, module: Any) -> Any:
         """``module`` as a rewritten graph reads it: its stacked weights with what is active on them."""

@@ -54,12 +54,12 @@ class _ReadPacked(torch.autograd.Function):
     def forward(ctx: Any, packed: torch.Tensor, storage: SharedStorage, index: Any, *parameters: Any) -> torch.Tensor:
         ctx.storage, ctx.index, ctx.parameters = storage, index, parameters
         # Not save_for_backward: its hooks would offload or recompute every expert's weight.
-        ctx.versions = _sum_of_versions(parameters)
+        ctx.versions = _sum_of_versions(parameters) if packed.dim() > 2 else None  # no gradient takes a bias's numbers
         return packed.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        if _sum_of_versions(ctx.parameters) != ctx.versions:
+        if ctx.versions is not None and _sum_of_versions(ctx.parameters) != ctx.versions:
             raise RuntimeError(
                 "an expert's weight was modified in place (by an optimizer step, say) between forward and backward; "
                 "run backward before modifying it"
@@ -87,6 +87,7 @@ class PackedExperts(WeightReader):
         super()._bind(block)
         self._packed: torch.Tensor | None = None
         self._storage: SharedStorage | None = None
+        self._parameters: list[torch.Tensor] = []
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._repacked_in_a_row = 0
@@ -122,15 +123,20 @@ class PackedExperts(WeightReader):
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
-        if _sum_of_versions(parameters) != self._versions:  # what was made of it no longer holds (`ops.fp8_weights`)
-            torch.autograd.graph.increment_version(packed)  # which may be the first parameter's, too
-            self._versions = _sum_of_versions(parameters)
+        self.note_writes()
         if not is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:
             return self._copy(parameters)
         read: torch.Tensor = _ReadPacked.apply(packed, self._storage, top_k_index, *parameters)
         return read
+
+    def note_writes(self) -> None:
+        """As `WeightReader.note_writes`: what holds for the stacked weight as it was (`ops.fp8_weights`, too) no longer does."""
+        versions = _sum_of_versions(self._parameters)
+        if self._packed is not None and versions != self._versions:
+            torch.autograd.graph.increment_version(self._packed)
+            self._versions = versions
 
     def refresh(self) -> None:
         """Checks the module tree, and packs the parameters again if they were moved. Call it before the block has any effect.
@@ -203,6 +209,7 @@ class PackedExperts(WeightReader):
                 packed = self._move(parts)
                 self._repacked_in_a_row += 1
         self._packed, self._storage = packed, SharedStorage.of(parts)
+        self._parameters = list(tensors)
         self._ids, self._pointers = list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors))
         self._copy_reason = ""
         save_alone({self._paths.owner_of(path) for path in self._paths.paths})

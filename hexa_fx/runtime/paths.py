@@ -195,6 +195,9 @@ class WeightReader:
         count = len(self.weight.parts[0])
         return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
+    def note_writes(self) -> None:
+        """Counts what was written to parameters as written to what was read of them, if that is one tensor with a gradient."""
+
     def __getstate__(self) -> dict[str, Any]:
         return {"weight": self.weight, "block": self._paths.block}
 

@@ -55,8 +55,9 @@ class TracedLora:
     def __bool__(self) -> bool:
         return len(self.additions) > 0
 
-    def refresh(self) -> None:
-        """Nothing: factors are stacked in the trace."""
+    def factors(self) -> tuple[()]:
+        """No readers: factors are stacked in the trace."""
+        return ()
 
     def seen_from(self, module: Any) -> Any:
         """See `hexa_fx.runtime.linear_lora.LinearLora.seen_from`."""
