@@ -25,12 +25,12 @@ def moe_ffn(*args: Any) -> Tensor:
     """The layer; arguments as those of `hexa::moe_ffn`."""
     x, index, gates, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, _ = args
     top_k = index.shape[1]
-    v, inv, offs = _OPS.reindex(index, (w1.weight if isinstance(w1, AdaptedWeight) else w1).shape[0])
+    v, inv, offs = _OPS.reindex.default(index, (w1.weight if isinstance(w1, AdaptedWeight) else w1).shape[0])
     first = [(w1, b1)] if w3 is None else [(w1, b1), (w3, b3)]
     h = torch.cat([_project(x, weight, bias, v, offs, top_k, layout1) for weight, bias in first], 1)
-    a = _OPS.activate(h, activation, glu, params)
+    a = _OPS.activate.default(h, activation, glu, params)
     y = _project(a, w2, b2, None, offs, 1, layout2)
-    return _OPS.combine(y, gates, inv, offs, top_k)  # type: ignore[no-any-return]
+    return _OPS.combine.default(y, gates, inv, offs, top_k)  # type: ignore[no-any-return]
 
 
 def _project(

@@ -129,6 +129,8 @@ class _Level:
             if trial.reached is None:
                 raise
         self.state.restore()  # routers may count their calls, and anneal by it
+        if trial.reached is None and trial.index is not None:
+            return Reached(trial.index, None)
         return trial.reached
 
 

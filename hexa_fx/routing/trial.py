@@ -36,6 +36,8 @@ class Trial(TorchFunctionMode):
     experts: int = 0
     seen: dict[Choice, Tensor] = field(default_factory=dict)
     reached: Reached | None = None
+    index: Tensor | None = None
+    """The ids of a block that runs operator by operator, which gets the gate values only at its end."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -46,9 +48,11 @@ class Trial(TorchFunctionMode):
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
         if operator in _LAYERS:
             self._end(args[1], args[2])
-        if operator == "hexa::reindex":
-            self._end(args[0], None)
-        if self.reached is not None:  # what the code around does to end
+        if operator == "hexa::reindex" and self.index is None:
+            self.index = args[0]
+        if operator == "hexa::combine" and self.index is not None:
+            self._end(self.index, args[1])
+        if self.reached is not None or self.index is not None:  # what the experts do, and the code around to end
             return func(*args, **kwargs)
         call = choosing_call(func, args, kwargs)
         if call is None:

@@ -385,3 +385,45 @@ def test_an_adapter_on_a_router_whose_weight_is_read_stays_in_the_code(tokens):
     original = peft.get_peft_model(nn.Sequential(Reads()).double(), lora([*ALL, "router"])).eval()
     optimized = hexa_fx.optimize(original, tokens, CONFIG)
     torch.testing.assert_close(optimized(tokens), original(tokens))
+
+
+class Grouped(Block):
+    """One of two groups of experts is chosen first."""
+
+    def scores_and_ids(self, x):
+        scores = self.router(x).sigmoid()
+        group = scores.view(-1, 2, 2).sum(-1).topk(1)[1]
+        scores = scores * torch.zeros_like(scores[:, :2]).scatter_(1, group, 1.0).repeat_interleave(2, 1)
+        return scores, scores.topk(2)[1]
+
+    def forward(self, x):
+        scores, ids = self.scores_and_ids(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * scores.gather(1, ids)[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}, {"use_dora": True}], ids=["lora", "dropout", "dora"])
+def test_routing_is_replayed_where_adapters_came_first(options, tokens):
+    """Also of blocks that run operator by operator, whose gate values follow groups."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(nn.Sequential(Grouped()).double(), lora(**options)).eval()
+    block = model.base_model.model[0]
+    ids = torch.randint(2, (len(tokens), 1)) * 2 + torch.tensor([1, 0])
+    gates = block.router(tokens).sigmoid().gather(1, ids)
+    each = torch.stack([expert(tokens) for expert in block.experts], 1)
+    expected = (each.gather(1, ids[:, :, None].expand(-1, -1, D)) * gates[:, :, None]).sum(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(expected.square().sum(), trained)
+    chosen = block.scores_and_ids(tokens)[1]
+    hexa_fx.optimize_(model, tokens, CONFIG)
+    with hexa_fx.record_routing(model) as log:
+        model(tokens)
+    assert torch.equal(log.ids[:, 0].long(), chosen)
+    with hexa_fx.replay_routing(model, hexa_fx.RoutingLog(ids[:, None])):
+        found = torch.cat([model(piece) for piece in tokens.split([4, 7])])
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad(found.square().sum(), trained), wanted, strict=True):
+        torch.testing.assert_close(one, other)
