@@ -197,15 +197,13 @@ class PackedExperts(WeightReader):
         reason = _why_not_packable(tensors)
         if not reason and not shared_storage.same_kind(parts):
             raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
-        if not reason:
-            reason = self._why_not_move(tensors)
-        if reason:
-            self._note_copy(reason)
-            return False
         # A repack may happen inside inference_mode or a device context; the parameters must stay ordinary tensors.
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-            packed = shared_storage.adopt(parts)
+            packed = None if reason else shared_storage.adopt(parts)
             if packed is None:
+                if reason := reason or self._why_not_move(tensors):
+                    self._note_copy(reason)
+                    return False
                 packed = self._move(parts)
                 self._repacked_in_a_row += 1
         self._packed, self._storage = packed, SharedStorage.of(parts)
@@ -235,19 +233,17 @@ class PackedExperts(WeightReader):
 
     def _lie_in_one(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether some are views of one larger tensor, which is no stack that was made of parameters before."""
-        views = [t for t in tensors if not owns_its_storage(t) and not shared_storage.is_made_here(t)]
+        views = [t for t in tensors if not _is_alone(t)]
         return len({t.untyped_storage().data_ptr() for t in views}) < len(views)
 
     def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
         if self._repacked_in_a_row >= REPACK_LIMIT:
             return "something else moves the experts' storage at every step"
         exchanged = bool(self._ids) and list(map(id, tensors)) != self._ids
-        if not _distributed():
-            return ""
-        if exchanged:
+        if self._packed is not None and not exchanged and not all(map(_is_alone, tensors)):
+            return "code has laid the parameters into a larger tensor, which it may write to (a flat buffer, FSDP, perhaps)"
+        if exchanged and _distributed():
             return "the parameters were exchanged in a distributed job (FSDP, perhaps)"
-        if self._packed is not None and not all(map(owns_its_storage, tensors)):
-            return "the parameters lie in a storage that something else manages (FSDP, perhaps)"
         return ""
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -259,6 +255,11 @@ class PackedExperts(WeightReader):
         if reason != self._copy_reason:
             logger.info("%s is stacked by copying at every forward: %s", self.weight.name, reason)
         self._copy_reason = reason
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nobody else's numbers lie in a parameter's storage."""
+    return owns_its_storage(tensor) or shared_storage.is_made_here(tensor)
 
 
 def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:

@@ -547,6 +547,27 @@ def test_rows_of_a_tensor_of_someone_else_are_laid_side_by_side(block, caplog):
     assert "were views of a larger tensor" in caplog.text
 
 
+def test_an_optimizer_with_a_flat_buffer_reaches_experts(caplog):
+    """Made after the block was first read, as optimizers and averages make it."""
+    block, x = ListMoE().double().eval(), torch.randn(1, 9, D, dtype=torch.float64)
+    other = copy.deepcopy(block)
+    install(block, None, list_rewritten(False))
+    block(x)
+    for each in (block, other):
+        parameters = list(each.parameters())
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters])):
+            parameter.data = view.view_as(parameter)
+        for _ in range(2):
+            each.zero_grad()
+            each(x).square().sum().backward()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat -= 0.1 * torch.cat([gradient.flatten() for gradient in gradients])
+    torch.testing.assert_close(block(x), other(x))
+    assert "were views" not in caplog.text
+    assert "original forward" not in caplog.text
+
+
 def test_copies_read_in_two_ways_too(block):
     (packed, _), (gate, _) = both(block), apart(block)
     expected = packed().detach().clone()
