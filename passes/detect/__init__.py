@@ -24,6 +24,7 @@ from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.overlooked import SOFT
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
+from hexa_fx.passes.detect.beside_experts import beside_experts
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import APART, Combine, find_combine
 from hexa_fx.passes.detect.decisions import shape_branches
@@ -122,6 +123,7 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     if (said or refusal.reason == APART) and not chooses(captured):
         return Refuse(SOFT, refusal.node)
     parameters = captured.named_tensors()
+    said = said or beside_experts(captured, expert_groups(parameters), refusal.reason == APART)
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
     odd = f"{said} ({refusal.reason})" if said else None
     several = None

@@ -307,7 +307,7 @@ class AddsToTheLast(Careless):
     ("make", "words"),
     [
         (SkipsEmptyExperts, "self.losses holds: not what the original has"),
-        (KeepsExpertOutput, "expert outputs do not come together"),
+        (KeepsExpertOutput, "the code keeps what a single expert computes"),
         (OnlyTheFirst, "the code reads self.losses"),
         (AddsToTheLast, "the code reads self.stats"),
     ],

@@ -329,3 +329,31 @@ class Mapped(nn.Module):
 def test_experts_under_vmap_are_named() -> None:
     (block,) = hexa_fx.explain(Mapped(), torch.randn(9, 8)).blocks
     assert "inside torch.func (vmap or grad), which hides the numbers" in block.reason
+
+
+def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (args[0] * 2,)
+
+
+def test_hooks_on_an_expert_are_named_where_their_work_is_not_understood() -> None:
+    model = Mixture().double()
+    model.experts[1].register_forward_pre_hook(_doubled)
+    (block,) = hexa_fx.explain(model, _tokens(2, 7)).blocks
+    assert "'experts.1' has hooks, which only its own code calls" in block.reason
+    assert not advice(block.reason)
+
+
+class KeepsItsOutput(nn.Linear):
+    last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_an_expert_that_keeps_its_output_is_named() -> None:
+    model = Mixture()
+    model.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), KeepsItsOutput(I, D)) for _ in range(E))
+    (block,) = hexa_fx.explain(model.double(), _tokens(2, 7)).blocks
+    assert "the code keeps what a single expert computes (experts.0.2.last)" in block.reason
+    assert not advice(block.reason)

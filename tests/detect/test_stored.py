@@ -95,7 +95,7 @@ def test_analysis_leaves_nothing_behind():
     [
         (CountsCalls, "self.seen"),
         (MovingAverage, "which it sets itself in every call"),
-        (KeepsExpertOutput, "expert outputs do not come together"),
+        (KeepsExpertOutput, "the code keeps what a single expert computes (self.seen)"),
     ],
 )
 def test_refused(make, words):
