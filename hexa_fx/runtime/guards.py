@@ -25,6 +25,12 @@ ADAPTED = (
 )
 """What helps where an adapter that came later is no plain LoRA."""
 
+ON_A_STACK = (
+    "PEFT adds such an adapter to the weight, in the block's own code: it is read as factors only where the rewritten module "
+    "holds the parameter itself"
+)
+"""What helps against an adapter on a stack of a submodule of the block: nothing, so that nothing is advised."""
+
 LEFT = "left to the original: "
 """Before the reason, where the original runs in a rewritten block's place."""
 

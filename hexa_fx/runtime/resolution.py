@@ -20,7 +20,7 @@ from hexa_fx.isolation.module_tree import named_modules, rebuilds
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
-from hexa_fx.runtime.guards import AGAIN, GuardMiss, ReadMiss
+from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss
 
 _COPIES = (list, set, dict, deque, bytearray)
 
@@ -238,7 +238,8 @@ def _miss(read: PythonRead, now: Any) -> GuardMiss:
         if not isinstance(now, nn.Module):
             return GuardMiss(f"there is no longer a submodule {str(read)!r}; {AGAIN}")
         kinds = f"a {_name(read.value.kind)} for a {_name(type(now))}"
-        return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {AGAIN}")
+        on_a_stack = hasattr(now, "parameter_name") and getattr(now, "num_experts", 1) > 1
+        return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {ON_A_STACK if on_a_stack else AGAIN}")
     if asks_autocast(read):
         return GuardMiss(
             f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "

@@ -323,3 +323,11 @@ def test_adapters_of_other_forms_on_a_list():
     )
     report = hexa_fx.optimize(peft.get_peft_model(nn.Sequential(Listed()), uneven), x, CONFIG).report
     assert "0.up.lora_A.default.weight has no like in the others" in str(report)
+
+
+def test_a_stack_of_a_submodule_is_adapted_in_the_block_s_own_code_without_vain_advice(caplog):
+    targets = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
+    original, optimized, ids = pair("optimize first", targets, "llama4_text")
+    assert_same(original, optimized, ids)
+    assert "PEFT adds such an adapter to the weight" in caplog.text
+    assert "undo_" not in caplog.text
