@@ -92,9 +92,7 @@ def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     Parameters of one part may also lie in rows with others in a stacked tensor that was made here, as where a block reads gate and
     up as one in eval mode and as two in train mode.
     """
-    flat = [
-        tensor.data for part in parts for tensor in part
-    ]  # the stack counts its own versions, not the first parameter's
+    flat = [tensor.data for part in parts for tensor in part]  # so that the stack counts its own versions
     first, shared = flat[0], SharedStorage.of(parts)
     size = first.element_size()
     stride = [1] * len(shared.shape)

@@ -21,7 +21,6 @@ _DEEPEST = 4
 
 def look_before_backward(result: Any, readers: Sequence[WeightReader]) -> None:
     """Has ``readers`` look when a gradient arrives at a tensor in what a block returns and keeps."""
-
     if not readers or not is_grad_enabled() or is_compiling():
         return
 
