@@ -32,6 +32,7 @@ def recorded(folder: Path, sections: str, port: int, done: str) -> dict:
     return json.loads(merged.read_text())
 
 
+@pytest.mark.slow
 def test_what_was_recorded_before_a_section_failed_stays(tmp_path: Path) -> None:
     result = recorded(tmp_path, "overlap,broken", 29811, "1 of 2 sections")
     finished = {r["section"] for r in result["records"] if r["question"] == "seconds"}

@@ -76,7 +76,7 @@ def nothing_compiled():
 
 
 @pytest.mark.parametrize("kind", [Activation, Experts, Router, Forward, InPlace, Layers])
-@pytest.mark.parametrize("optimize", [hexa_fx.optimize, hexa_fx.optimize_])
+@pytest.mark.parametrize("optimize", [hexa_fx.optimize_, pytest.param(hexa_fx.optimize, marks=pytest.mark.slow)])
 def test_it_is_rewritten(kind, optimize):
     torch.manual_seed(0)
     model = kind().double()
