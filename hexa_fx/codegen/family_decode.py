@@ -127,11 +127,12 @@ def choose_summed(
         stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
         fast = bucket <= MOST_SHORT_BUCKET and (down.tiles == 1 or very_few(slots, experts))
         return replace(down, stages=stages) if stages >= _FEWEST_STAGES and fast else None
-    rows = 8 if bucket <= 1 else 16
-    tile = DecodeTile(rows, 1, 0)
+    if bucket > MOST_LONG_BUCKET:
+        return None
+    tile = DecodeTile(ROWS[0], 1, 0)
     for limit in (half, whole):
-        stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots, True)) // _stage_bytes(rows, 1))
-        if stages > _FEWEST_STAGES and bucket <= MOST_LONG_BUCKET:
+        stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots, True)) // _stage_bytes(tile.rows, 1))
+        if stages > _FEWEST_STAGES:
             return replace(tile, stages=stages)
     return None
 
