@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from tests.zoo.common import TopKGate, experts
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.common import TopKGate
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, I
 
@@ -32,19 +33,8 @@ class Expert(nn.Module):
         return type(self).compute(self, x)
 
 
-class Mixture(nn.Module):
-    def __init__(self, compute: Function) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(type("Computed", (Expert,), {"compute": compute}))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+def computing(compute: Function) -> Mixture:
+    return Mixture(type("Computed", (Expert,), {"compute": compute}))
 
 
 class Stacked(nn.Module):
@@ -81,12 +71,8 @@ EMITTED: dict[str, Function] = {
 }
 
 
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
-
-
 @pytest.mark.parametrize(
-    "make", [*(lambda f=f: Mixture(f) for f in DORMANT.values()), Stacked], ids=[*DORMANT, "stacked"]
+    "make", [*(lambda f=f: computing(f) for f in DORMANT.values()), Stacked], ids=[*DORMANT, "stacked"]
 )
 def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -98,7 +84,7 @@ def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.M
 @pytest.mark.parametrize("name", EMITTED)
 def test_what_is_done_to_each_number_is_done_in_every_call(name: str) -> None:
     torch.manual_seed(0)
-    block = Mixture(EMITTED[name]).double()
+    block = computing(EMITTED[name]).double()
     original = copy.deepcopy(block)
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     assert optimized.report.rewritten, str(optimized.report)
@@ -125,8 +111,7 @@ class FilmExpert(nn.Module):
 
 def test_two_first_layers_of_different_widths() -> None:
     torch.manual_seed(0)
-    block = Mixture(lambda s, x: s.up(x)).double()
-    block.experts = experts(FilmExpert).double()
+    block = Mixture(FilmExpert).double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     assert optimized.report.rewritten, str(optimized.report)
     found = compare(block, optimized, (_tokens(3, 5),), train=True)
@@ -140,6 +125,6 @@ def _limit(weight: nn.Parameter) -> nn.Parameter:
 
 def test_other_memory_behind_a_weight_is_seen() -> None:
     torch.manual_seed(0)
-    block = Mixture(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
+    block = computing(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
     (report,) = hexa_fx.explain(block, _tokens(2, 7)).blocks
     assert "the code puts other memory behind a tensor" in report.reason
