@@ -13,6 +13,7 @@ from torch import nn
 from hexa_fx.ir import Container
 from hexa_fx.isolation.contents import contents
 from hexa_fx.isolation.held_objects import MODULE_STATE, Steps, is_object, objects_in, step
+from hexa_fx.isolation.users_code import module_name
 
 KINDS = (list, deque, dict)
 """Of containers; their subclasses may do something else when something is added."""
@@ -40,7 +41,7 @@ def access_paths_to(wanted: set[int], block: nn.Module, namespaces: Iterable[dic
             if id(value) in wanted:
                 yield from _access(Container(path, steps, type(value)), module, value)
     for namespace in namespaces:
-        python_module = sys.modules.get(str(namespace.get("__name__")))
+        python_module = sys.modules.get(module_name(namespace))
         if python_module is None or vars(python_module) is not namespace:
             continue
         for steps, value in _named(namespace):

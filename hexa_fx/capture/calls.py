@@ -14,6 +14,7 @@ import torch.fx
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
+from hexa_fx.isolation.users_code import module_name
 
 METADATA = frozenset(
     "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
@@ -181,7 +182,7 @@ def user_location() -> SourceLocation | None:
     """The innermost line of code that belongs neither to torch nor to this package."""
     frame = sys._getframe(2)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+        module = module_name(frame.f_globals)
         if module != "torch" and not module.startswith(_OWN_PACKAGES):
             return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
@@ -206,7 +207,7 @@ def raised_at(error: BaseException | None) -> SourceLocation | None:
     """The innermost line of the user's code in an error's traceback."""
     found, trace = None, error.__traceback__ if error is not None else None
     while trace is not None:
-        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        module = module_name(trace.tb_frame.f_globals)
         if module != "torch" and not module.startswith(("torch.", "hexa_fx.", "contextlib")):
             found = SourceLocation(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from hexa_fx.contexts import attributes_set
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 Read: TypeAlias = Callable[[Any, Any], Any]
 """Notes that a key of an object is read, and returns what lies there."""
@@ -72,4 +72,4 @@ def _of_level(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
 def _is_asked_by_user(frame: types.FrameType | None, between: frozenset[str]) -> bool:
     while frame is not None and frame.f_globals.get("__name__") in between:
         frame = frame.f_back
-    return frame is not None and is_users(str(frame.f_globals.get("__name__")))
+    return frame is not None and is_users(module_name(frame.f_globals))

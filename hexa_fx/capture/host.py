@@ -25,6 +25,7 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.users_code import module_name
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
@@ -75,7 +76,7 @@ def namespaces_of(block: nn.Module) -> list[dict[str, Any]]:
 
 
 def _is_torch(namespace: dict[str, Any]) -> bool:
-    return str(namespace.get("__name__", "")).split(".")[0] in ("torch", "builtins")
+    return module_name(namespace).split(".")[0] in ("torch", "builtins")
 
 
 def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callable[[], None]]) -> None:

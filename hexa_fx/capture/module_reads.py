@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def _noting(kind: type, read: Callable[[Any, str], Any]) -> Callable[[dict[str, 
 
     def __getattribute__(module: Any, name: str) -> Any:
         is_told = not name.startswith("__") or name == "__dict__"
-        if is_told and is_users(str(sys._getframe(1).f_globals.get("__name__", ""))):
+        if is_told and is_users(module_name(sys._getframe(1).f_globals)):
             read(module, name)
         return plain(module, name)
 

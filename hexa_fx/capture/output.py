@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 LOGS = logging.Logger.handle.__code__
 """Runs for every record that is not filtered out by its level."""
@@ -39,7 +39,7 @@ def writer(frame: types.FrameType | None) -> tuple[str, types.FrameType] | None:
     """By what code of the user's writes and its frame, if that is whose code calls the standard library here; else None."""
     name = "print"
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
+        module = module_name(frame.f_globals)
         if module.partition(".")[0] not in sys.stdlib_module_names:
             return (name, frame) if is_users(module) else None
         name, frame = module.partition(".")[0], frame.f_back

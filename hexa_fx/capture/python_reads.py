@@ -33,7 +33,7 @@ from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. inspect".split())
@@ -163,7 +163,7 @@ class PythonReads:
             if not self._busy and (not name.startswith("__") or name in _OF_WHOLE):
                 if name not in _QUIET:
                     self._note(holder, name, sys._getframe(1))
-                elif name.endswith("_hooks") and is_users(str(sys._getframe(1).f_globals.get("__name__"))):
+                elif name.endswith("_hooks") and is_users(module_name(sys._getframe(1).f_globals)):
                     self._read(holder, name)
             return plain(holder, name)
 
@@ -226,12 +226,12 @@ class PythonReads:
         """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
         frame: types.FrameType | None = sys._getframe(1)
         self.ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
+        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
             frame = frame.f_back
         if (
             frame is None
             or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(str(frame.f_globals.get("__name__")))
+            or not is_users(module_name(frame.f_globals))
         ):
             return
         if attribute in _CHANGED:
@@ -273,6 +273,6 @@ class PythonReads:
 
 def _reader(frame: types.FrameType | None) -> str:
     """The Python module whose code reads. What `copy` reads is read by who makes the copy."""
-    while frame is not None and str(frame.f_globals.get("__name__", "")) in ("copy", "copyreg"):
+    while frame is not None and module_name(frame.f_globals) in ("copy", "copyreg"):
         frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return "" if frame is None else module_name(frame.f_globals)

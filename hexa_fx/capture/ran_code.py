@@ -21,7 +21,7 @@ from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, hidden_source
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 _GENERATED = "<eval_with_key>"
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -83,7 +83,7 @@ class RanCode:
             if found := writer(frame):
                 self._writes(*found)
             return True
-        if is_users(_name(frame.f_globals)):
+        if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, frame.f_globals, self._scope())
         if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
@@ -93,7 +93,7 @@ class RanCode:
     def _runs(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
             return True
-        if not is_users(_name(namespace)) or code.co_filename.startswith(_GENERATED):
+        if not is_users(module_name(namespace)) or code.co_filename.startswith(_GENERATED):
             return False
         self._ran.setdefault(id(code), (code, set()))[1].add(scope)
         self._note(code, namespace, scope)
@@ -114,7 +114,7 @@ class RanCode:
 
     def _note(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> None:
         found = code_reads(code)
-        home = sys.modules.get(_name(namespace))
+        home = sys.modules.get(module_name(namespace))
         for asked in found.asks:
             for what in (asked,) if asked not in ONLY_IF else ONLY_IF[asked] * self._came_to(code, asked):
                 self.asks[what].add(scope)
@@ -167,10 +167,6 @@ class RanCode:
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
-
-
-def _name(namespace: dict[str, Any]) -> str:
-    return str(namespace.get("__name__", ""))
 
 
 def _may_be_set(module: str, value: Any) -> bool:

@@ -21,7 +21,7 @@ from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 _MOST = 256
 _LARGEST_ARRAY = 1 << 16
@@ -122,7 +122,7 @@ def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
     """The namespaces, the lists, dicts, objects and classes in them, the lists and dicts in these, and what functions keep."""
     seen: set[int] = set()
     for namespace in namespaces:
-        where = str(namespace.get("__name__", "")).rpartition(".")[2]
+        where = module_name(namespace).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in namespace.copy().items():
             if isinstance(value, types.FunctionType) and id(value) not in seen and is_users(value.__module__ or ""):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 
 @contextmanager
@@ -21,11 +21,7 @@ def missing_ones_noted(known: Mapping[int, Any], note: Callable[[torch.Tensor, s
     """
 
     def __getattr__(tensor: torch.Tensor, name: str) -> Any:
-        if (
-            id(tensor) in known
-            and not name.startswith("__")
-            and is_users(str(sys._getframe(1).f_globals.get("__name__", "")))
-        ):
+        if id(tensor) in known and not name.startswith("__") and is_users(module_name(sys._getframe(1).f_globals)):
             note(tensor, name)
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 
