@@ -71,7 +71,7 @@ class ClassReads:
         if id(holder) not in self._made and (not gc.is_tracked(holder) or _is_young(holder)):
             self._made.add(id(holder))
         if id(holder) not in self._made:
-            self._strange[id(holder)] = holder, name, {scope}
+            self._strange.setdefault(id(holder), (holder, name, set()))[2].add(scope)
             return True
         cls = type(holder)
         if name not in getattr_plain(holder):
@@ -97,15 +97,20 @@ class ClassReads:
     def _anchor(self, cls: type, holder: Any, found: set[int]) -> None:
         for number, base in enumerate(cls.__mro__):
             for name, member in list(vars(base).items()) if is_users(base.__module__) else ():
-                scopes = self._ran.scopes_of(member) or (
-                    set() if isinstance(member, _BOUND) else self._ran.mention(name)
-                )
+                scopes = self._scopes_of(name, member)
                 unique = callable(member) or not isinstance(member, PLAIN)  # every 2 is the same object
                 if not scopes or (unique and id(member) in found):
                     continue
                 for scope in scopes if holder is not None else ():
                     self._read(holder, "__class__", scope)
                 self._read_member(cls, number, name, scopes)
+
+    def _scopes_of(self, name: str, member: Any) -> set[str]:
+        """The modules whose code ran a member of a class, or read it."""
+        if name == "__dataclass_fields__":  # which only functions of Python's own ask a class for
+            ours = set(map(id, member.values()))
+            return {scope for key, (_, _, by) in self._strange.items() if key in ours for scope in by}
+        return self._ran.scopes_of(member) or (set() if isinstance(member, _BOUND) else self._ran.mention(name))
 
     def _read_member(self, cls: type, number: int, name: str, scopes: set[str]) -> None:
         base = cls.__mro__[number]

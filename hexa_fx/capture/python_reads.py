@@ -8,6 +8,7 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import types
@@ -23,7 +24,7 @@ from hexa_fx.capture.class_reads import ClassReads
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.environment_reads import asking_noted
 from hexa_fx.capture.module_reads import modules_noted
-from hexa_fx.capture.ran_code import RanCode
+from hexa_fx.capture.ran_code import RanCode, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.set_objects import MetObjects
 from hexa_fx.capture.started_functions import untold
@@ -78,8 +79,8 @@ class PythonReads:
         gc.disable()
         gc.collect(0)  # what is made from now on is younger than all that is there
         self._running = True
-        for module in modules_of(self._block):
-            self._patch(type(module))
+        for cls in (dataclasses.Field, *map(type, modules_of(self._block))):
+            self._patch(cls)
         try:
             with (
                 asking_noted(self._read),
@@ -114,6 +115,9 @@ class PythonReads:
 
     def _read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
         """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
+        if key == "__dict__" and isinstance(holder, type):
+            self._whole(holder)
+            return vars(holder)
         edge = self._edge(holder, key)
         edge.scopes.add(self.scope() if scope is None else scope)
         edge.times += 1
@@ -215,7 +219,7 @@ class PythonReads:
         self.edges.of(module).setdefault(registry, edge).scopes.add(self.scope())
 
     def _whole(self, holder: Any) -> None:
-        """Notes a read of an object's ``__dict__``."""
+        """Notes a read of an object's or a class's ``__dict__``."""
         own = own_names(holder)
         for name in own:
             self._read(holder, name)
@@ -264,11 +268,19 @@ class PythonReads:
                 self._read(module, "__class__", scope)
                 self._read(type(module), "__call__", scope)
         found = {id(edge.value) for edge in self.edges}
+        self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
         self.classes.anchor(reversed([*modules_of(self._block), *self._met.values()]), found)
         for read in list(present_ones(self._met.values(), self.ran.mention)):
             self._read(*read)
         for name, kind, scopes in self.classes.hidden():
             self.ran.hidden |= {scope: (name, _BEHIND_NOTHING.format(kind), None) for scope in scopes}
+
+
+def _items(noted: Any) -> tuple[Any, ...]:
+    """What was read itself, or items, keys and values in it."""
+    if type(noted) is dict:
+        return *noted, *noted.values()
+    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
 
 
 def _reader(frame: types.FrameType | None) -> str:

@@ -6,7 +6,7 @@ import builtins
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,9 @@ from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
 
 _GENERATED = "<eval_with_key>"
+_OF_ALL = frozenset({"vars", "__dict__"})
+_BY_TEXT = _OF_ALL | {"getattr", "hasattr", "attrgetter"}
+"""What takes names of attributes as texts, after what gives all of them."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -39,7 +42,9 @@ class RanCode:
         self._read, self._scope = read, scope
         self.entered: Callable[[dict[str, Any]], None] = lambda namespace: None
         """Told the globals of every function that starts."""
-        self._ran: dict[int, tuple[types.CodeType, set[str]]] = {}  # by id: hashing code reads all of it
+        self._ran: dict[
+            int, tuple[types.CodeType, set[str], frozenset[str]]
+        ] = {}  # by id: hashing code reads all of it
         self._settled: dict[tuple[int, str], bool] = {}
         """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
         self._location: SourceLocation | None = None
@@ -48,6 +53,8 @@ class RanCode:
         if it puts hooks on them, ``mode`` if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace: by which function, what that is, and where."""
+        self.texts: set[str] = set()
+        """Names of attributes that code may have by way of texts that it reads."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -58,22 +65,22 @@ class RanCode:
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
-        return self._ran.get(id(getattr(function, "__code__", None)), (None, set()))[1]
+        return self._ran.get(id(getattr(function, "__code__", None)), (None, set(), frozenset()))[1]
 
     def codes(self) -> list[types.CodeType]:
         """All that ran."""
-        return [code for code, _ in self._ran.values()]
+        return [code for code, _, _ in self._ran.values()]
 
     def whole_numbers(self) -> frozenset[int]:
         """Those that the code names."""
-        return frozenset().union(*(whole_numbers(code) for code, _ in self._ran.values()))
+        return frozenset().union(*(whole_numbers(code) for code, _, _ in self._ran.values()))
 
     def mention(self, name: str) -> set[str]:
-        """Of an attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text."""
+        """Of an attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text, or may make it."""
         if name.startswith("__"):
             return set()
-        ran = self._ran.values()
-        return {scope for code, scopes in ran if name in (*code.co_names, *code.co_consts) for scope in scopes}
+        wanted = {name} | (_BY_TEXT if name in self.texts else _OF_ALL)
+        return {scope for _, scopes, names in self._ran.values() if not wanted.isdisjoint(names) for scope in scopes}
 
     def _writes(self, name: str, frame: types.FrameType) -> None:
         self.hidden[self._scope()] = name, OUTPUT, SourceLocation(frame.f_code.co_filename, frame.f_lineno)
@@ -95,7 +102,9 @@ class RanCode:
             return True
         if not is_users(module_name(namespace)) or code.co_filename.startswith(_GENERATED):
             return False
-        self._ran.setdefault(id(code), (code, set()))[1].add(scope)
+        if id(code) not in self._ran:
+            self._ran[id(code)] = code, set(), frozenset((*code.co_names, *words(code.co_consts)))
+        self._ran[id(code)][1].add(scope)
         self._note(code, namespace, scope)
         return True
 
@@ -167,6 +176,12 @@ class RanCode:
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def words(values: Iterable[Any]) -> Iterator[str]:
+    """What may be names of attributes in the texts among ``values``."""
+    for value in values:
+        yield from value.split(".") if isinstance(value, str) else ()
 
 
 def _may_be_set(module: str, value: Any) -> bool:

@@ -166,10 +166,12 @@ def _of_class(cls: Any, name: str) -> Any:
         return inspect.getattr_static(cls, name, MISSING)
 
 
-def own_names(module: nn.Module) -> frozenset[str]:
-    """The attributes in a module's ``__dict__`` that its code sees there, without torch's and ours."""
+def own_names(holder: Any) -> frozenset[str]:
+    """The attributes in an object's or a class's ``__dict__`` that code sees there, without Python's, torch's and ours."""
     return frozenset(
         name
-        for name, value in getattr_plain(module).items()
-        if name not in MODULE_STATE and not type(value).__module__.startswith("hexa_fx.")
+        for name, value in getattr_plain(holder).items()
+        if name not in MODULE_STATE
+        and not (isinstance(holder, type) and name.startswith("__"))
+        and not type(value).__module__.startswith("hexa_fx.")
     )

@@ -134,6 +134,13 @@ VARIANTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
     "of a class in a table": (lambda m, x: BY_NAME["options"]().level, attribute(Options, "level")),
     "of a class in an attribute": (lambda m, x: m.kind().level, attribute(Options, "level")),
     "by a name that is made": (lambda m, x: getattr(Options(), "le" + "vel"), attribute(Options, "level")),
+    "by a text": (lambda m, x: getattr(m.kind, m.name), attribute(Options, "level")),
+    "by a path": (lambda m, x: operator.attrgetter("kind.level")(m), attribute(Options, "level")),
+    "by __dict__": (lambda m, x: Options.__dict__["level"], attribute(Options, "level")),
+    "by a search": (
+        lambda m, x: next(value for key, value in vars(m.kind).items() if key[0] == "l"),
+        attribute(Options, "level"),
+    ),
     "by a property": (lambda m, x: Options().computed, attribute(Options, "level")),
     "of an object in a class": (lambda m, x: Options().inner.level, attribute(Options.inner, "level")),
     "of a dict in a class": (
@@ -147,6 +154,10 @@ VARIANTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
         lambda m, p: p.setattr(Options.__init__, "__kwdefaults__", {"only": 2.0}),
     ),
     "default of a dataclass": (lambda m, x: Frozen().scale, defaults(Frozen.__init__)),
+    "default of a field": (
+        lambda m, x: dataclasses.fields(Frozen())[0].default,
+        attribute(Frozen.__dataclass_fields__["scale"], "default"),
+    ),
     "default of a named tuple": (lambda m, x: Named().scale, defaults(Named.__new__)),
     "singleton": (lambda m, x: Once().scale, attribute(Once(), "scale")),
     "singleton of a metaclass": (lambda m, x: OnceByMetaclass().scale, attribute(OnceByMetaclass(), "scale")),
@@ -176,7 +187,7 @@ def settings(monkeypatch):
 
 
 def made(self):
-    self.held, self.kind = Inner(), Options
+    self.held, self.kind, self.name = Inner(), Options, "level"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
