@@ -22,13 +22,13 @@ METADATA = frozenset(
 )
 
 SETS_DATA = "__set_data__"
-"""What ``tensor.data = ...`` is called here, as all settings of properties have one name."""
+"""What ``tensor.data = ...`` is called here, as all settings of properties have one name, and `torch.Tensor.set_`."""
 
 _UNRECORDED = frozenset(
     "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device __repr__ "
     "__format__ __hash__ is_complex is_autocast_enabled get_autocast_dtype "
     "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
-    "_is_view is_pinned __set__ __set_data__ __delete__ register_hook".split()
+    "_is_view is_pinned __set__ __set_data__ __delete__ register_hook register_post_accumulate_grad_hook retain_grad".split()
 )
 
 
@@ -136,7 +136,8 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
 
 def name_of(func: Any) -> str:
     """By what name a function that a mode is told of goes."""
-    return SETS_DATA if func == vars(torch._C.TensorBase)["data"].__set__ else getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "")
+    return SETS_DATA if name == "set_" or func == vars(torch._C.TensorBase)["data"].__set__ else name
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -172,10 +173,11 @@ def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tens
 
 def exchanges(name: str, args: Any) -> bool:
     """Whether a call gives a tensor the memory of another one of its shape: ``x.data = y``."""
-    return name == SETS_DATA and all(isinstance(item, torch.Tensor) for item in args) and args[0].shape == args[1].shape
+    tensors = len(args) == 2 and all(isinstance(item, torch.Tensor) for item in args)
+    return name == SETS_DATA and tensors and bool(args[0].shape == args[1].shape)
 
 
-_OWN_PACKAGES = ("torch.", "hexa_fx.capture", "contextlib")
+_OWN_PACKAGES = ("torch.", "hexa_fx.capture", "hexa_fx.isolation", "contextlib")
 
 
 def user_location() -> SourceLocation | None:

@@ -28,9 +28,10 @@ from hexa_fx.capture.ran_code import RanCode, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.set_objects import MetObjects
 from hexa_fx.capture.started_functions import untold
-from hexa_fx.capture.tensor_attributes import missing_ones_noted, present_ones
+from hexa_fx.capture.tensor_attributes import asked_and_set_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
@@ -41,9 +42,10 @@ _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ tor
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
-_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
-_CHANGED = {"register_hook": "hook", SETS_DATA: "data"}
-"""What is done to a tensor, and not asked, by what `RanCode.asks` calls it."""
+_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE}
+"""What is done to a tensor, and not asked."""
 _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
@@ -84,7 +86,7 @@ class PythonReads:
         try:
             with (
                 asking_noted(self._read),
-                missing_ones_noted(self._met, self._read),
+                asked_and_set_ones_noted(self._met, self._read, untold(self.note_done)),
                 modules_noted(untold(self._read)),
                 self.ran.noted(),
             ):
@@ -239,11 +241,19 @@ class PythonReads:
         ):
             return
         if attribute in _CHANGED:
-            self.ran.asks[_CHANGED[attribute]].add(self.scope())
+            self.note_done(tensor, attribute)
         elif id(tensor) in self._met and attribute != "is_inference":
             self._read(tensor, attribute)
         else:
             self.note_of_gradients({self.scope()})
+
+    def note_done(self, tensor: Any, attribute: str) -> None:
+        """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
+        made_meanwhile = attribute.startswith("requires_grad") and id(tensor) not in self._met
+        if (
+            attribute != "data" and not made_meanwhile
+        ):  # which the recorder tells of by another name, or turns into a write
+            self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
 
     def note_of_gradients(self, scopes: set[str]) -> None:
         """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.

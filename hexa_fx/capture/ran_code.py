@@ -49,10 +49,10 @@ class RanCode:
         """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)
-        """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``hook``
-        if it puts hooks on them, ``mode`` if it asks modules for theirs."""
+        """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``mode``
+        if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
-        """Scopes whose code reads what leaves no trace: by which function, what that is, and where."""
+        """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
         self.texts: set[str] = set()
         """Names of attributes that code may have by way of texts that it reads."""
 

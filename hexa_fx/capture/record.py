@@ -37,7 +37,7 @@ from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
-from hexa_fx.isolation.written_tensors import put_back
+from hexa_fx.isolation.written_tensors import put_back, set_told
 
 log = logging.getLogger(__name__)
 _CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
@@ -216,6 +216,7 @@ def _trial(
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
         random_state_kept(0),
+        set_told(),
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(not as_it_is),
     ):

@@ -20,6 +20,7 @@ from hexa_fx.capture import functional
 from hexa_fx.capture.calls import (
     DECISIONS,
     METADATA,
+    SETS_DATA,
     SYMBOLIC_FUNCTIONS,
     as_plain,
     check_readable,
@@ -98,9 +99,7 @@ class Recorder(TorchFunctionMode):
             record_of(node).decision = True
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
-        node = self.add("placeholder", name, (), {}, tensor)
-        self._bind(tensor, node)
-        return node
+        return self._bind(tensor, self.add("placeholder", name, (), {}, tensor))
 
     def _snapshot(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -109,18 +108,17 @@ class Recorder(TorchFunctionMode):
         detached = value.detach()
         return detached if memory_of(value) in self._parameter_storages else detached.clone()
 
-    def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+    def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:
         self._node_of[id(tensor)] = node
         self._keep.append(tensor)
+        return node
 
     def _node_for(self, tensor: torch.Tensor) -> torch.fx.Node:
         node = self._node_of.get(id(tensor)) or self._introduce(tensor)
         written = self.written.get(memory_of(tensor))
         if written is None or self._index[written[0]] <= self._index[node] or written[1] == id(tensor):
             return node
-        read = self.add("call_function", functional.after, (node, written[0]), {}, tensor)
-        self._bind(tensor, read)
-        return read
+        return self._bind(tensor, self.add("call_function", functional.after, (node, written[0]), {}, tensor))
 
     def _introduce(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of a tensor seen for the first time: a parameter or buffer of the block, else a constant of the code."""
@@ -129,9 +127,7 @@ class Recorder(TorchFunctionMode):
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
             self.met[name] = tensor
-        node = self.add("get_attr", name, (), {}, tensor)
-        self._bind(tensor, node)
-        return node
+        return self._bind(tensor, self.add("get_attr", name, (), {}, tensor))
 
     # -- arguments and results -----------------------------------------------------------------------------------------
 
@@ -226,6 +222,8 @@ class Recorder(TorchFunctionMode):
 
     def _ask(self, tensor: Any, attribute: str) -> None:
         self.asked(tensor, attribute)
+        if attribute == SETS_DATA:
+            self._node_for(tensor)  # notes what it holds, so that it gets that back
         if id(tensor) in self._node_of:
             record_of(self._node_of[id(tensor)]).asked = True
 

@@ -1,4 +1,4 @@
-"""Attributes that code puts on parameters and buffers, ``weight.scale`` say: torch tells of no read of them."""
+"""Attributes that code puts on tensors, ``weight.scale`` say: torch tells of no read of them, and of few that are set."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from hexa_fx.isolation.users_code import is_users, module_name
 
 
 @contextmanager
-def missing_ones_noted(known: Mapping[int, Any], note: Callable[[torch.Tensor, str], Any]) -> Iterator[None]:
-    """A context in which ``note`` is told of attributes that are not there when the user's code asks a tensor for them.
+def asked_and_set_ones_noted(
+    known: Mapping[int, Any], note: Callable[[torch.Tensor, str], Any], note_set: Callable[[torch.Tensor, str], Any]
+) -> Iterator[None]:
+    """A context in which ``note`` is told of attributes that are not there when the user's code asks a tensor for them, and
+    ``note_set`` of those that it sets.
 
     Args:
-        known: the tensors of interest, by id.
+        known: the tensors of which it counts what is asked, by id.
     """
 
     def __getattr__(tensor: torch.Tensor, name: str) -> Any:
@@ -25,14 +28,20 @@ def missing_ones_noted(known: Mapping[int, Any], note: Callable[[torch.Tensor, s
             note(tensor, name)
         raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}")
 
-    if hasattr(torch.Tensor, "__getattr__"):  # somebody else's, which says what there is
-        yield
-        return
-    torch.Tensor.__getattr__ = __getattr__  # type: ignore[attr-defined]
+    def __setattr__(tensor: torch.Tensor, name: str, value: Any) -> None:
+        if is_users(module_name(sys._getframe(1).f_globals)):
+            note_set(tensor, name)
+        object.__setattr__(tensor, name, value)
+
+    methods = {method.__name__: method for method in (__getattr__, __setattr__)}
+    ours = {name: method for name, method in methods.items() if name not in vars(torch.Tensor)}  # else somebody else's
+    for name, method in ours.items():
+        setattr(torch.Tensor, name, method)
     try:
         yield
     finally:
-        del torch.Tensor.__getattr__  # type: ignore[attr-defined]
+        for name in ours:
+            delattr(torch.Tensor, name)
 
 
 def present_ones(values: Iterable[Any], mention: Callable[[str], set[str]]) -> Iterator[tuple[torch.Tensor, str, str]]:

@@ -8,6 +8,8 @@ import types
 from typing import Any
 
 CLOCK, SYSTEM, DIGEST, OUTPUT = "clock", "part of the system", "digest", "output"
+HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
+"""What code does to tensors that no graph shows."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "

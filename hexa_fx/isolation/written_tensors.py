@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from hexa_fx.isolation.module_snapshot import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
@@ -34,12 +34,33 @@ def tensors_restored(root: nn.Module, with_parameters: Callable[[], object]) -> 
     """
     mode = _Writes(root)
     try:
-        with mode:
+        with mode, set_told():
             yield
     finally:
         mode.restore()
         if mode.wrote_parameters:
             with_parameters()
+
+
+@contextmanager
+def set_told() -> Iterator[None]:
+    """A context in which function modes are told of `torch.Tensor.set_` as of any other write."""
+    plain, own = Tensor.set_, "set_" in vars(Tensor)
+
+    def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        told = torch._C._is_torch_function_mode_enabled()
+        return (
+            handle_torch_function(set_, (tensor,), tensor, *args, **kwargs) if told else plain(tensor, *args, **kwargs)
+        )
+
+    Tensor.set_ = set_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own:
+            Tensor.set_ = plain  # type: ignore[method-assign]
+        else:
+            del Tensor.set_
 
 
 def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -30,18 +30,25 @@ _AUTOCAST = (
     "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
     "can stay"
 )
+_ATTRIBUTE = (
+    "the code sets an attribute of a tensor ({}), which the rewritten block would not; a result that it returns or sets on its "
+    "module (self.loss = loss) is kept"
+)
 _TENSOR_HOOKS = (
-    "the code puts hooks on gradients (register_hook), which one run does not show at work; an autograd.Function around the "
+    "the code puts hooks on gradients ({}), which one run does not show at work; an autograd.Function around the "
     "experts can stay"
 )
 _DATA = (
-    "the code puts other memory behind a tensor (tensor.data = ...), which no graph shows; what is written in place "
+    "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
 )
 _IDENTITY = (
     "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
     "None, or a flag, can be asked for"
 )
+
+_SAID = {DIGEST: _DIGESTED, OUTPUT: _WRITES, HOOK: _TENSOR_HOOKS, DATA: _DATA, ATTRIBUTE: _ATTRIBUTE}
+"""By the kind of what leaves no trace."""
 
 
 def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
@@ -54,13 +61,9 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
         return Refusal(captured.path, _HOOKED.format(inside), settled=True)
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
-            sentence = {DIGEST: _DIGESTED, OUTPUT: _WRITES}.get(read.value.kind, _UNREADABLE)
+            sentence = _SAID.get(read.value.kind, _UNREADABLE)
             return Refusal(captured.path, sentence.format(read, read.value.kind), read.location, settled=True)
     called = called_in(rewritten.graph)
-    if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
-        return Refusal(captured.path, _TENSOR_HOOKS, settled=True)
-    if any(not is_within(scope, called) for scope in captured.asks.get("data", ())):
-        return Refusal(captured.path, _DATA, settled=True)
     several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
