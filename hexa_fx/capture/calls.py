@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 import sys
@@ -214,13 +213,6 @@ def raised_at(error: BaseException | None) -> SourceLocation | None:
             found = SourceLocation(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
-
-
-def fields_of(result: Any) -> dict[str, Any] | None:
-    """The fields of a dataclass, or the items of a mapping of a class of its own; None for anything else."""
-    if dataclasses.is_dataclass(result) and not isinstance(result, type):
-        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
-    return dict(result) if isinstance(result, dict) and type(result) is not dict else None
 
 
 def without_numpy(value: Any) -> Any:

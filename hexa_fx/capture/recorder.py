@@ -25,7 +25,6 @@ from hexa_fx.capture.calls import (
     as_plain,
     check_readable,
     exchanges,
-    fields_of,
     fx_target,
     is_bookkeeping,
     memory_of,
@@ -38,6 +37,7 @@ from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
+from hexa_fx.isolation.held_objects import fields_of
 
 
 @dataclass(repr=False)  # which torch writes into errors, as where a tensor is compared with None
@@ -150,8 +150,11 @@ class Recorder(TorchFunctionMode):
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else without_numpy(value)
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class, wherever it is."""
-        if (fields := fields_of(result)) is not None:
+        """As `lift`. A dataclass, a namespace or a mapping of a class of its own becomes a node that calls its class."""
+        fields = fields_of(result, of_init=True)
+        if isinstance(result, dict) and type(result) is not dict:
+            fields = dict(result)
+        if fields is not None:
             return self.add("call_function", type(result), (), self.lift_result(fields), result)
         if type(result) in (list, tuple):
             return type(result)(map(self.lift_result, result))

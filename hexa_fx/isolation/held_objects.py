@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import itertools
@@ -59,6 +60,15 @@ def is_object(value: Any) -> bool:
 def is_collection(value: Any) -> bool:
     """Whether ``value`` has items with keys instead of attributes."""
     return isinstance(value, (dict, list, tuple, deque, set, frozenset))
+
+
+def fields_of(value: Any, of_init: bool = False) -> dict[str, Any] | None:
+    """What a dataclass or a namespace holds, or as much as its class takes (``of_init``); None for anything else."""
+    if isinstance(value, types.SimpleNamespace):
+        return dict(vars(value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init or not of_init}
 
 
 def frozen(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
+from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept, random_states
 from hexa_fx.isolation.size import batches, is_out_of_memory
@@ -90,7 +90,7 @@ def observe(
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(0), torch.set_grad_enabled(gradients):
-        result = _unfolded(call(*args, **kwargs))
+        result = pytree.tree_map(_unfolded, call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
@@ -112,11 +112,10 @@ def observe(
     return Outcome(values, taken, facts, backward_error)
 
 
-def _unfolded(result: Any) -> Any:
-    """A dataclass unknown to pytree, as its class and its fields."""
-    if not dataclasses.is_dataclass(result) or isinstance(result, type) or type(result) in pytree.SUPPORTED_NODES:
-        return result
-    return type(result), {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+def _unfolded(leaf: Any) -> Any:
+    """A dataclass or a namespace that pytree does not know, as its class and its fields."""
+    held = fields_of(leaf)
+    return leaf if held is None else (type(leaf), pytree.tree_map(_unfolded, held))
 
 
 def difference(original: Outcome, other: Outcome) -> Difference:

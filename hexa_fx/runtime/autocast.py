@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
+from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.runtime.guards import GuardMiss
 
 
@@ -53,7 +53,7 @@ def dtypes_of(result: Any) -> tuple[torch.dtype | None, ...]:
         TypeError: there is an object in it whose tensors are not seen.
     """
     leaves = pytree.tree_leaves(result)
-    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):
+    if any(fields_of(leaf) is not None for leaf in leaves):
         raise TypeError("a result of a class that torch.utils._pytree does not know")
     return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 

@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.training_mode import has_own_train, training_mode
 from hexa_fx.passes.detect.graph import UNINITIALISED, is_float, operation
@@ -127,8 +128,8 @@ def _same(one: Any, two: Any) -> bool:
         return list(one) == list(two) and all(map(_same, one.values(), two.values()))
     if isinstance(one, slice):
         return _same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
-    if dataclasses.is_dataclass(one):
-        return all(_same(getattr(one, field.name), getattr(two, field.name)) for field in dataclasses.fields(one))
+    if (fields := fields_of(one)) is not None:
+        return _same(fields, fields_of(two))
     return isinstance(one, (*_PLAIN, frozenset)) and bool(one == two)
 
 

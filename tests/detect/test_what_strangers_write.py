@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 from typing import Any
 
 import pytest
@@ -257,6 +258,36 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
         torch.testing.assert_close(optimized(_tokens(*size)), block(_tokens(*size)))
 
 
+class Object:
+    def __init__(self, out: torch.Tensor) -> None:
+        self.out = out
+
+
+class InAnObject(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Object(super().forward(x))
+
+
+class InNamespaces(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        out, logits = super().forward(x), types.SimpleNamespace(gate=self.gate(x)[0], tokens=x.shape[0])
+        return types.SimpleNamespace(out=out, inner=[logits])
+
+
+def test_results_in_namespaces() -> None:
+    torch.manual_seed(0)
+    block, x = InNamespaces().double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x)
+    assert operators_run(optimized, (x,)), optimized.report
+    one, two = block(x[:5]), optimized(x[:5])
+    assert (type(two), two.inner[0].tokens) == (types.SimpleNamespace, 5)
+    for given, expected in ((two.out, one.out), (two.inner[0].gate, one.inner[0].gate)):
+        torch.testing.assert_close(given, expected)
+        parameters = block.gate.weight.weight, optimized.gate.weight.weight
+        gradients = [torch.autograd.grad(y.square().sum(), p) for y, p in zip((expected, given), parameters)]
+        torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -265,6 +296,7 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
         (ScaledRows, "neither a parameter nor a buffer"),
         (ScaledNorm, "neither a parameter nor a buffer"),
         (Swapped, "and would be lost"),
+        (InAnObject, "the block returns a Object, and what such an object holds is not followed"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
