@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch.fx import Graph
@@ -42,9 +43,10 @@ from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.cover.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.detect.combine import PADDED
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
+from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike, with_many_tokens
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
@@ -123,11 +125,14 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Analyses the block on the example, or on others like it if its tokens cannot be told apart."""
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     tried: list[tuple[Observation, BlockAnalysis]] = []
-    for example in examples(replace(observation, args=args, kwargs=kwargs)):
+    left: Iterator[Observation] = examples(replace(observation, args=args, kwargs=kwargs))
+    while (example := next(left, None)) is not None:
         analysis = _analyse_example(example, config)
         if analysis.rewritten or analysis.settled:
             return analysis
         tried.append((example, analysis))
+        if len(tried) == 1 and any(refusal.reason == PADDED for refusal in analysis.refusals.values()):
+            left = chain(left, with_many_tokens(example))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
     recorded = [(example, analysis) for example, analysis in tried if _was_recorded(analysis)]

@@ -35,6 +35,15 @@ _SAME_NUMBERS = frozenset(
 
 APART = "expert outputs do not come together in one tensor with a row for every token"
 
+PADDED = (
+    "the code adds rows to the tokens (up to a multiple, perhaps), which are alike, so that it cannot be seen where each "
+    "of them goes; it is looked for with as many tokens as need none"
+)
+_NO_SUM = (
+    "the expert outputs do not enter the result as a weighted sum for each token; they are overwritten, compared, normalised, or "
+    "mixed between tokens"
+)
+
 
 @dataclass(frozen=True)
 class Combine:
@@ -93,11 +102,7 @@ def find_combine(
             "after the experts are combined the code takes another host decision (if, while, item()) on data",
             candidates[-1],
         )
-    raise Refuse(
-        "the expert outputs do not enter the result as a weighted sum for each token; they are overwritten, compared, normalised, "
-        "or mixed between tokens",
-        candidates[0],
-    )
+    raise Refuse(PADDED if _adds_tokens(graph, tokens) else _NO_SUM, candidates[0])
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
@@ -136,6 +141,13 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
         if value.numel() == numel and value.shape[-1] == width:
             gates.append(node)
     return gates
+
+
+def _adds_tokens(graph: torch.fx.Graph, tokens: int) -> bool:
+    """Whether experts are given more rows than the block, and not several for each of these."""
+    given = (record_of(n).value for n in graph.nodes if n.op == "placeholder" and is_float(n))
+    rows = max((value.numel() // value.shape[-1] for value in given if value.dim() > 1), default=tokens)
+    return tokens > rows > 0 and tokens % rows != 0
 
 
 def _unused(graph: torch.fx.Graph) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 FEW = 4
 """Fewer tokens than this may show too little of the block."""
 
-_ENOUGH = 16
+_ENOUGH, _MANY = 16, 128
 _SAME = 1e-5
 _LOOKED_AT = 512
 
@@ -53,6 +54,11 @@ def examples(observation: Observation) -> Iterator[Observation]:
         yield from [*fresh, observation]
     else:
         yield from [_with_repetitions_replaced(observation, fresh[0]), *fresh]
+
+
+def with_many_tokens(observation: Observation) -> Iterator[Observation]:
+    """One like it with a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none."""
+    yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
 
 
 def mostly_alike(observation: Observation) -> bool:
@@ -113,11 +119,11 @@ def _of_one_token_each(observation: Observation) -> bool:
     return matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1
 
 
-def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:
+def _with_fresh_tokens(observation: Observation, few: bool, least: int = _ENOUGH) -> Iterator[Observation]:
     """Inputs in the example's shape, and with enough tokens to reach the experts; the latter first if there are few."""
     experts = number_of_experts(observation.module)
     inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
-    enough = (2, max(_ENOUGH, experts or 0) // 2)
+    enough = (2, max(least, experts or 0) // 2)
     for size in (enough, None) if few else (None, enough):
         made = inputs.with_fresh_tokens(size, _vocabulary(observation.module))
         if made is not None:

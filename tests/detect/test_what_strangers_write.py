@@ -258,6 +258,22 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
         torch.testing.assert_close(optimized(_tokens(*size)), block(_tokens(*size)))
 
 
+class Padded(Mixture):
+    """Tokens up to a multiple of sixteen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, (0, 0, 0, -len(x) % 16)))[: len(x)]
+
+
+def test_tokens_that_are_padded() -> None:
+    torch.manual_seed(0)
+    block, x = Padded().double(), torch.randn(13, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x)
+    assert operators_run(optimized, (x,)), optimized.report
+    for tokens in (x, torch.cat([x, x[:3]]), x[:1]):
+        assert compare(block, optimized, (tokens,), train=True).within(1e-10)
+
+
 class Object:
     def __init__(self, out: torch.Tensor) -> None:
         self.out = out
