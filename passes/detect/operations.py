@@ -30,7 +30,7 @@ MOVES = (
 )
 """Operations that move values, or add what they move."""
 
-SUMS = frozenset("add add_ iadd __radd__ sum cumsum sub sub_ isub reduce".split())
+SUMS = frozenset("add add_ iadd __radd__ sum cumsum sub sub_ isub reduce segment_reduce".split())
 CONTRACTED = frozenset("einsum matmul bmm mm baddbmm addmm linear tensordot".split())
 MULTIPLIED = frozenset("mul mul_ imul multiply __rmul__ div div_ itruediv truediv divide true_divide".split())
 PRODUCTS = MULTIPLIED | CONTRACTED

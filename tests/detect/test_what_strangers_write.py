@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import types
 from typing import Any
 
 import pytest
@@ -258,52 +257,6 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
         torch.testing.assert_close(optimized(_tokens(*size)), block(_tokens(*size)))
 
 
-class Padded(Mixture):
-    """Tokens up to a multiple of sixteen."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(nn.functional.pad(x, (0, 0, 0, -len(x) % 16)))[: len(x)]
-
-
-def test_tokens_that_are_padded() -> None:
-    torch.manual_seed(0)
-    block, x = Padded().double(), torch.randn(13, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x)
-    assert operators_run(optimized, (x,)), optimized.report
-    for tokens in (x, torch.cat([x, x[:3]]), x[:1]):
-        assert compare(block, optimized, (tokens,), train=True).within(1e-10)
-
-
-class Object:
-    def __init__(self, out: torch.Tensor) -> None:
-        self.out = out
-
-
-class InAnObject(Mixture):
-    def forward(self, x: torch.Tensor) -> Any:
-        return Object(super().forward(x))
-
-
-class InNamespaces(Mixture):
-    def forward(self, x: torch.Tensor) -> Any:
-        out, logits = super().forward(x), types.SimpleNamespace(gate=self.gate(x)[0], tokens=x.shape[0])
-        return types.SimpleNamespace(out=out, inner=[logits])
-
-
-def test_results_in_namespaces() -> None:
-    torch.manual_seed(0)
-    block, x = InNamespaces().double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x)
-    assert operators_run(optimized, (x,)), optimized.report
-    one, two = block(x[:5]), optimized(x[:5])
-    assert (type(two), two.inner[0].tokens) == (types.SimpleNamespace, 5)
-    for given, expected in ((two.out, one.out), (two.inner[0].gate, one.inner[0].gate)):
-        torch.testing.assert_close(given, expected)
-        parameters = block.gate.weight.weight, optimized.gate.weight.weight
-        gradients = [torch.autograd.grad(y.square().sum(), p) for y, p in zip((expected, given), parameters)]
-        torch.testing.assert_close(*gradients)
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -312,7 +265,6 @@ def test_results_in_namespaces() -> None:
         (ScaledRows, "neither a parameter nor a buffer"),
         (ScaledNorm, "neither a parameter nor a buffer"),
         (Swapped, "and would be lost"),
-        (InAnObject, "the block returns a Object, and what such an object holds is not followed"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )

@@ -1,0 +1,81 @@
+"""What code does to tokens before experts get them, how it adds up what they give, and in what it returns that."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, K
+
+
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randn(count, D, dtype=torch.float64)
+
+
+class Padded(Mixture):
+    """Tokens up to a multiple of sixteen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.pad(x, (0, 0, 0, -len(x) % 16)))[: len(x)]
+
+
+class InSegments(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        order = index.flatten().argsort(stable=True)
+        parts = x[order // K].split(torch.bincount(index.flatten(), minlength=E).tolist())
+        given = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        sorted_back = (given * weights.flatten()[order, None])[order.argsort()]
+        return torch.segment_reduce(sorted_back, "sum", lengths=torch.full((len(x),), K))
+
+
+@pytest.mark.parametrize("kind", [Padded, InSegments])
+def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    block, x = kind().double(), _tokens(13)
+    optimized = hexa_fx.optimize(block, x)
+    assert operators_run(optimized, (x,)), optimized.report
+    for tokens in (x, _tokens(16), _tokens(1)):
+        assert compare(block, optimized, (tokens,), train=True).within(1e-10)
+
+
+class InNamespaces(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        out, logits = super().forward(x), types.SimpleNamespace(gate=self.gate(x)[0], tokens=x.shape[0])
+        return types.SimpleNamespace(out=out, inner=[logits])
+
+
+def test_results_in_namespaces() -> None:
+    torch.manual_seed(0)
+    block, x = InNamespaces().double(), _tokens(9)
+    optimized = hexa_fx.optimize(block, x)
+    assert operators_run(optimized, (x,)), optimized.report
+    one, two = block(x[:5]), optimized(x[:5])
+    assert (type(two), two.inner[0].tokens) == (types.SimpleNamespace, 5)
+    for given, expected in ((two.out, one.out), (two.inner[0].gate, one.inner[0].gate)):
+        torch.testing.assert_close(given, expected)
+        parameters = block.gate.weight.weight, optimized.gate.weight.weight
+        gradients = [torch.autograd.grad(y.square().sum(), p) for y, p in zip((expected, given), parameters)]
+        torch.testing.assert_close(*gradients)
+
+
+class Object:
+    def __init__(self, out: torch.Tensor) -> None:
+        self.out = out
+
+
+class InAnObject(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Object(super().forward(x))
+
+
+def test_a_result_in_an_object_is_refused() -> None:
+    (report,) = hexa_fx.explain(InAnObject().double(), _tokens(9)).blocks
+    assert "the block returns a Object, and what such an object holds is not followed" in report.reason
