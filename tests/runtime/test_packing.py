@@ -146,15 +146,6 @@ def test_experts_that_did_not_occur_can_keep_none(block):
     assert block.experts[3].w3.weight.grad is None
 
 
-def test_weights_modified_before_backward_are_an_error(block):
-    packed, _ = both(block)
-    loss = (packed() ** 2).sum()
-    with torch.no_grad():
-        block.experts[3].w3.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified in place"):
-        loss.backward()
-
-
 MOVES = {
     "half": lambda m: m.half(),
     "double": lambda m: m.double(),
