@@ -20,6 +20,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def frozen_objects_are_not_counted() -> Iterator[None]:
+    """Each call of optimize asks how many there are, and of those of a whole process the count takes longer than some analyses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 1)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def rewritten_code_at_any_size() -> Iterator[None]:
     """Test inputs are small: blocks whose own code is the quicker there would be compared with themselves."""
     from hexa_fx.ir import NEVER_SMALL  # imports torch, after its environment is set

@@ -108,7 +108,7 @@ def observe(
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
-    facts["random numbers drawn"] = [stream.tolist() for stream in streams]
+    facts["random numbers drawn"] = [bytes(stream.tolist()) for stream in streams]
     return Outcome(values, taken, facts, backward_error)
 
 

@@ -184,7 +184,7 @@ def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = t
     """
     for fact in sorted({*original.facts, *other.facts}):
         one, two = original.facts.get(fact), other.facts.get(fact)
-        if str(one) != str(two) and not same_fact(one, two):
+        if not same_fact(one, two) and str(one) != str(two):
             return f"{fact}: not what the original has", 0.0
     if set(original.values) != set(other.values):
         return f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}", 0.0
