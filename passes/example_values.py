@@ -37,11 +37,11 @@ class _Values(torch.fx.Interpreter):
 
     def __init__(
         self,
-        module: torch.fx.GraphModule,
+        graph: torch.fx.Graph,
         known: Mapping[torch.fx.Node, Any],
         sources: Mapping[torch.fx.Node, torch.fx.Node],
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
         self.found: dict[torch.fx.Node, Any] = {}
         self._known, self._sources = known, sources
 
@@ -73,25 +73,25 @@ class _Values(torch.fx.Interpreter):
 
     def _run(self, n: torch.fx.Node) -> Any:
         missing = [i.name for i in n.all_input_nodes if i not in self.found]
-        if missing or n.op in ("placeholder", "call_module"):
+        if missing or n.op in ("placeholder", "get_attr", "call_module"):
             raise LookupError(f"nothing is known of {missing or n.op}")
         return super().run_node(n)
 
 
 def values_on_meta(
-    module: torch.fx.GraphModule,
+    graph: torch.fx.Graph,
     known: Mapping[torch.fx.Node, Any],
     sources: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
 ) -> dict[torch.fx.Node, Any]:
     """The values of a graph's nodes, as tensors without data.
 
     Args:
-        module: the graph. Its own modules are not run.
+        graph: whose modules are not run.
         known: values of inputs, parameters and module calls, on the meta device.
         sources: recorded nodes that nodes were made from, whose values they have if they cannot run without data.
     """
-    interpreter = _Values(module, known, sources or {})
-    inputs = [None] * len(module.graph.find_nodes(op="placeholder"))
+    interpreter = _Values(graph, known, sources or {})
+    inputs = [None] * len(graph.find_nodes(op="placeholder"))
     with torch.no_grad():
         interpreter.run(*inputs, enable_io_processing=False)
     return interpreter.found
@@ -133,10 +133,10 @@ class FfnCall:
         return found
 
 
-def moe_ffn_calls(captured: CapturedBlock, rewritten: RewrittenBlock) -> list[FfnCall]:
-    """The calls of `hexa::moe_ffn` in a rewritten block whose operands' shapes are known."""
-    values, found = rewritten_values(captured, rewritten), []
-    for node in rewritten.graph.nodes:
+def moe_ffn_calls(graph: torch.fx.Graph, values: Mapping[torch.fx.Node, Any]) -> list[FfnCall]:
+    """The calls of `hexa::moe_ffn` in a rewritten block's graph whose operands are among the known ``values`` of its nodes."""
+    found = []
+    for node in graph.nodes:
         if not isinstance(node.meta.get("hexa"), FfnSpec):
             continue
         given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, torch.fx.Node)}
@@ -167,25 +167,10 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
             known[node] = torch.fx.map_arg(calls[node.meta["call"]].output, lambda n: record_of(n).value)
         elif node.meta.get("from") in recorded:
             sources[node] = recorded[node.meta["from"]]
-    known = {node: like_meta(value) for node, value in known.items()}
-    root = nn.Module()
-    for name in packed:
-        root.add_module(name, nn.Identity())
-    return values_on_meta(_shell(rewritten.graph), known, sources)
+    return values_on_meta(rewritten.graph, {node: like_meta(value) for node, value in known.items()}, sources)
 
 
 def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
     first, *others = (of_numbers(captured.tensor_of(part[0])) for part in parts)
     rows = [sum(part.shape[0] for part in (first, *others))] if others else first.shape[:1]
     return torch.empty((len(parts[0]), *rows, *first.shape[1:]), dtype=first.dtype, device="meta")
-
-
-def _shell(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module for a graph whose parameters and modules are not needed."""
-    root: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            root[str(node.target)] = torch.empty(0, device="meta")
-        elif node.op == "call_module":
-            root.setdefault(str(node.target), nn.Identity())
-    return torch.fx.GraphModule(root, graph)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from hexa_fx.ops.main_grad import NAME
 from hexa_fx.ops.moe_ffn import static_of
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import OPERANDS
-from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls
+from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls, rewritten_values
 
 if TYPE_CHECKING:
     from hexa_fx.cuda.kernel_set import FfnLayer
@@ -67,7 +67,7 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
     from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set
 
     with muted():
-        for call in moe_ffn_calls(captured, rewritten):
+        for call in moe_ffn_calls(rewritten.graph, rewritten_values(captured, rewritten)):
             try:
                 layer, card = _layer(call, captured, rewritten), card_of(device.index or 0)
                 found = fp8_kernel_set(layer, card, training) if compute == "fp8_block" else ()

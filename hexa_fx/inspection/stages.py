@@ -123,7 +123,7 @@ def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
     )
     graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
     stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
-    case = _case(captured, rewritten)
+    case = next((FfnCase(call.spec, call.operands) for call in moe_ffn_calls(rewritten.graph, values)), None)
     lowered = lowered_stages(case) if case else ()
     stages[-1] = replace(stages[-1], graph=_with_costs(stages[-1].graph, lowered))
     return Snapshots((*stages, *lowered), case)
@@ -209,13 +209,6 @@ def _record(node: torch.fx.Node) -> NodeRecord | None:
     return found if isinstance(found, NodeRecord) else None
 
 
-# -- the rewritten graph -----------------------------------------------------------------------------------------------
-
-
-def _case(captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnCase | None:
-    return next((FfnCase(call.spec, call.operands) for call in moe_ffn_calls(captured, rewritten)), None)
-
-
 # -- the operators' graphs ---------------------------------------------------------------------------------------------
 
 
@@ -232,7 +225,7 @@ def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[tor
     import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 
     inputs = {n: known[str(n.target)] for n in gm.graph.find_nodes(op="placeholder") if str(n.target) in known}
-    values = values_on_meta(gm, inputs)
+    values = values_on_meta(gm.graph, inputs)
     for node, value in values.items():
         known.setdefault(node.name, value)
     if "y" in known:

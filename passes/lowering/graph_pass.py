@@ -25,11 +25,14 @@ class GraphPass(ABC):
         """Changes gm's graph, and returns the number of places."""
 
     def __call__(self, gm: GraphModule) -> int:
-        """Applies the pass, lints and recompiles. Listeners see the graph before and after. Returns the number of changes."""
+        """Applies the pass; what it changed is linted and recompiled. Listeners see the graph before and after. Returns the number
+        of changes.
+        """
         with announced(self.name, gm.graph, type(gm).__name__) as done:
             changes = self.apply(gm)
-            gm.graph.lint()
-            gm.recompile()
+            if changes:
+                gm.graph.lint()
+                gm.recompile()
             done.graph = gm.graph
         return changes
 
