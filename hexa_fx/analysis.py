@@ -121,7 +121,7 @@ def _analyse_model(
     analyses, reports = [], []
     examples: dict[str, Example] = {}
     around: dict[str, Sequence[Observation]] = {}
-    with progress("analysing MoE blocks", 1) as bar, listening(*_stages(bar)):
+    with progress("analysing MoE blocks", 1) as bar:
         bar.say("the model runs on the example inputs")
         made = isinstance(example_inputs, ExampleTokens)
         what = (
@@ -135,7 +135,8 @@ def _analyse_model(
             block = candidate.levels[0]
             if parted := why_not_parted(block.module, shared):
                 candidate = replace(candidate, reason=parted)
-            analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
+            with listening(*_stages(bar)):
+                analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
             analyses.append(analysis)
             reports.append(describe(analysis, same_as, inspector))
             if analysis.rewritten:

@@ -134,7 +134,6 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
     with (
         torch.inference_mode(False),
         tracing() as trace,
-        listening(inspector.see),
         kernels_requested(config.compute),
         whole_or_not_at_all(model),
     ):
@@ -146,7 +145,8 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
             report = _install_all(model, found, config)
         else:
             sites = _sites_of_whole(model, found, config)
-            session = spread.apply(model, found, example_inputs, config, partial(_finished, config=config))
+            with listening(inspector.see):
+                session = spread.apply(model, found, example_inputs, config, partial(_finished, config=config))
             for path, known in sites.items():
                 if (forward := installed_forward(model.get_submodule(path))) is not None:
                     forward.sites = known

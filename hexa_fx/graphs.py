@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
-from hexa_fx.inspection.stages import FfnCase, Stage
+from hexa_fx.inspection.stages import FfnCase, Snapshots, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -34,8 +34,7 @@ class BlockGraphs:
         rewritten: the block's new forward, with `hexa::moe_ffn` in it.
         lowered: that node as expert-specific operators, forward and backward. None for experts of an unusual form, which
             ``rewritten`` already holds as expert-specific operators.
-        stages: a snapshot after each pass, in order, as plain data.
-        case: the call of `hexa::moe_ffn` with the example's sizes.
+        taken: the snapshots behind `stages`.
         path: the block's path in the model.
         facts: (name, value) pairs that describe the block.
         costs: what it costs before and after; None if that could not be determined.
@@ -44,8 +43,7 @@ class BlockGraphs:
     captured: str
     rewritten: torch.fx.GraphModule | str
     lowered: Lowered | tuple[str, str] | None
-    stages: tuple[Stage, ...] = ()
-    case: FfnCase | None = None
+    taken: Snapshots = field(default_factory=Snapshots)
     path: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     costs: Costs | None = None
@@ -64,12 +62,21 @@ class BlockGraphs:
             alike.captured if alike else captured.code,
             alike.rewritten if alike else _readable(rewritten, captured.block),
             alike.lowered if alike else _lowered(rewritten),
-            inspector.with_partition(analysis.path, taken.stages),
-            taken.case,
+            inspector.with_partition(analysis.path, taken),
             analysis.path,
             facts.pairs() if facts else (),
             inspector.costs(analysis),
         )
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """A snapshot after each pass, in order, as plain data."""
+        return self.taken.stages
+
+    @property
+    def case(self) -> FfnCase | None:
+        """The call of `hexa::moe_ffn` with the example's sizes."""
+        return self.taken.case
 
     def stage(self, name: str) -> Stage:
         """The snapshot after a pass, such as ``capture``, ``rewrite``, ``lower`` or ``lower_backward``."""
@@ -110,7 +117,7 @@ class BlockGraphs:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles graphs as text: they are only read, and operators do not pickle."""
-        fixed = (self.stages, self.case, self.path, self.facts, self.costs)
+        fixed = (self.taken, self.path, self.facts, self.costs)
         return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
 
     def __repr__(self) -> str:

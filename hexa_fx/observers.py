@@ -50,6 +50,11 @@ def notify(name: str, when: Literal["before", "after"], graph: torch.fx.Graph, n
         listener(event)
 
 
+def heard() -> bool:
+    """Whether anybody listens."""
+    return bool(_listeners.get())
+
+
 @dataclass
 class PassOutcome:
     """What listeners are told after a pass: the graph that it leaves, and how it went."""

@@ -61,14 +61,13 @@ class Costs:
 
 def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snapshots) -> Costs:
     """Costs of a block. ``snapshots`` are its stages."""
-    stages = {stage.name: stage.graph for stage in snapshots.stages}
+    stages = {stage.name: stage.graph for stage in snapshots.of_block}
     before = stages["canonicalize"] if "canonicalize" in stages else stages["capture"]
     flops, moved = _of_parts(before, REGION)
     new = _Rewritten(captured, rewritten)
     after_flops, after_moved = _of_parts(stages["rewrite"], (*REGION, "other"))
-    if "fuse_activation" in stages:
-        after_flops += stages["fuse_activation"].flops
-        after_moved += stages["fuse_activation"].moved
+    if snapshots.case is not None:
+        after_flops, after_moved = after_flops + snapshots.case.work[0], after_moved + snapshots.case.work[1]
     saved: int | None
     after_saved: int | None
     try:

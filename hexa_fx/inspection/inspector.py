@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.fx
 
 from hexa_fx.inspection.costs import Costs, costs_of
-from hexa_fx.inspection.stages import Snapshots, Stage, partition_stage, snapshots
+from hexa_fx.inspection.stages import Snapshots, partition_stage, snapshots
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.observers import PassEvent, at_block, muted
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -30,12 +30,12 @@ class Inspector:
         if event.name == "partition" and event.when == "after":
             self.partitioned[event.path] = event.graph
 
-    def with_partition(self, path: str, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        """The stages, with this rank's collectives after the rewrite if the block is partitioned."""
-        if path not in self.partitioned or not stages:
-            return stages
-        at = 1 + next(i for i, stage in enumerate(stages) if stage.name == "rewrite")
-        return (*stages[:at], partition_stage(self.partitioned[path], stages[at - 1]), *stages[at:])
+    def with_partition(self, path: str, taken: Snapshots) -> Snapshots:
+        """The snapshots, with this rank's collectives after the rewrite if the block is partitioned."""
+        if path not in self.partitioned or not taken.of_block:
+            return taken
+        added = partition_stage(self.partitioned[path], taken.of_block[-1])
+        return replace(taken, of_block=(*taken.of_block, added))
 
     def snapshots(self, analysis: BlockAnalysis) -> Snapshots:
         """The stages of a rewritten block."""
@@ -55,7 +55,7 @@ class Inspector:
 def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
     """Runs an inspection, logging its errors: they must not keep a block from being rewritten."""
     mode = next(iter(analysis.rewritten))
-    taken = Snapshots((), None)
+    taken = Snapshots()
     try:
         assert analysis.match is not None
         with at_block(analysis.path, mode):

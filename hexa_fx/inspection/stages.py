@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from hexa_fx.inspection.operators import op_count_difference
 from hexa_fx.inspection.roles import mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
+from hexa_fx.observers import heard, muted
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, values_on_meta
@@ -70,6 +72,22 @@ class FfnCase:
         given = frozenset(name for name in OPERANDS if name in self.operands)
         return FfnRequest(self.spec, given, given, True)
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The operators' graphs: lowered, fused as CUDA runs them, and tiled as a CPU does; forward, then backward.
+
+        They follow from the call alone, and are made when first looked at: that takes as long as other parts of the analysis.
+        """
+        return _lowered_stages(self)
+
+    @cached_property
+    def work(self) -> tuple[int, int]:
+        """FLOPs of the forward, and the bytes that its operators move as CUDA runs them."""
+        with muted():
+            fused = _fused(lower_forward(self.request))
+        view = _operators(fused, dict(self.operands))
+        return view.flops, view.moved
+
     def resized(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> FfnCase:
         """The same call with another number of tokens, or in another floating dtype."""
         return replace(self, operands={n: _resized(n, t, tokens, dtype) for n, t in self.operands.items()})
@@ -96,10 +114,21 @@ def _resized(name: str, value: torch.Tensor, tokens: int | None, dtype: torch.dt
 
 @dataclass(frozen=True)
 class Snapshots:
-    """All stages of a block, and the call of `hexa::moe_ffn` in it if there is one."""
+    """All stages of a block, and the call of `hexa::moe_ffn` in it if there is one.
 
-    stages: tuple[Stage, ...]
-    case: FfnCase | None
+    Args:
+        of_block: the stages of the block's own graph. Those of its operators follow.
+        case: the call.
+    """
+
+    of_block: tuple[Stage, ...] = ()
+    case: FfnCase | None = None
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """All of them, in order."""
+        with muted():
+            return (*self.of_block, *(self.case.stages if self.case is not None else ()))
 
 
 def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
@@ -124,30 +153,32 @@ def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
     graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
     stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
     case = next((FfnCase(call.spec, call.operands) for call in moe_ffn_calls(rewritten.graph, values)), None)
-    lowered = lowered_stages(case) if case else ()
-    stages[-1] = replace(stages[-1], graph=_with_costs(stages[-1].graph, lowered))
-    return Snapshots((*stages, *lowered), case)
+    if case is not None:
+        if heard():
+            _ = case.stages  # listeners see these passes, too
+        stages[-1] = replace(stages[-1], graph=_with_costs(stages[-1].graph, case))
+    return Snapshots(tuple(stages), case)
 
 
-def _with_costs(graph: GraphView, lowered: tuple[Stage, ...]) -> GraphView:
+def _with_costs(graph: GraphView, case: FfnCase) -> GraphView:
     """The rewritten graph, with the costs of the operators that `hexa::moe_ffn` stands for."""
-    run = next((stage.graph for stage in lowered if stage.name == "fuse_activation"), None)
-    nodes = (
-        replace(node, flops=run.flops, moved=run.moved) if run is not None and node.op == "hexa.moe_ffn" else node
-        for node in graph.nodes
-    )
+    flops, moved = case.work
+    nodes = (replace(node, flops=flops, moved=moved) if node.op == "hexa.moe_ffn" else node for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
 
 
-def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
-    """The operators' graphs: lowered, fused as CUDA runs them, and tiled as a CPU does; forward, then backward."""
+def _fused(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return CUDA.until("fuse_activation")(gm)
+
+
+def _lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     known: dict[str, Any] = dict(case.operands)
     found: list[Stage] = []
     for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
         direction: Direction = "backward" if suffix else "forward"
         lowered = _operators(lower(case.request), known)
         stages = [Stage(f"lower{suffix}", f"{direction} in the expert-specific operators", lowered)]
-        fused = _operators(CUDA.until("fuse_activation")(lower(case.request)), known, lowered)
+        fused = _operators(_fused(lower(case.request)), known, lowered)
         stages.append(_next(f"fuse_activation{suffix}", f"{direction} as CUDA runs it", fused, stages[0]))
         tiled = _tile(CPU.until("tile_rows")(lower(case.request)))
         stages.append(_next(f"tile_rows{suffix}", f"{direction} as a CPU runs it, for one tile", tiled, stages[0]))

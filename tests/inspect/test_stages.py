@@ -16,6 +16,7 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection import inspector
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.ir import FfnSpec
+from hexa_fx.observers import listening
 from tests.zoo.registry import by_name
 
 
@@ -105,6 +106,14 @@ def test_identical_blocks_share_their_snapshots_and_graphs(optimized):
     assert one.rewritten is two.rewritten
     assert one.lowered is two.lowered
     assert [one.path, two.path] == ["layers.0", "layers.1"]
+
+
+def test_operators_are_drawn_when_somebody_looks_or_listens(models):
+    unseen = hexa_fx.optimize(models.make(), models.INPUT).graphs["layers.0"]
+    with listening(lambda event: None):
+        heard = hexa_fx.optimize(models.make(), models.INPUT).graphs["layers.0"]
+    assert ["stages" in vars(graphs.case) for graphs in (unseen, heard)] == [False, True]
+    assert unseen.stages == heard.stages
 
 
 def test_graphs_copy_and_pickle(optimized):
