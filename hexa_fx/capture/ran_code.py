@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 import sys
 import types
 from collections import defaultdict
@@ -27,6 +28,7 @@ _GENERATED = "<eval_with_key>"
 _OF_ALL = frozenset({"vars", "__dict__"})
 _BY_TEXT = _OF_ALL | {"getattr", "hasattr", "attrgetter"}
 """What takes names of attributes as texts, after what gives all of them."""
+_WORD = re.compile(r"[^\W\d]\w*")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -181,7 +183,7 @@ class RanCode:
 def words(values: Iterable[Any]) -> Iterator[str]:
     """What may be names of attributes in the texts among ``values``."""
     for value in values:
-        yield from value.split(".") if isinstance(value, str) else ()
+        yield from _WORD.findall(value) if isinstance(value, str) else ()
 
 
 def _may_be_set(module: str, value: Any) -> bool:

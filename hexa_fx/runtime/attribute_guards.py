@@ -47,7 +47,7 @@ class AttributeGuards:
         reads: what the recorded run read.
         packed: paths of parameters that are read side by side, and of which that is checked with them.
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
-        dtypes: of parameters by path, which have to stay.
+        dtypes: of parameters and buffers by path, which have to stay.
         in_trace: what counts under a compiler besides ``reads``.
     """
 
@@ -125,8 +125,8 @@ class AttributeGuards:
         modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")
-            now = getattr(self._walked(modules, owner), "_parameters", {}).get(name)
-            if now is not None and now.dtype != dtype:
+            now = getattr(self._walked(modules, owner), name, None)
+            if isinstance(now, torch.Tensor) and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
         for path, name, noted in self.plain:
             if _is_module(noted):
@@ -160,13 +160,16 @@ class AttributeGuards:
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:
-    """Of the floating parameters that a graph and the modules that it calls read, by path; of those side by side the first."""
-    listed = [part[0] for weight in rewritten.packed for part in weight.parts]
-    read = {*listed, *(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))}
+    """Of the floating parameters and buffers that a graph, the modules that it calls and the code read, by path; of those side by
+    side the first."""
+    parts = [part for weight in rewritten.packed for part in weight.parts]
+    read = {f"{read.root}.{read.steps[0]}".lstrip(".") for read in rewritten.reads if not read.is_global}
+    read = read.difference(*parts) | {part[0] for part in parts}
+    read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
     called = called_in(rewritten.graph)
-    named = named_tensors(block, "_parameters", every=True).items()
-    floating = ((path, parameter) for path, parameter in named if parameter.is_floating_point())
-    return {path: parameter.dtype for path, parameter in floating if path in read or is_within(path, called)}
+    named = {**named_tensors(block, "_parameters", every=True), **named_tensors(block, "_buffers", every=True)}
+    floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
+    return {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:

@@ -139,17 +139,18 @@ class Resolution:
             self.slow.append((module, "__dict__", read.value))
 
     def _of_dtype(self, path: str, dtype: torch.dtype) -> tuple[dict[str, Any], str, torch.dtype] | None:
-        """Where a parameter lies, and its dtype; nothing if it is no longer there, as under an adapter."""
+        """Where a parameter or buffer lies, and its dtype; nothing if it is no longer there, as under an adapter."""
         path_of_owner, _, name = path.rpartition(".")
         owner = self._modules.get(path_of_owner)
-        now = None if owner is None else owner._parameters.get(name)
-        if owner is None or now is None:
+        registries = () if owner is None else (owner._parameters, owner._buffers)
+        registry, now = next(((held, held[name]) for held in registries if held.get(name) is not None), ({}, None))
+        if now is None:
             return None
         if now.dtype != dtype:
             raise GuardMiss(
                 f"{path!r} is {now.dtype}; the block was recorded with {dtype}, which its code asks for; {AGAIN}"
             )
-        return owner._parameters, name, dtype
+        return registry, name, dtype
 
     def _enter_registry(self, holder: Any) -> None:
         if isinstance(holder, nn.Module) and rebuilds(holder):

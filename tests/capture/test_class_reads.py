@@ -136,6 +136,7 @@ VARIANTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
     "by a name that is made": (lambda m, x: getattr(Options(), "le" + "vel"), attribute(Options, "level")),
     "by a text": (lambda m, x: getattr(m.kind, m.name), attribute(Options, "level")),
     "by a path": (lambda m, x: operator.attrgetter("kind.level")(m), attribute(Options, "level")),
+    "by a format": (lambda m, x: float("{.level}".format(m.kind)), attribute(Options, "level")),  # noqa: UP032
     "by __dict__": (lambda m, x: Options.__dict__["level"], attribute(Options, "level")),
     "by a search": (
         lambda m, x: next(value for key, value in vars(m.kind).items() if key[0] == "l"),

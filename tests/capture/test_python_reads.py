@@ -693,6 +693,21 @@ def test_a_decision_on_a_dtype(asks):
         torch.testing.assert_close(optimized.to(dtype)(given), model.to(dtype)(given), rtol=1e-5, atol=1e-5)
 
 
+def test_a_decision_on_the_dtype_of_a_buffer_that_only_it_reads():
+    class Deciding(Block):
+        def made(self):
+            self.register_buffer("table", torch.ones(2))
+
+        def scale(self, x):
+            return 2.0 if self.table.dtype == torch.float64 else 1.0
+
+    model = Deciding().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+    assert operators_run(optimized, (x(),)), optimized.report
+    model.table, optimized.table = model.table.float(), optimized.table.float()
+    torch.testing.assert_close(optimized(x()), model(x()))
+
+
 def test_blocks_that_read_the_same_are_analysed_once():
     class Held(Block):
         def made(self):
