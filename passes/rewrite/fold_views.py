@@ -11,6 +11,8 @@ from collections.abc import Container, Mapping
 import torch
 import torch.fx
 
+from hexa_fx.passes.detect.operations import adds_dimension
+
 _KEEP_ORDER = ("reshape", "view", "flatten", "contiguous")
 
 
@@ -37,16 +39,24 @@ def fold_rows(
         widths: how many numbers a row has, of the rows that count.
     """
     found = set()
-    for node, value in given.items():
-        for user in list(node.users):
-            rows = user.op == "call_method" and user.target == "reshape" and "from" not in user.meta
-            if not rows or value.dim() < 2 or value.shape[-1] not in widths or user.args[1:] != (-1, value.shape[-1]):
-                continue
+    for reader in graph.find_nodes(op="call_method", target="reshape"):
+        node = source = reader.args[0]
+        while node not in given and _keeps_order(node):
+            node = node.args[0]
+        if node not in given or "from" in reader.meta:
+            continue
+        value = given[node]
+        if value.dim() > 1 and value.shape[-1] in widths and reader.args[1:] == (-1, value.shape[-1]):
             found.add(node)
-            if value.dim() == 2:
-                user.replace_all_uses_with(node)
-                graph.erase_node(user)
+            if value.dim() == 2 and node is source:
+                reader.replace_all_uses_with(node)
+                graph.erase_node(reader)
     return found
+
+
+def _keeps_order(node: torch.fx.Node) -> bool:
+    """Whether it is a view of all of its first operand's numbers, in their order."""
+    return (node.op == "call_method" and node.target in (*_KEEP_ORDER, "unsqueeze", "squeeze")) or adds_dimension(node)
 
 
 def _is_passed_by(inner: torch.fx.Node, reader: torch.fx.Node) -> bool:

@@ -83,3 +83,26 @@ def test_rows_that_inputs_already_are():
     assert len(graph.nodes) == 3
     assert fold_rows(graph, {x: torch.ones(3, 2)}, {2}) == {x}
     assert len(graph.nodes) == 2
+
+
+class Given(torch.nn.Module):
+    """Experts whose routing is made elsewhere, with as many of them as that says; the weights become a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+
+    def forward(self, x, ids, weights):
+        h = torch.einsum("td,tkdi->tki", x, self.up[ids]).relu()
+        return (torch.einsum("tki,tkid->tkd", h, self.down[ids]) * weights[..., None]).sum(1)
+
+
+def test_another_number_of_experts_than_was_recorded_with(caplog):
+    x, config = torch.randn(12, 8), hexa_fx.HexaConfig(own_code_when_small=False)
+    given = {k: (x, torch.rand(12, 4).topk(k).indices, torch.rand(12, k)) for k in (2, 3, 1)}
+    original = Given()
+    opt = hexa_fx.optimize(original, given[2], config)
+    assert opt.report.rewritten, opt.report
+    for k, inputs in given.items():
+        torch.testing.assert_close(opt(*inputs), original(*inputs))
+        assert ("was recorded with 2" in caplog.text) == (k != 2)
