@@ -15,7 +15,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture.calls import why_not_recorded
+from hexa_fx.capture.calls import user_location, why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock, ChangedInPlace
 from hexa_fx.capture.collect import Collecting, puts
 from hexa_fx.capture.copies import copied
@@ -34,10 +34,11 @@ from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.held_objects import is_object
+from hexa_fx.isolation.hidden_sources import WEIGHT
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
-from hexa_fx.isolation.written_tensors import put_back, set_told
+from hexa_fx.isolation.written_tensors import parameters_restored, put_back
 
 log = logging.getLogger(__name__)
 _CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
@@ -131,6 +132,7 @@ def _capture(
         collecting.stand_ins() if collecting else nullcontext(),
         _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
+        parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.before_call,
     ):
         _connect(recorder, reads, monitor, collecting)
         with noted_settings(recorder) as settings, reads.noted():
@@ -169,6 +171,12 @@ def _capture(
         numbers=reads.ran.whole_numbers(),
         replaced=replaced,
     )
+
+
+def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> None:
+    """Notes that code writes to a parameter, as of the block's own: whoever does it, no other run starts from the same weights."""
+    names = (name for name, tensor in recorder.parameters.items() if tensor is parameter)
+    ran.hidden[""] = next(names, "a parameter"), WEIGHT, user_location()
 
 
 def _connect(
@@ -216,7 +224,6 @@ def _trial(
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
         random_state_kept(0),
-        set_told(),
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(not as_it_is),
     ):

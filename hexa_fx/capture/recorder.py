@@ -59,6 +59,7 @@ class Recorder(TorchFunctionMode):
     """Told when the code asks something of a tensor that is no number of it; with None and ``""`` before it calls torch."""
     asked_gradients: Callable[[set[str]], None] = lambda scopes: None
     """Told, once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
+    before_call: Callable[[str, Any, Any], None] = lambda *call: None  # told of every call, by name and arguments
     functions_running: list[set[str]] = field(default_factory=list)
     """Of every `autograd.Function` whose forward runs, outermost first, what `asked_gradients` will be told."""
 
@@ -69,8 +70,7 @@ class Recorder(TorchFunctionMode):
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
-        self.written: dict[int, tuple[torch.fx.Node, int]] = {}
-        """By storage, the last write and the id of the tensor that it was made through."""
+        self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
@@ -185,8 +185,7 @@ class Recorder(TorchFunctionMode):
             return self.pieces.note([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
         return value if isinstance(value, (bool, complex)) else wrap(value, node, self)
 
-    def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:
-        """A call that was made elsewhere, as one node."""
+    def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:  # of a call that was made elsewhere
         self._wrap_result(result, self.add("call_function", function, lifted_args, {}, result))
 
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -202,6 +201,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         self.asked(None, "")
+        self.before_call(name, args, kwargs)
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
@@ -217,8 +217,7 @@ class Recorder(TorchFunctionMode):
             return self._read_size(func, name, args, kwargs, plain_args, plain_kwargs)
         if name in DECISIONS:
             return self._decide(func, name, args, plain_args, plain_kwargs)
-        out = kwargs.get("out")
-        if isinstance(out, torch.Tensor):  # what is computed, and that it is written there
+        if isinstance(out := kwargs.get("out"), torch.Tensor):  # what is computed, and that it is written there
             with self:
                 return out.copy_(func(*args, **{key: value for key, value in kwargs.items() if key != "out"}))
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)

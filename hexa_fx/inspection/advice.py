@@ -111,6 +111,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Nothing is to be done, unless it is meant to choose: then take the topk of the scores and run these experts only.",
     ),
     (("some experts share a parameter",), "Give every expert a parameter of its own, or one to all of them."),
+    (
+        ("the code writes to a parameter",),
+        "Keep what a forward changes in a buffer (register_buffer), and change parameters where the block is called.",
+    ),
     (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
     (
         ("takes a decision", "host decision"),

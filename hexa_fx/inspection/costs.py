@@ -28,6 +28,7 @@ from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.program import direct
 from hexa_fx.sources import linear4bit
@@ -72,8 +73,9 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     after_saved: int | None
     try:
         state = ModuleState(captured.block)
-        saved = _measured(captured, state, captured.block.forward)
-        after_saved, why = _measured(captured, state, new, new.weights), ""
+        with tensors_restored(captured.block):  # of code that is left as it is in the mode that the model is in
+            saved = _measured(captured, state, captured.block.forward)
+            after_saved, why = _measured(captured, state, new, new.weights), ""
     except Exception as error:  # the block's own: it cannot run with gradients, say
         log.debug("memory of %s was not measured", captured.path, exc_info=error)
         saved = after_saved = None

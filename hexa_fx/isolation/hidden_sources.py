@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 CLOCK, SYSTEM, DIGEST, OUTPUT = "clock", "part of the system", "digest", "output"
-HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
+HOOK, DATA, ATTRIBUTE, WEIGHT = "hook", "memory of a tensor", "attribute of a tensor", "parameter that is written"
 """What code does to tensors that no graph shows."""
 _KINDS = {
     CLOCK: "time",

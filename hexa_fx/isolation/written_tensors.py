@@ -18,7 +18,8 @@ from hexa_fx.isolation.module_snapshot import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
 
 _OPERATORS = "set setitem iadd isub imul itruediv ifloordiv idiv imod ipow iand ior ixor array".split()
-_WRITES = frozenset(("numpy", *(f"__{name}__" for name in _OPERATORS)))
+_EXCHANGES = ("__set__", "__set_data__")
+_WRITES = frozenset(("numpy", *_EXCHANGES, *(f"__{name}__" for name in _OPERATORS)))
 """Functions that write to a tensor, or give its memory to numpy, which may."""
 _SMALL = 1 << 16
 _NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuffer"))
@@ -26,7 +27,10 @@ _NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuf
 
 
 @contextmanager
-def tensors_restored(root: nn.Module, with_parameters: Callable[[], object]) -> Iterator[None]:
+def tensors_restored(
+    root: nn.Module,
+    with_parameters: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
     """A context at whose end tensors that were there before have their own memory and numbers again.
 
     What torch's functions are about to write to is copied, and nothing else. ``with_parameters`` is called if the tree's parameters
@@ -40,6 +44,22 @@ def tensors_restored(root: nn.Module, with_parameters: Callable[[], object]) -> 
         mode.restore()
         if mode.wrote_parameters:
             with_parameters()
+
+
+@contextmanager
+def parameters_restored(
+    root: nn.Module, about_to_write: Callable[[Tensor], object]
+) -> Iterator[Callable[[str, Any, Any], None]]:
+    """As `tensors_restored`, of the tree's parameters alone, for a run that somebody else sees, who calls what this gives.
+
+    It takes name, args and kwargs of a function of torch before that runs. ``about_to_write`` is told of the parameters.
+    """
+    writes = _Writes(root, about_to_write)
+    try:
+        with set_told():
+            yield writes.before
+    finally:
+        writes.restore()
 
 
 @contextmanager
@@ -81,9 +101,9 @@ def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> 
 class _Writes(TorchFunctionMode):
     """Saves tensors before functions write to them, but for those that were made meanwhile."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, parameters_to: Callable[[Tensor], object] | None = None) -> None:
         super().__init__()
-        self.wrote_parameters = False
+        self.wrote_parameters, self._told = False, parameters_to
         self._saved: dict[Any, tuple[Tensor, Tensor, Tensor | None]] = {}
         self._made: set[int] = set()  # memory that is used again is again of a tensor that is made
         self._at: dict[int, list[Tensor]] = defaultdict(list)
@@ -93,24 +113,31 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        target = kwargs.get("out")
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
-            target = args[0] if args else kwargs.get("input")
-        for tensor in target if isinstance(target, (list, tuple)) else (target,):
-            if isinstance(tensor, Tensor):
-                self._about_to_write(tensor, numbers=name != "__set__")
+        self.before(name, args, kwargs)
         result = func(*args, **kwargs)
         if name not in _NOT_MADE:
             self._make(result, args)
         return result
 
-    def _about_to_write(self, tensor: Tensor, numbers: bool) -> None:
+    def before(self, name: str, args: Any, kwargs: Any) -> None:
+        """Saves what a function of torch is about to write to."""
+        target = kwargs.get("out")
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
+            target = args[0] if args else kwargs.get("input")
+        for tensor in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(tensor, Tensor):
+                self._about_to_write(tensor, name)
+
+    def _about_to_write(self, tensor: Tensor, name: str) -> None:
         place = _storage(tensor)
         parameters = self._at.get(place, ())
         self.wrote_parameters |= bool(parameters)
-        if place and place not in self._made:
+        if self._told is not None:
+            for parameter in parameters if name != "__set__" else ():  # of another property than data
+                self._told(parameter)
+        if parameters or (place and place not in self._made and self._told is None):
             for written in parameters or (tensor,):
-                self._save(written, numbers)
+                self._save(written, numbers=name not in _EXCHANGES)
 
     def _save(self, tensor: Tensor, numbers: bool) -> None:
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), None if numbers else id(tensor)

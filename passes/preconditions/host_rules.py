@@ -6,7 +6,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -42,12 +42,16 @@ _DATA = (
     "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
 )
+_WEIGHT = (
+    "the code writes to a parameter ({}), so that no two of its runs start from the same weights; a buffer that it writes to is "
+    "followed"
+)
 _IDENTITY = (
     "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
     "None, or a flag, can be asked for"
 )
 
-_SAID = {DIGEST: _DIGESTED, OUTPUT: _WRITES, HOOK: _TENSOR_HOOKS, DATA: _DATA, ATTRIBUTE: _ATTRIBUTE}
+_SAID = {DIGEST: _DIGESTED, OUTPUT: _WRITES, HOOK: _TENSOR_HOOKS, DATA: _DATA, ATTRIBUTE: _ATTRIBUTE, WEIGHT: _WEIGHT}
 """By the kind of what leaves no trace."""
 
 

@@ -20,6 +20,7 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, same_fact, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.weight_slices import sliced
+from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify.cases import Subject, VerificationCase
 from hexa_fx.passes.verify.perturbation import argument_names, perturbations
@@ -154,6 +155,8 @@ class PerturbedRuns:
         def run() -> Outcome:
             with ExitStack() as modes:
                 modes.enter_context(no_device_asserts(module))
+                if trial.modes:  # in which code may write to parameters
+                    modes.enter_context(tensors_restored(module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 is_original = call == self.forward.original

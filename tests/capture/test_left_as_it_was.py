@@ -355,3 +355,30 @@ def test_memory_that_a_tensor_of_an_object_gets_is_no_lost_result() -> None:
     optimized, x = hexa_fx.optimize(copy.deepcopy(block), torch.randn(24, D)), torch.randn(5, D)
     block(x), optimized(x)
     torch.testing.assert_close(optimized.kept.load, block.kept.load)
+
+
+class Centroids(Block):
+    """Keeps the mean of its tokens in a frozen parameter: by every call, or by those in train mode; or a module of it does so."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(lambda block, load: None)
+        self.when, self.mean = when, nn.Parameter(torch.zeros(D), requires_grad=False)
+        self.last = Folding("in place") if when == "in a call" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.last(super().forward(x - self.mean))
+        if self.when == "always" or (self.when == "in train mode" and self.training):
+            self.mean.data.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return out
+
+
+@pytest.mark.parametrize("when", ["always", "in train mode", "in a call"])
+def test_parameters_that_a_forward_writes(when: str) -> None:
+    torch.manual_seed(0)
+    model, x = Centroids(when).double(), torch.randn(20, D, dtype=torch.float64)
+    other = copy.deepcopy(model)
+    (report,) = hexa_fx.optimize_(model, x).report.blocks
+    assert "the code writes to a parameter" in report.reason
+    for mode in (True, False, True):
+        torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
