@@ -37,6 +37,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
@@ -168,6 +169,8 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         # so that a capacity that the code names is exceeded
         overflow_tokens = max((overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS)
         analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
+        for captured in analysis.captured.values():  # which modules that stay calls write to
+            put_back(captured.held, captured.written)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or analysis.settled or all(check.ok for check in best.checks.values()):

@@ -58,6 +58,8 @@ class CapturedBlock:
         asks: paths of the modules whose code asks for a dtype, a device, a layout or a module's mode, or puts hooks on
             tensors (`hexa_fx.capture.ran_code`).
         numbers: whole numbers that the code names.
+        held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
+        written: where those are that torch wrote to.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
@@ -82,6 +84,8 @@ class CapturedBlock:
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     numbers: frozenset[int] = frozenset()
+    held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    written: frozenset[int] = frozenset()
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30

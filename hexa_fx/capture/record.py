@@ -169,6 +169,8 @@ def _capture(
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         numbers=reads.ran.whole_numbers(),
+        held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
+        written=frozenset(recorder.written),
         replaced=replaced,
     )
 

@@ -22,6 +22,7 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.training_mode import training_mode
+from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.routing.trial import Reached, Trial
 from hexa_fx.runtime.install import HexaForward
 
@@ -156,7 +157,7 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
 @contextmanager
 def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None]:
     """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
-    with training_mode(level.module, training):
+    with training_mode(level.module, training), tensors_restored(level.module):
         small, level.state = forward.small, ModuleState(level.module)
         forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
         try:

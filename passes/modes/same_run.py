@@ -23,7 +23,7 @@ from hexa_fx.isolation.training_mode import has_own_train, training_mode
 from hexa_fx.passes.detect.graph import UNINITIALISED, is_float, operation
 from hexa_fx.passes.detect.operations import CASTS
 
-_OF_THE_RUN = frozenset({"graph", "reads", "collections", "as_recorded"})
+_OF_THE_RUN = frozenset({"graph", "reads", "collections", "held", "written", "as_recorded"})
 """Fields that are compared otherwise, or that detection does not see."""
 
 _NOTED = ("scope", "writes", "decision", "gradient")

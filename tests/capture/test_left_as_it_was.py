@@ -382,3 +382,27 @@ def test_parameters_that_a_forward_writes(when: str) -> None:
     for mode in (True, False, True):
         torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+class CountingRouter(nn.Module):
+    """Stays a call of the rewritten block, and counts in tensors that are no buffers."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router, self.kept, self.loads = router, Counts(), [torch.zeros(E)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        for load in (self.kept.load, self.loads[0], Counts.shared):
+            load.add_(logits.detach().softmax(-1).sum(0))
+        return logits
+
+
+def test_tensors_that_a_router_counts_in_where_a_block_is_rewritten() -> None:
+    block, before = Block(lambda m, load: None), Counts.shared.clone()
+    block.router = CountingRouter(block.router)
+    optimized = hexa_fx.optimize_(block, torch.randn(24, D))
+    assert optimized.report.rewritten, optimized.report
+    assert not block.router.kept.load.any()
+    assert not block.router.loads[0].any()
+    assert torch.equal(Counts.shared, before)
