@@ -159,6 +159,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
+    gc.freeze()  # what was imported, which a collection takes longer to walk than most tests run
     while True:
         fn, args = pipe.recv()
         try:
