@@ -24,6 +24,7 @@ from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, Refusal
 from hexa_fx.isolation.torch_state import autocast_off
+from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse, refused
 from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
@@ -98,7 +99,7 @@ def analyse_model(
     effects = SideEffects(model, namespaces_of(model))
     found: ModelAnalysis | None = None
     try:
-        with autocast_off() as was_on:
+        with autocast_off() as was_on, gradients_kept(model):
             how = " with torch.autocast off" if was_on else ""
             found = _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
             return found

@@ -38,12 +38,26 @@ def tensors_restored(
     """
     mode = _Writes(root)
     try:
-        with mode, set_told():
+        with mode, set_told(), gradients_kept(root):
             yield
     finally:
         mode.restore()
         if mode.wrote_parameters:
             with_parameters()
+
+
+@contextmanager
+def gradients_kept(root: nn.Module) -> Iterator[None]:
+    """A context at whose end the tree's parameters have the gradients that they had, and want one as before."""
+    before = [(p, p.grad, p.requires_grad) for p in named_tensors(root, "_parameters").values()]
+    try:
+        yield
+    finally:
+        for parameter, gradient, wanted in before:
+            if parameter.requires_grad != wanted:
+                parameter.requires_grad_(wanted)
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
 
 
 @contextmanager
@@ -123,7 +137,9 @@ class _Writes(TorchFunctionMode):
         """Saves what a function of torch is about to write to."""
         target = kwargs.get("out")
         if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
-            target = args[0] if args else kwargs.get("input")
+            target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+        elif kwargs.get("max_norm") is not None:  # of an embedding, which scales the rows that it looks up
+            target = args[1]
         for tensor in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(tensor, Tensor):
                 self._about_to_write(tensor, name)

@@ -406,3 +406,26 @@ def test_tensors_that_a_router_counts_in_where_a_block_is_rewritten() -> None:
     assert not block.router.kept.load.any()
     assert not block.router.loads[0].any()
     assert torch.equal(Counts.shared, before)
+
+
+def gives_a_gradient(weight: nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+
+
+@pytest.mark.parametrize("way", [gives_a_gradient, nn.Parameter.requires_grad_, nn.init.ones_])
+def test_gradients_and_flags_that_a_router_sets(way: Callable[[nn.Parameter], Any]) -> None:
+    class Setting(nn.Module):
+        def __init__(self, router: nn.Module) -> None:
+            super().__init__()
+            self.router, self.weight = router, nn.Parameter(torch.randn(E), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            way(self.weight)
+            return self.router(x)
+
+    block = Block(lambda m, load: None)
+    block.router = Setting(block.router)
+    before = block.router.weight.clone()
+    hexa_fx.optimize_(block, torch.randn(24, D))
+    assert (block.router.weight.grad, block.router.weight.requires_grad) == (None, False)
+    assert torch.equal(block.router.weight, before)
