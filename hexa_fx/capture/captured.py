@@ -55,8 +55,8 @@ class CapturedBlock:
         handed: paths of a module that set an attribute to what is no tensor, and of another whose code read that.
         collections: lists, deques and dicts among what was read that may hold results.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
-        asks: paths of the modules whose code asks for a dtype, a device, a layout or a module's mode, or puts hooks on
-            tensors (`hexa_fx.capture.ran_code`).
+        asks: paths of the modules whose code asks for a dtype, a device, a layout, a gradient or a module's mode
+            (`hexa_fx.capture.ran_code`).
         numbers: whole numbers that the code names.
         held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
         written: where those are that torch wrote to.
