@@ -275,4 +275,15 @@ def test_queue_returns_to_zero() -> None:
         again = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     torch.cuda.synchronize()
     assert torch.equal(first, again)
-    assert not tile_queue._rings[torch.cuda.current_device()][1].any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(2):
+            captured.fill_(float("nan"))
+            graph.replay()
+        torch.cuda.synchronize()
+    assert torch.equal(first, captured)
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sorted("hexa" in name for name in names) == [False, False, True, True], names  # nothing but the fills above
+    assert not any(zeros.any() for zeros in tile_queue._kept)
