@@ -38,6 +38,7 @@ class GemmShape:
 
     schedule: str
     swapped: bool
+    once: bool
     widths: tuple[int, ...]
     wgmma_columns: tuple[int, ...]
     ops: int
@@ -63,7 +64,8 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
     """Template values of `spec`.
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``experts`` (room in the tables), ``swapped`` (see
-    mma/swapped_sm90.cuh), ``low_rank`` (row tiles add a second product, of which a step has so many parts of 16).
+    mma/swapped_sm90.cuh), ``once`` (of these, weights leave L2 first), ``low_rank`` (row tiles add a second product, of which a
+    step has so many parts of 16).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
@@ -73,6 +75,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
     return GemmShape(
         schedule="swapped" if _swapped(spec) else SCHEDULES[spec.schedule],
         swapped=_swapped(spec),
+        once=bool(spec.option("once")),
         widths=widths,
         wgmma_columns=tuple(sorted({part for rows in widths for part in wgmma_parts(rows)})),
         ops=row + 2 * weight,
@@ -185,6 +188,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if _swapped(spec):
         yield from _check_swapped(spec)
         return
+    if spec.option("once"):
+        yield "weights that leave L2 first are for swapped tiles, of which few share them"
     if spec.bm not in (64, 128) or spec.bn not in (64, 128, 256) or spec.bk != line_elements(spec.dtype):
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 64, 128 or 256 x {line_elements(spec.dtype)}"
     if spec.bn == 64 and (spec.op not in NARROW_OPS or cluster_of(spec) > 1):

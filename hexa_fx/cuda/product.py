@@ -102,7 +102,7 @@ class GemmKey(NamedTuple):
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
             swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
-            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.own_columns, swapped)
+            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.own_columns, swapped, self.card.name)
         columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
@@ -142,9 +142,9 @@ class GemmKey(NamedTuple):
 def _of_hopper(key: GemmKey, tile: tiles_sm90.TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
     """Fields and options. Tables in shared memory are the smallest that hold the experts."""
     tables = next(size for size in TABLES if key.experts <= size)
-    swapped: dict[str, Option] = {"swapped": True} if tile.swapped else {}
+    flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
     own = {"bk": line_elements(DTYPES[key.dtype]), "schedule": tile.kernel_schedule}
-    return own, {"cluster": tile.cluster, "experts": tables, **swapped}
+    return own, {"cluster": tile.cluster, "experts": tables, **flags}
 
 
 def _of_sm80(key: GemmKey, tile: heuristics.TileSm80) -> tuple[dict[str, Any], dict[str, Option]]:

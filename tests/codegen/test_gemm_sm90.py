@@ -59,6 +59,7 @@ def test_a_product_of_few_rows_streams_by_swapped_tiles_where_there_are(op: str,
     most = STREAMED_ROWS[op] * experts
     tile = choose_tile(op, most, experts, 768, swapped=True)
     assert tile == STREAMED
+    assert choose_tile(op, most, experts, 768, swapped=True, card="NVIDIA H200") == replace(STREAMED, once=True)
     spec = replace(spec_of(op), bm=tile.bm, bn=tile.bn, stages=tile.stages)
     validate(get_family(spec.family), spec.with_options(swapped=True, experts=experts))
     assert choose_tile(op, most + 1, experts, 768, swapped=True) != STREAMED

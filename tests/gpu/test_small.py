@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, STREAMED, SWAPPED
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -47,6 +47,7 @@ WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3), "n
 SWAPPED_TILES = {
     "swapped2": replace(SWAPPED, cluster=2),
     "swapped low": replace(SWAPPED, bm=128),
+    "once": replace(STREAMED, once=True),
 }  # low: some tiles an expert
 GRADIENT_TILES = {
     "coop": COOPERATIVE,

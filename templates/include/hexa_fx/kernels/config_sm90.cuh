@@ -65,6 +65,7 @@ struct TileConfig {
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool WarpPublishes = false;      // all lanes of a cluster's copying warp look for its next tiles
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
+  static constexpr bool Once = false;               // weights leave L2 first: tiles of few rows, which take as long as these
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);

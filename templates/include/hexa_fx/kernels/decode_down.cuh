@@ -120,7 +120,7 @@ struct DecodeDown {
       const int line = block.lane / kPieces, size = bytes();
       const T* from = size ? weight + chunk * kDepth : weight;
 #pragma unroll
-      for (int i = 0; i < kLines / 4; ++i) copy_async16(to + at(line + 4 * i, block.lane % kPieces), from + line_at[i], size);
+      for (int i = 0; i < kLines / 4; ++i) copy_async16_once(to + at(line + 4 * i, block.lane % kPieces), from + line_at[i], size);
     }
     __device__ void copy_rows(unsigned to) const {
       const int line = block.lane / kPieces, size = bytes();

@@ -14,8 +14,9 @@ struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
   static constexpr int kLine = Operand::kLine, kBlockBytes = C::BK * kLineBytes;  // of a box of features x BK rows
   static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;                // each CTA copies every second box to both
-  // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
-  static constexpr bool kEarly = C::WeightOp && C::GatherWeight;
+  // Where weight tiles gather, or weights only stream, the next tile is worked out before this one's last steps. Elsewhere that was slower.
+  static constexpr bool kEarly = (C::WeightOp && C::GatherWeight) || (C::Once && C::LowRank == 0);
+  static constexpr uint64_t kWeightHint = C::Once ? static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST) : kEvictNormal;
   static constexpr bool kNarrow = C::BN == kLine;  // features of B are one line, which is all in the first half
   static constexpr int kHalfLines = kNarrow ? 1 : C::BN / 2 / kLine;
   Smem<C>& sm;
@@ -49,7 +50,7 @@ struct Copier {
   template <Map Weight, Map Up>
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
     if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
-      SM90_TMA_LOAD_5D::copy(maps + Weight, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      SM90_TMA_LOAD_5D::copy(maps + Weight, bar, kWeightHint, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
       return;
     }
     halves(t, [&](int half, bool shared) {
@@ -75,7 +76,7 @@ struct Copier {
   }
   CUTE_DEVICE void copy_3d(const TmaDescriptor* map, uint64_t* bar, uint8_t* dst, int x, int y, int z, bool shared) {
     if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, 3, kEvictNormal, dst, x, y, z);
-    else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
+    else SM90_TMA_LOAD_3D::copy(map, bar, kWeightHint, dst, x, y, z);
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {

@@ -71,7 +71,7 @@ struct DecodeFeed {
     for (int i = 0; i < Stage::kPieces; ++i) {
       const T* from;
       const bool there = locate_piece(i, line, piece, from);
-      copy_async16(to + i * Stage::kPass, from, there ? 16 : 0);
+      copy_async16_once(to + i * Stage::kPass, from, there ? 16 : 0);
     }
   }
   __device__ void copy_rows(unsigned stage) const {

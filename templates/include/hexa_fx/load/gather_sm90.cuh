@@ -172,7 +172,9 @@ struct Gatherer {
       }
       if constexpr (C::Swapped) many_rows(t);
       else if (C::RowOp && t.kind == kRowTile) rows(t);
-      if (C::WeightOp && t.kind == kWeightTile) features(t);
+      if constexpr (C::WeightOp) {
+        if (t.kind == kWeightTile) features(t);
+      }
       __syncwarp();
     }
     cp_async_wait_all();

@@ -45,9 +45,14 @@ struct SwappedLoop {
           Wgmma<Rows - kFirst>::add(weight, swizzled_operand(b + kk * kStepB + kFirst * kLineBytes), acc + kFirst / 2);
       }
       warpgroup_commit_batch();
-      warpgroup_wait<1>();
-      if (previous >= 0) release(sm, previous);
-      previous = pipe.index;
+      if constexpr (C::Once && Rows <= 64) {  // a stage is worth more than busy tensor cores
+        warpgroup_wait<0>();
+        release(sm, pipe.index);
+      } else {
+        warpgroup_wait<1>();
+        if (previous >= 0) release(sm, previous);
+        previous = pipe.index;
+      }
       pipe.template next<C::Stages>();
     };
     if constexpr (C::LowRank > 0) {

@@ -13,6 +13,13 @@ __device__ inline unsigned shared_address(const void* p) { return static_cast<un
 __device__ inline void copy_async16(unsigned to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same of what is read once: it leaves L2 first.
+__device__ inline void copy_async16_once(unsigned to, const void* from, int bytes) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(to), "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
 // What this thread has copied since the last commit is one group.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;\n"); }
 // Waits until at most kPending groups of this thread are under way.

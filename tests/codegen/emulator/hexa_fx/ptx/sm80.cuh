@@ -6,6 +6,7 @@ namespace hexa {
 
 inline unsigned shared_address(const void* p) { return unsigned(static_cast<const unsigned char*>(p) - shared); }
 inline void copy_async16(unsigned to, const void* from, int bytes) { emulator::self().copies.back().push_back({to, from, bytes}); }
+inline void copy_async16_once(unsigned to, const void* from, int bytes) { copy_async16(to, from, bytes); }
 inline void commit_copies() { emulator::self().copies.emplace_back(); }
 template <int kPending> void wait_for_copies() {
   auto& groups = emulator::self().copies;  // the last one is open
