@@ -71,8 +71,9 @@ STREAMED = replace(SWAPPED, bm=128, stages=6)
 
 FAST_MEMORY = "H200"
 """Cards on which streamed weights leave L2 first: layers of few tokens take 0.5 to 5 % less time there. On an H100, whose memory is
-slower by 30 %, they take up to 4 % more.
+slower by 30 %, they take up to 4 % more. Tuning tries both.
 """
+STREAMED_TILES = (STREAMED, replace(STREAMED, once=True))
 
 NARROW = replace(COOPERATIVE, bn=64, stages=8)
 """For products of up to `NARROW_COLUMNS` columns, such as low-rank factors, which only stream their rows."""
@@ -148,7 +149,7 @@ def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = 
     if op in NARROW_OPS and columns <= NARROW_COLUMNS:
         return NARROW
     if swapped and mean <= STREAMED_ROWS[op]:
-        return replace(STREAMED, once=FAST_MEMORY in card)
+        return STREAMED_TILES[FAST_MEMORY in card]
     if swapped and op == "esmm" and not many:  # gathered rows of large experts would be read from L2 too often
         for rows_an_expert, tile in WHOLE.items():
             if -ABOUT < mean - rows_an_expert <= ABOUT:

@@ -108,10 +108,13 @@ class GemmKey(NamedTuple):
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
 
     def candidates(self) -> Sequence[AnyTile]:
-        """Tiles worth measuring."""
+        """Tiles worth measuring, the rule's among them."""
         if self.family == HOPPER:
+            rule = self.rule()
             narrow = self.op in tiles_sm90.NARROW_OPS and self.own_columns <= tiles_sm90.NARROW_COLUMNS
-            return tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
+            others = tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
+            streamed = tiles_sm90.STREAMED_TILES if rule in tiles_sm90.STREAMED_TILES else ()
+            return tuple(dict.fromkeys((rule, *streamed, *others)))  # type: ignore[arg-type]
         return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
 
     def spec(self, tile: AnyTile) -> KernelSpec:

@@ -14,7 +14,7 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, TileSm90
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import arguments_sm90, gemm
 from hexa_fx.cuda import batch as cuda_batch
@@ -309,10 +309,15 @@ def test_the_rule_s_tile_can_be_generated(op: str, experts: int, rows: int, glu:
     render(key.spec(key.rule()))
 
 
+@pytest.mark.parametrize("rows", [16, 64, 1000])
 @pytest.mark.parametrize("op", CANDIDATES)
-def test_every_candidate_can_be_generated(op: str) -> None:
-    key = key_of(op, 64 * E, E, "concat")
-    for tile in key.candidates():
+def test_every_candidate_can_be_generated_and_the_rule_s_tile_is_one(op: str, rows: int) -> None:
+    key = key_of(op, rows * E, E, "concat")
+    tiles = key.candidates()
+    assert key.rule() in tiles
+    assert len(tiles) == len(set(tiles))
+    assert (STREAMED in tiles) == (key._replace(card=key.card._replace(name="another")).rule() == STREAMED)
+    for tile in tiles:
         render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
 
 
