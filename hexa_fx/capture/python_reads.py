@@ -249,11 +249,9 @@ class PythonReads:
 
     def note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        made_meanwhile = attribute.startswith("requires_grad") and id(tensor) not in self._met
-        if (
-            attribute != "data" and not made_meanwhile
-        ):  # which the recorder tells of by another name, or turns into a write
-            self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
+        if attribute == "data" or (attribute.startswith("requires_grad") and id(tensor) not in self._met):
+            return  # the recorder tells of the first by another name, or as of a write; the second is of a tensor made meanwhile
+        self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
 
     def note_of_gradients(self, scopes: set[str]) -> None:
         """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
