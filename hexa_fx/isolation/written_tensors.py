@@ -140,16 +140,18 @@ class _Writes(TorchFunctionMode):
             target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
         elif kwargs.get("max_norm") is not None:  # of an embedding, which scales the rows that it looks up
             target = args[1]
+        # properties other than data, or memory that holds the same
+        keeps_numbers = name == "__set__" or (name == "__set_data__" and _have_the_same_numbers(args))
         for tensor in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(tensor, Tensor):
-                self._about_to_write(tensor, name)
+                self._about_to_write(tensor, name, keeps_numbers)
 
-    def _about_to_write(self, tensor: Tensor, name: str) -> None:
+    def _about_to_write(self, tensor: Tensor, name: str, keeps_numbers: bool) -> None:
         place = _storage(tensor)
         parameters = self._at.get(place, ())
         self.wrote_parameters |= bool(parameters)
-        if self._told is not None:
-            for parameter in parameters if name != "__set__" else ():  # of another property than data
+        if self._told is not None and not keeps_numbers:
+            for parameter in parameters:
                 self._told(parameter)
         if parameters or (place and place not in self._made and self._told is None):
             for written in parameters or (tensor,):
@@ -172,6 +174,14 @@ class _Writes(TorchFunctionMode):
                 data.copy_(value)
             if (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
                 tensor.data = data
+
+
+def _have_the_same_numbers(args: Any) -> bool:
+    """Whether a tensor's numbers stay when it gets another one's memory, as where ``module.to(dtype)`` is called in a forward."""
+    tensor, other = args if len(args) == 2 else (args[0], None)
+    if not isinstance(other, Tensor) or tensor.shape != other.shape or tensor.device != other.device or tensor.is_meta:
+        return False
+    return tensor.data_ptr() == other.data_ptr() or torch.equal(tensor.detach().to(other.dtype), other.detach())
 
 
 def _storage(tensor: Any) -> int:

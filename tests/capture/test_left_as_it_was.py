@@ -384,6 +384,29 @@ def test_parameters_that_a_forward_writes(when: str) -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
 
 
+class MovedRouter(nn.Module):
+    """Sees to its dtype in every call, which sets the weight's memory anew, perhaps to the same."""
+
+    def __init__(self, router: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.router, self.dtype = router, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(self.dtype)
+        return self.router(x.to(self.dtype)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as it is", "wider"])
+def test_a_module_that_sees_to_its_dtype_writes_to_no_parameter(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block, x = Block(lambda block, load: None), torch.randn(20, D)
+    block.router = MovedRouter(block.router, dtype)
+    other = copy.deepcopy(block)
+    assert hexa_fx.optimize_(block, x).report.rewritten
+    for _ in range(2):
+        torch.testing.assert_close(block(x), other(x))
+
+
 class CountingRouter(nn.Module):
     """Stays a call of the rewritten block, and counts in tensors that are no buffers."""
 
