@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hexa_fx.capture.module_reads import modules_noted
 from hexa_fx.capture.ran_code import RanCode, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.set_objects import MetObjects
+from hexa_fx.capture.started_functions import of_this_thread as here
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_attributes import asked_and_set_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
@@ -70,7 +72,7 @@ class PythonReads:
         self._met: dict[int, Any] = {}
         self.objects = MetObjects()
         self._patched: dict[type, dict[str, Any]] = {}
-        self._busy = self._running = False
+        self._busy, self._running, self._thread = False, False, 0
         self.ran = RanCode(self._read, lambda: self.scope())
         self.classes = ClassReads(self._read, self._patch, self.edges, self.ran)
 
@@ -80,14 +82,14 @@ class PythonReads:
         collected = gc.isenabled()
         gc.disable()
         gc.collect(0)  # what is made from now on is younger than all that is there
-        self._running = True
+        self._running, self._thread = True, get_ident()
         for cls in (dataclasses.Field, *map(type, modules_of(self._block))):
             self._patch(cls)
         try:
             with (
                 asking_noted(self._read),
-                asked_and_set_ones_noted(self._met, self._read, untold(self.note_done)),
-                modules_noted(untold(self._read)),
+                asked_and_set_ones_noted(self._met, here(self._read), here(untold(self.note_done))),
+                modules_noted(here(untold(self._read))),
                 self.ran.noted(),
             ):
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
@@ -166,7 +168,7 @@ class PythonReads:
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
         def __getattribute__(holder: Any, name: str) -> Any:
-            if not self._busy and (not name.startswith("__") or name in _OF_WHOLE):
+            if not self._busy and (not name.startswith("__") or name in _OF_WHOLE) and get_ident() == self._thread:
                 if name not in _QUIET:
                     self._note(holder, name, sys._getframe(1))
                 elif name.endswith("_hooks") and is_users(module_name(sys._getframe(1).f_globals)):

@@ -39,6 +39,18 @@ def untold(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
     return silent
 
 
+def of_this_thread(function: Callable[Parameters, object]) -> Callable[Parameters, None]:
+    """A function that does nothing when another thread calls it, such as one that draws a progress bar or loads data."""
+    thread = threading.get_ident()
+
+    @functools.wraps(function)
+    def here(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        if threading.get_ident() == thread:
+            function(*args, **kwargs)
+
+    return here
+
+
 @contextmanager
 def told_of_starts(wanted: Wanted) -> Iterator[None]:
     """A context in which ``wanted`` is called for every function that starts."""

@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import os
+import threading
 import types
 import weakref
 from typing import Any, NamedTuple
@@ -718,3 +719,26 @@ def test_blocks_that_read_the_same_are_analysed_once():
 
     report = hexa_fx.explain(nn.Sequential(*(Held() for _ in range(3))).double(), x())
     assert [block.same_as for block in report.rewritten] == [None, "0", "0"]
+
+
+def test_what_other_threads_read_meanwhile_is_no_condition(monkeypatch):
+    """A progress bar is drawn by a thread, whose library may be imported just then."""
+    model, done = Block().double().eval(), threading.Event()
+
+    def read():
+        while not done.wait(1e-4):
+            SETTINGS.passing = iter(())
+            assert SETTINGS.passing is not None
+            assert os.environ.get(NAME) is None
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        optimized = hexa_fx.optimize(model, x())
+    finally:
+        done.set()
+        thread.join()
+        del SETTINGS.passing
+    assert operators_run(optimized, (x(),)), optimized.report
+    monkeypatch.setenv(NAME, "2")
+    assert operators_run(optimized, (x(),)), "what the thread read is no condition"

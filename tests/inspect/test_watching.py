@@ -225,7 +225,8 @@ def test_a_bar_names_the_block_the_pass_and_the_kernels_left(models, monkeypatch
     monkeypatch.setattr(progress_bars.Bar, "say", lambda bar, doing: (say(bar, doing), said.append(bar.doing)))
     monkeypatch.setattr(progress_bars, "_remarks", [lambda: "2 kernels left"])
     monkeypatch.setattr(sys, "stderr", Terminal())
-    hexa_fx.explain(*models.factory())
+    report = hexa_fx.explain(*models.factory())
+    assert len(report.rewritten) == 2, [block.reason for block in report.blocks]
     assert said[0] == "the model runs on the example inputs; 2 kernels left"
     for name in ("capture", "canonicalize", "detect", "rewrite", "verify"):
         assert f"layers.0: {name} (eval); 2 kernels left" in said
