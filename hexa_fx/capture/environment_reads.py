@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
+from hexa_fx.capture.started_functions import of_this_thread
 from hexa_fx.contexts import attributes_set
 from hexa_fx.isolation.users_code import is_users, module_name
 
 Read: TypeAlias = Callable[[Any, Any], Any]
 """Notes that a key of an object is read, and returns what lies there."""
-IsAsked: TypeAlias = Callable[[types.FrameType | None, frozenset[str]], bool]
-"""Whether the user's code asks, in a frame of the thread that records, or by way of these Python modules."""
 
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
 _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
@@ -26,56 +24,55 @@ _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
 @contextmanager
 def asking_noted(read: Read) -> Iterator[None]:
     """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
-    thread = threading.get_ident()
-
-    def is_asked(frame: types.FrameType | None, between: frozenset[str]) -> bool:
-        return threading.get_ident() == thread and _is_asked_by_user(frame, between)
-
-    levels = {name: _of_level(vars(logging.Logger)[name], read, is_asked) for name in _OF_LEVELS}
+    levels = {name: _of_level(vars(logging.Logger)[name], read) for name in _OF_LEVELS}
     with (
-        _variables_noted("environ", read, is_asked),
-        _variables_noted("environb", read, is_asked),
+        _variables_noted("environ", read),
+        _variables_noted("environb", read),
         attributes_set(logging.Logger, **levels),
     ):
         yield
 
 
-def _variables_noted(name: str, read: Read, is_asked: IsAsked) -> AbstractContextManager[None]:
+def _variables_noted(name: str, read: Read) -> AbstractContextManager[None]:
     """By an attribute of the object: after a thousand changes of a class Python 3.13 goes on with an earlier ``__getitem__``."""
     environment: Any = getattr(os, name, None)
     if not isinstance(environment, os._Environ):  # somebody put a dict there
         return nullcontext()
-    return attributes_set(
-        environment, encodekey=_of_environment(environment.encodekey, name, environment, read, is_asked)
-    )
+    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, name, environment, read))
 
 
-def _of_environment(
-    plain: Callable[[Any], Any], name: str, environment: Any, read: Read, is_asked: IsAsked
-) -> Callable[[Any], Any]:
+def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, read: Read) -> Callable[[Any], Any]:
     """What is called with the key of every variable that is looked up, set or deleted."""
+
+    @of_this_thread
+    def note(key: Any) -> None:
+        read(os, name)
+        read(environment, key)
 
     def encodekey(key: Any) -> Any:
         frame = sys._getframe(1)
-        if frame.f_code.co_name == "__getitem__" and is_asked(frame, _OF_ENVIRONMENT):
-            read(os, name)
-            read(environment, key)
+        if frame.f_code.co_name == "__getitem__" and _is_asked_by_user(frame, _OF_ENVIRONMENT):
+            note(key)
         return plain(key)
 
     return encodekey
 
 
-def _of_level(plain: Callable[..., Any], read: Read, is_asked: IsAsked) -> Callable[..., Any]:
+def _of_level(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
     """A logger has the level of the next one above it that has one, unless logging is off."""
 
+    @of_this_thread
+    def note(logger: logging.Logger) -> None:
+        read(logger, "disabled")
+        read(read(logger, "manager"), "_disable")
+        holder: Any = logger
+        while holder is not None:
+            read(holder, "level")
+            holder = read(holder, "parent")
+
     def asked(logger: logging.Logger, *args: Any) -> Any:
-        if is_asked(sys._getframe(1), frozenset()):
-            read(logger, "disabled")
-            read(read(logger, "manager"), "_disable")
-            holder: Any = logger
-            while holder is not None:
-                read(holder, "level")
-                holder = read(holder, "parent")
+        if _is_asked_by_user(sys._getframe(1), frozenset()):
+            note(logger)
         return plain(logger, *args)
 
     return asked

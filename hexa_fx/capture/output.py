@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hexa_fx.capture.started_functions import of_this_thread
 from hexa_fx.isolation.users_code import is_users, module_name
 
 LOGS = logging.Logger.handle.__code__
@@ -50,12 +50,12 @@ class _Heard:
     """A stream that tells of what is written to it."""
 
     def __init__(self, stream: Any, note: Callable[[str, types.FrameType], None]) -> None:
-        self._stream, self._note, self._thread = stream, note, threading.get_ident()
+        self._stream, self._note = stream, of_this_thread(note)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        if threading.get_ident() == self._thread and (found := writer(sys._getframe(1))):
+        if found := writer(sys._getframe(1)):
             self._note(*found)
         return self._stream.write(text)

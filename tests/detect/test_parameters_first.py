@@ -127,4 +127,4 @@ def test_other_memory_behind_a_weight_is_seen() -> None:
     torch.manual_seed(0)
     block = computing(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
     (report,) = hexa_fx.explain(block, _tokens(2, 7)).blocks
-    assert "puts other memory behind a tensor" in report.reason
+    assert "the code puts other memory behind a tensor" in report.reason
