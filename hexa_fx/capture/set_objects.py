@@ -6,6 +6,7 @@ name. Whatever else changes in an object (by its ``__dict__``, or by ``del``) is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class MetObjects:
         """Saves what ``value``, found in ``holder``, contains, unless the run itself put it there (``own``)."""
         if own or id(holder) in self._made:
             self._made.add(id(value))
+        elif isinstance(value, os._Environ):
+            return  # what it holds as attributes is `environment_reads`' until the run is over
         elif is_object(value) and not is_collection(value) and type(value).__flags__ & _OWN_CLASS:
             self._before[id(value)] = value, dict(contents(value))
 

@@ -721,6 +721,13 @@ def test_blocks_that_read_the_same_are_analysed_once():
     assert [block.same_as for block in report.rewritten] == [None, "0", "0"]
 
 
+def test_the_environment_is_as_it_was_after_a_block_that_asks_it():
+    kind, _ = VARIANTS["environment_by_getenv"]
+    before = dict(vars(os.environ))
+    hexa_fx.explain(kind().double().eval(), x())
+    assert vars(os.environ) == before
+
+
 def test_what_other_threads_read_meanwhile_is_no_condition(monkeypatch):
     """A progress bar is drawn by a thread, whose library may be imported just then."""
     model, done = Block().double().eval(), threading.Event()
