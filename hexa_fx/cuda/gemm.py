@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import LINE_BYTES
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, swaps
+from hexa_fx.codegen.tiles_sm90 import swaps
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
@@ -21,7 +20,6 @@ from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
-from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
@@ -94,8 +92,9 @@ def esmm_low_rank(*args: Any) -> Tensor:
     weight, layout = as_stored(base.weight, base.layout)
     c = (c if layout == base.layout else c.transpose(1, 2)).contiguous()
     base = base._replace(weight=weight, layout=layout)
-    few = _few_rows(base.rows, base.offs) or too_short(base.v, base.x, u)
-    if few or not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
+    if _few_rows(base.rows, base.offs) or not _hopper(
+        base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)
+    ):
         return _with_second(esmm(*base), u, c, base.offs, layout)
     return sm90.esmm(EsmmLowRank(base, u, c))
 
@@ -238,18 +237,14 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
 def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
     swapped = not added and swaps("esmm_act", o.glu, o.layout)
-    if (
-        _only_sm80(o.activation, o.glu)
-        or (not swapped and _few_rows(o.rows, o.offs))
-        or too_short(o.v, o.x, *added[:1])
-    ):
+    if _only_sm80(o.activation, o.glu) or (not swapped and _few_rows(o.rows, o.offs)):
         return False
     return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
 
 
 def _hopper_differentiates(o: EsmmActBackward, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this gradient of an activation."""
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.v.shape[0], o.offs) or too_short(o.v, o.dy, *added[:1]):
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.v.shape[0], o.offs):
         return False
     return _hopper(o.offs, (o.inner,), o.dy, o.weight, o.h, *added)
 
@@ -264,16 +259,6 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
 
 def _few_rows(rows: int, offs: Tensor) -> bool:
     return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
-
-
-def too_short(v: Tensor | None, x: Tensor, u: Tensor | None = None) -> bool:
-    """Whether gathered rows have so few columns that a kernel with a second product could wait forever: with no more steps than
-    stages, the copying warp may bring second products of two tiles before the gathering warps look once (`Smem::added`).
-    """
-    if v is None or u is None:
-        return False
-    step = LINE_BYTES // x.element_size()
-    return ceil_div(x.shape[1], step) + ceil_div(u.shape[1], step) <= COOPERATIVE.stages
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

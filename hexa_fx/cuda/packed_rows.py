@@ -15,7 +15,7 @@ from hexa_fx.cuda import packed as few_rows
 from hexa_fx.cuda.calls import falls_back
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import generic
-from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment, too_short
+from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment
 from hexa_fx.cuda.operands import Segment, contiguous
 from hexa_fx.cuda.unpack import parts
 from hexa_fx.ops.esmm_packed import EsmmPacked
@@ -105,7 +105,7 @@ def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
 
 def _fuses(o: EsmmPacked, u: Tensor | None, activation: str = "none") -> bool:
     """Whether kernels of this card fuse what belongs to a product, are the ones for so many rows, and take this rank."""
-    if u is not None and (u.shape[1] % _RANKS or too_short(o.v, o.x, u)):
+    if u is not None and u.shape[1] % _RANKS:
         return False
     few = not is_fixed() and row_bucket(o.rows, o.offs.shape[0] - 1) <= DECODE_BUCKET
     return card_of(o.offs.device.index).is_hopper and not few and activation not in SM80_ONLY

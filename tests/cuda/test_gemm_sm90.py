@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import arguments_sm90, gemm
+from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -365,22 +364,3 @@ def test_operands_that_the_family_refuses() -> None:
     assert "aligned" in sm90.unsupported(randn(16, 65)[:, :64], experts=8)
     assert "aligned" in sm90.unsupported(randn(16, 65).flatten()[1:1025].view(16, 64), experts=8)
     assert "aligned" in sm90.unsupported(good.t(), experts=8)
-
-
-@pytest.mark.parametrize(
-    ("columns", "rank", "fused"), [(192, 8, False), (200, 8, True), (128, 72, False), (192, 72, True)]
-)
-def test_gathered_rows_of_few_columns_have_their_second_product_apart(columns: int, rank: int, fused: bool) -> None:
-    """A kernel with no more steps than stages could wait forever."""
-
-    def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    n, ints = 4096, partial(empty, dtype=torch.int32)
-    rows, added = (ints(n), ints(E + 1), 2), (empty(n, rank), empty(E, N, rank))
-    with cuda_choosing.collect(HOPPER) as specs:
-        gemm.esmm_low_rank(empty(n // 2, columns), empty(E, N, columns), None, *rows, "nk", *added)
-    assert [bool(spec.option("low_rank")) for spec in specs] == ([True] if fused else [False, False])
-    with cuda_choosing.collect(HOPPER) as specs:
-        gemm.esmm_low_rank(empty(n, columns), empty(E, N, columns), None, None, ints(E + 1), 1, "nk", *added)
-    assert [bool(spec.option("low_rank")) for spec in specs] == [True]

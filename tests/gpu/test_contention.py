@@ -14,7 +14,7 @@ import torch
 PROCESSES, SECONDS = 6, 8.0
 
 
-def launches(rank: int) -> None:
+def launches(columns: int, rank: int) -> None:
     """Launches of a product with gathered rows, of few steps, all with the same result."""
     from hexa_fx.codegen.tiles_sm90 import COOPERATIVE
     from hexa_fx.cuda import gemm_sm90 as sm90
@@ -23,7 +23,7 @@ def launches(rank: int) -> None:
     from tests.gpu.cases import make_routing, randn
 
     r = make_routing("random", 301, 3, 7)
-    x, w = randn(301, 200, dtype=torch.bfloat16), randn(7, 328, 200, dtype=torch.bfloat16)
+    x, w = randn(301, columns, dtype=torch.bfloat16), randn(7, 328, columns, dtype=torch.bfloat16)
     u, c = randn(r.n, rank, dtype=torch.bfloat16), randn(7, 328, rank, dtype=torch.bfloat16)
     plain = Esmm(x, w, None, r.v, r.offs, 3, "nk")
     given = EsmmLowRank.of(*plain, u, c) if rank else plain
@@ -33,12 +33,16 @@ def launches(rank: int) -> None:
         assert all(torch.equal(result, first) for result in results)
 
 
-@pytest.mark.parametrize("rank", [0, 16, 328], ids=["plain", "second product", "of more steps than stages"])
-def test_kernels_end_wherever_they_are_stopped(rank: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "rank"),
+    [(200, 0), (200, 16), (200, 328), (64, 16)],
+    ids=["plain", "second product", "of more steps than stages", "two tiles in the stages"],
+)
+def test_kernels_end_wherever_they_are_stopped(columns: int, rank: int) -> None:
     """Gathering warps that came late once waited for room that had been given back twice."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an sm_90 device")
-    command = [sys.executable, "-c", f"from tests.gpu.test_contention import launches; launches({rank})"]
+    command = [sys.executable, "-c", f"from tests.gpu.test_contention import launches; launches({columns}, {rank})"]
     running = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(PROCESSES)]
     end = time.monotonic() + 60 + SECONDS
     for process in running:

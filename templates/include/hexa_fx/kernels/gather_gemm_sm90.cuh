@@ -26,7 +26,6 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
       Barrier::init(&sm.tile_empty[i], (kConsumerWarps + (C::AnyGather ? 4 : 1)) * C::Cluster);  // + copier (+ gatherers + relay)
     }
     for (int i = 0; i < 2 * kConsumerWarps; ++i) Barrier::init(&sm.fetched[0][0] + i, 1);
-    if constexpr (C::LowRank > 0) Barrier::init(&sm.added, 1);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 32) tabulate(sm, p);

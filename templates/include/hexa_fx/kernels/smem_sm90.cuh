@@ -39,7 +39,6 @@ struct alignas(1024) Smem {
   int offs[C::MaxExperts + 1];
   int m_tiles[C::MaxExperts + 2];  // exclusive prefix sum of row tiles. In a cluster of pairs << 11, plus tiles without a partner
   uint16_t expert_at[C::MaxExperts + 1];
-  uint64_t added;  // a tile's steps of a second product have room: what is gathered comes behind them
 };
 
 // Where a warp is in a ring of slots.

@@ -25,13 +25,14 @@ struct Copier {
   int rank;  // in the cluster
   Pipe pipe;
 
-  // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
+  // Waits for room, announces the bytes to come, `a_bytes` of A among them. In a tile of which nothing is gathered the relay has no
+  // part: arrives in its place.
   template <bool Gathered>
-  CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
+  CUTE_DEVICE uint64_t* open(uint32_t a_bytes) {
     Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
     uint64_t* bar = &sm.full[pipe.index];
     if constexpr (C::AnyGather && !Gathered && !C::Swapped) Barrier::arrive(bar);
-    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
+    TxBarrier::arrive_and_expect_tx(bar, kBBytes + a_bytes);
     return bar;
   }
 
@@ -80,18 +81,17 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, C::RowBox), added = low_rank_steps<C>(p);
+    const int blocks = ceil_div(t.rows, C::RowBox), bytes = blocks * (C::RowBox * kLineBytes), added = low_rank_steps<C>(p);
     if constexpr (C::LowRank > 0) {
       for (int k = 0; k < added; ++k) {
-        uint64_t* bar = open<false>(blocks * (C::RowBox * kLineBytes));
+        uint64_t* bar = open<C::GatherRows>(bytes);
         load_rows(bar, t, k, blocks, kAddedRowsMap);
         load_weight<kAddedWeightMap, kAddedUpMap>(bar, t, k);
         pipe.template next<C::Stages>();
       }
-      if constexpr (C::GatherRows && !C::Swapped) Barrier::arrive(&sm.added);
     }
     for (int k = from; k < to - added; ++k) {
-      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * kLineBytes));
+      uint64_t* bar = open<C::GatherRows>(C::GatherRows ? 0 : bytes);
       if constexpr (!C::GatherRows) load_rows(bar, t, k, blocks, kRowsMap);
       load_weight<kWeightMap, kUpMap>(bar, t, k);
       pipe.template next<C::Stages>();
@@ -107,7 +107,7 @@ struct Copier {
   CUTE_DEVICE void weight_tile(const Tile& t, int from, int to) {
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
     for (int k = from; k < to; ++k) {
-      uint64_t* bar = open<C::GatherWeight>();
+      uint64_t* bar = open<C::GatherWeight>(C::GatherWeight ? 0 : kABytes);
       const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
       if constexpr (!C::GatherWeight) {
         CUTE_UNROLL

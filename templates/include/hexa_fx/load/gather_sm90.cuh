@@ -22,7 +22,6 @@ struct Gatherer {
   Smem<C>& sm;
   const GroupedParams& p;
   Pipe pipe;
-  uint32_t added = 0;  // phase of the barrier of that name
 
   CUTE_DEVICE int thread() const { return threadIdx.x & 63; }
   CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
@@ -33,20 +32,12 @@ struct Gatherer {
     pipe.template next<C::Stages>();
   }
 
-  // The copy engine brings the steps of the second product, for which nobody waits for the gathering warps. So these must not wait for
-  // the steps' room: a stage may be taken and given back before they look, and its parity is then again that of a stage without
-  // room. They wait until the copying warp had room for all of them, so that no stage that follows is two rounds behind. Consumers of
-  // swapped tiles count the gathering threads in every step.
+  // The copy engine brings the steps of the second product. Gathering warps take part in them all the same: a warp that skips a stage may
+  // find that its parity has changed twice.
   CUTE_DEVICE void pass_low_rank() {
-    if constexpr (C::LowRank > 0 && C::Swapped) {
-      for (int k = 0; k < low_rank_steps<C>(p); ++k) {
-        wait_for_room();
-        issued();
-      }
-    } else if constexpr (C::LowRank > 0) {
-      Barrier::wait(&sm.added, added);
-      added ^= 1;
-      pipe.template skip<C::Stages>(low_rank_steps<C>(p));
+    for (int k = 0; k < low_rank_steps<C>(p); ++k) {
+      wait_for_room();
+      issued();
     }
   }
 
@@ -198,8 +189,7 @@ struct RelayWarp {
         continue;
       }
       if (lane_id() == 0) {
-        if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
-        for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
+        for (int k = 0; k < t.k_tiles; ++k) {
           Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);
           parity ^= 1u << pipe.index;
           cutlass::arch::fence_view_async_shared();
