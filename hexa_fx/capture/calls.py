@@ -95,12 +95,6 @@ def check_readable(tensor: torch.Tensor) -> None:
         )
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory behind a tensor. Empty tensors have none, so a negative id tells them apart."""
-    pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
-    return pointer or -id(tensor)
-
-
 def as_plain(value: Any) -> Any:
     """``value`` with symbolic numbers, and what stands for types of numbers, replaced by plain ones, for the call that is made."""
     if isinstance(value, SYMBOLIC):

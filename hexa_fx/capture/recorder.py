@@ -27,12 +27,12 @@ from hexa_fx.capture.calls import (
     exchanges,
     fx_target,
     is_bookkeeping,
-    memory_of,
     name_of,
     user_location,
     without_numpy,
     written_tensor,
 )
+from hexa_fx.capture.memory import MemoryNumbers, memory_of
 from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
@@ -72,7 +72,7 @@ class Recorder(TorchFunctionMode):
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
         self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
-        self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
+        self._memory = MemoryNumbers(self.parameters.values())
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self.pieces = Pieces(self)
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
@@ -83,7 +83,7 @@ class Recorder(TorchFunctionMode):
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
-        storage = memory_of(value) if isinstance(value, torch.Tensor) else None
+        storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
         self._index[node], self.count = self.count, self.count + 1
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
             return value
         check_readable(value)
         detached = value.detach()
-        return detached if memory_of(value) in self._parameter_storages else detached.clone()
+        return detached if memory_of(value) in self._memory.lasting else detached.clone()
 
     def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:
         self._node_of[id(tensor)] = node
@@ -205,7 +205,7 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
-        if exchanges(name, args) and memory_of(args[0]) not in self._parameter_storages:
+        if exchanges(name, args) and memory_of(args[0]) not in self._memory.lasting:
             with torch.no_grad():  # the same numbers, by a write that shows
                 return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):

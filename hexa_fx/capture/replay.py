@@ -13,8 +13,8 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.captured import CapturedBlock
+from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened, with_tensors
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
+from hexa_fx.capture.memory import number_of_new
 from hexa_fx.passes.canonicalize.whole_products import with_whole_products
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, operation
 from hexa_fx.passes.sizes.size_origins import trace_sizes
@@ -117,8 +118,7 @@ def _insert(
         product = captured.graph.call_function(torch.einsum, (equation, *chosen))
     value = torch.einsum(equation, *[record_of(operand).value for operand in chosen])
     record = record_of(node)
-    storage = value.untyped_storage().data_ptr() or -id(value)
-    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage)
+    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=number_of_new(value))
     calls, functions = _moved(captured.calls, place), _moved(captured.functions, place)
     return dataclasses.replace(captured, calls=calls, functions=functions), product
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.calls import memory_of
+from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line

@@ -10,6 +10,7 @@ from torch import nn
 
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.calls import raised_at
+from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.errors import CaptureError
 
@@ -192,3 +193,13 @@ def test_a_recording_does_not_outlive_its_use():
     assert captured.graph
     del captured
     assert recorders() == before
+
+
+def test_memory_that_is_given_again_after_a_run_is_no_recorded_memory():
+    """Weights that were laid there before the other mode ran made two runs that are the same look different."""
+    captured = capture(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), (torch.randn(8, 64),), {})
+    gc.collect()
+    computed = [record_of(node) for node in captured.graph.nodes if node.op.startswith("call")]
+    later = [torch.empty_like(record.value) for record in computed for _ in range(20)]
+    assert {record.storage for record in computed}.isdisjoint(map(memory_of, later))
+    assert len({record.storage for record in computed}) == 2

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.memory import memory_of
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.passes.sizes.size_rules import Dim, copied_from
@@ -58,6 +59,14 @@ def test_recorded_value_of_the_new_product():
     product = next(n for n in after.graph.nodes if n.args and n.args[0] == "tei,edi->ted")
     torch.testing.assert_close(record_of(product).value, torch.einsum("tei,edi->ted", inputs[0], block.weight.detach()))
     assert record_of(product).location is not None
+
+
+def test_the_new_product_has_memory_of_its_own():
+    """It may be computed where a recorded value lay, whose memory is free again: its address tells them not apart."""
+    after = canonicalize(capture(Fused("tei,edi,te->td"), (torch.randn(T, E, I), torch.rand(T, E)), {}))
+    places = {node: record_of(node) for node in after.graph.nodes if node.op.startswith("call")}
+    assert len({record.storage for record in places.values()}) == len(places) == 2
+    assert all(record.storage != memory_of(record.value) for record in places.values())
 
 
 @pytest.mark.parametrize(
