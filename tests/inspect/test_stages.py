@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import hexa_fx
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
-from hexa_fx.inspection import inspector
+from hexa_fx.inspection import inspector, stages
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.ir import FfnSpec
 from hexa_fx.observers import listening
@@ -40,6 +41,21 @@ def test_one_snapshot_a_pass_with_what_changed(graphs):
     assert graphs.stage("fuse_activation").difference == "getitem +2, hexa.activate -1, hexa.esmm -1, hexa.esmm_act +1"
     assert graphs.stage("rewrite").graph.counts == op_counts(graphs.rewritten.graph)
     assert graphs.stage("lower").graph.counts == op_counts(graphs.lowered.forward.graph)
+
+
+def test_each_direction_is_lowered_once_for_a_gpu_and_once_for_a_cpu_where_somebody_listens(optimized, monkeypatch):
+    """Costs are read off what was drawn for the listener, and are what they are without one."""
+    case = optimized.graphs["layers.0"].taken.case
+    alone, lowered = replace(case).work, Counter()
+    for name in ("lower_forward", "lower_backward"):
+        made = getattr(stages, name)
+        monkeypatch.setattr(stages, name, lambda request, made=made, name=name: lowered.update([name]) or made(request))
+    listened, seen = replace(case), Counter()
+    with listening(lambda event: seen.update([event.name] if event.when == "after" else [])):
+        assert listened.stages
+        assert listened.work == alone
+    assert lowered == {"lower_forward": 2, "lower_backward": 2}
+    assert seen["fuse_activation"] == 4
 
 
 def test_every_value_has_its_type(graphs):
