@@ -22,6 +22,7 @@ from hexa_fx.ops.experts import experts
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
 from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the operators)
 from hexa_fx.ops.low_rank import esmm_composed as _low_rank  # noqa: F401  (registers the operators)
+from hexa_fx.ops.low_rank_gradients import low_rank_gradients
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
 from hexa_fx.ops.moe_ffn_fixed import _define as _fixed  # noqa: F401  (registers the operators)
@@ -47,6 +48,7 @@ __all__ = [
     "estmm",
     "estmm_add",
     "experts",
+    "low_rank_gradients",
     "moe_ffn",
     "reindex",
     "scaled_transpose",

@@ -119,10 +119,10 @@ def backward(
     h = h.pop() if isinstance(h, list) else h
     h = _hidden(x, first, rows, u) if o.recompute_h or h is None else h
     found: dict[str, Tensor | None] = {}
-    t = narrowed_gradient(dy, second, rows)
+    t, found["c2"] = _from_second(needs["c2"], second, dy, u2, o.top_k_weights, rows)
     dh, a_s, dweights = _activation_gradient(dy, h, t, o, rows)
     del h
-    _second(found, needs, second, dy, a_s, u2, t, o.top_k_weights, rows)
+    _second(found, needs, second, dy, a_s, t, o.top_k_weights, rows)
     del a_s
     if needs["top_k_weights"]:
         found["top_k_weights"] = _with_bias(dweights, o.b2, dy, inv, rows)
@@ -155,23 +155,31 @@ def _activation_gradient(
     return dh, a_s, dweights
 
 
+def _from_second(
+    needs_c: bool, p: Projection, dy: Tensor, u: Tensor, top_k_weights: Tensor | None, rows: Rows
+) -> tuple[Tensor | None, Tensor | None]:
+    """The second projection's `narrowed_gradient`, and C's gradient if it is needed. u: (n, r), of activations without routing
+    weights.
+    """
+    if not needs_c:
+        return narrowed_gradient(dy, p, rows), None
+    if top_k_weights is not None:
+        assert rows.v is not None
+        u = (u * top_k_weights.reshape(-1, 1).index_select(0, rows.v)).type_as(u)
+    return narrowed_and_c_gradient(u, dy, p, rows)
+
+
 def _second(
     found: dict[str, Tensor | None],
     needs: dict[str, bool],
     p: Projection,
     dy: Tensor,
     a_s: Tensor,
-    u: Tensor,
     t: Tensor | None,
     top_k_weights: Tensor | None,
     rows: Rows,
 ) -> None:
-    """Gradients of the second projection. a_s: (n, I), activations times routing weights; u: (n, r) of those without weights."""
-    if needs["c2"]:
-        assert rows.v is not None
-        if top_k_weights is not None:
-            u = (u * top_k_weights.reshape(-1, 1).index_select(0, rows.v)).type_as(u)
-        found["c2"] = c_gradient(u, dy, p, rows)
+    """Gradients of the second projection besides that of C. a_s: (n, I), activations times routing weights."""
     if needs["a2"]:
         assert t is not None
         found["a2"] = a_gradient(a_s, t, p, rows.own)
@@ -195,7 +203,7 @@ def _first(
     a, c, t = f"a{number}", f"c{number}", None
     wanted = needs["x"] or needs[a]
     if u is not None and needs[c] and wanted:
-        t, found[c] = narrowed_and_c_gradient(u, g, p, rows.offs)
+        t, found[c] = narrowed_and_c_gradient(u, g, p, rows.own)
     elif u is not None and needs[c]:
         found[c] = c_gradient(u, g, p, rows.own)
     elif wanted:

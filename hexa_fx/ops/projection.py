@@ -153,10 +153,10 @@ def c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> Tensor:
     return _as_factor(_OPS.estmm(u, g, None, rows.v, rows.offs, rows.top_k, "nk"), p.c, p.scale)
 
 
-def narrowed_and_c_gradient(u: Tensor, g: Tensor, p: Projection, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """`narrowed_gradient` and `c_gradient` of one reading of g, whose rows are in expert order."""
+def narrowed_and_c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor]:
+    """`narrowed_gradient` and `c_gradient` of one reading of g."""
     assert p.c is not None
-    t, dc, _ = _OPS.esfk(u, g, p.left(g), None, offs, 1, "nk", False)
+    t, dc = _OPS.low_rank_gradients(g, u, p.left(g), *rows)
     return t, _as_factor(dc, p.c, p.scale)
 
 

@@ -1,0 +1,57 @@
+"""Which launches hexa::low_rank_gradients makes, without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hexa_fx.codegen import render
+from hexa_fx.codegen.family_low_rank import holds
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import low_rank
+from hexa_fx.ops.fixed_order import fixed_order
+from tests.cuda.cards import HOPPER
+
+E = 8
+
+
+def launched(columns: int, rank: int, rows: int, gathered: bool, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    v, top_k = (empty(rows, of=torch.int32), 2) if gathered else (None, 1)
+    dy, u, c = empty(rows // top_k, columns), empty(rows, rank), empty(E, columns, rank)
+    with cuda_choosing.collect(HOPPER) as specs:
+        du, dc = low_rank.low_rank_gradients(dy, u, c, v, empty(E + 1, of=torch.int32), top_k)
+    assert (du.shape, dc.shape) == (u.shape, c.shape)
+    for spec in specs:
+        render(spec)
+    return [spec.op for spec in specs]
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("columns", "rank"), [(2048, 16), (2816, 8), (640, 64), (1400, 32), (8, 16)])
+def test_one_reading(columns: int, rank: int, gathered: bool) -> None:
+    assert launched(columns, rank, 128 * E, gathered) == ["low_rank_gradients", "low_rank_parts"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rank", "rows"),
+    [(4096, 16, 4096), (2048, 32, 4096), (2048, 72, 4096), (2048, 12, 4096), (2048, 16, 127 * E)],
+    ids=["more columns than registers", "more columns of that rank", "rank", "unaligned", "few rows"],
+)
+def test_two_readings(columns: int, rank: int, rows: int) -> None:
+    assert not {"low_rank_gradients"} & set(launched(columns, rank, rows, True))
+    assert not {"low_rank_gradients"} & set(launched(columns, rank, rows, False))
+
+
+def test_in_a_fixed_order_launches_do_not_go_by_rows() -> None:
+    with fixed_order():
+        assert launched(2048, 16, 4096, True) == ["esmm", "estmm"]
+
+
+def test_what_fits_into_registers() -> None:
+    assert holds(2944, 16)
+    assert not holds(2952, 16)
+    assert holds(1408, 32)
+    assert not holds(1416, 32)

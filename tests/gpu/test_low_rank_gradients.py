@@ -1,0 +1,66 @@
+"""hexa::low_rank_gradients in one reading of dy's rows, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hexa_fx.cuda import calls, low_rank
+from tests.gpu.cases import ROUTINGS, assert_close, make_routing, randn, reference_esmm, reference_estmm
+
+EXPERTS, TOP_K = 7, 3
+SIZES = ((2048, 16), (1536, 16), (328, 8), (200, 40), (2816, 16), (640, 64), (1400, 32), (8, 16))
+"""Columns and rank."""
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+    monkeypatch.setattr(low_rank, "FEWEST_ROWS", 0)
+    calls._plans.clear()
+    yield
+    calls._plans.clear()
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("columns", "rank"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_gradients(dtype: torch.dtype, columns: int, rank: int, gathered: bool) -> None:
+    """Fewer tiles than blocks, a few for each, and many; experts in one block's run and in those of all."""
+    for kind, tokens in (*((kind, 301) for kind in ROUTINGS), *((kind, 20000) for kind in ("random", "all_to_one"))):
+        r = make_routing(kind, tokens, TOP_K, EXPERTS)
+        v, k = (r.v, TOP_K) if gathered else (None, 1)
+        dy, u = randn(tokens if gathered else r.n, columns, dtype=dtype), randn(r.n, rank, dtype=dtype)
+        c = randn(EXPERTS, columns, rank, dtype=dtype, scale=columns**-0.5)
+        du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, v, r.offs, k)
+        assert_close(du, reference_esmm(dy, c, None, v, r, "kn"), dtype)
+        assert_close(dc, reference_estmm(u, dy, None, v, r, "nk"), dtype)
+        again = torch.ops.hexa.low_rank_gradients(dy, u, c, v, r.offs, k)
+        assert torch.equal(du, again[0])
+        assert torch.equal(dc, again[1])
+
+
+@pytest.mark.parametrize("experts", [300, 1000])
+def test_many_experts(experts: int) -> None:
+    r = make_routing("random", 5000, TOP_K, experts)
+    dy, u = randn(5000, 256, dtype=torch.bfloat16), randn(r.n, 16, dtype=torch.bfloat16)
+    c = randn(experts, 256, 16, dtype=torch.bfloat16, scale=1 / 16)
+    du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, r.v, r.offs, TOP_K)
+    assert_close(du, reference_esmm(dy, c, None, r.v, r, "kn"), torch.bfloat16)
+    assert_close(dc, reference_estmm(u, dy, None, r.v, r, "nk"), torch.bfloat16)
+
+
+def test_what_is_no_number_stays_with_its_expert() -> None:
+    r = make_routing("random", 301, TOP_K, EXPERTS)
+    dy, u = randn(r.n, 328, dtype=torch.bfloat16), randn(r.n, 16, dtype=torch.bfloat16)
+    c = randn(EXPERTS, 328, 16, dtype=torch.bfloat16)
+    begin, end = (int(r.offs[i]) for i in (3, 4))
+    dy[begin:end], u[begin:end], c[3] = (float("nan"),) * 3
+    du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, None, r.offs, 1)
+    assert du[begin:end].isnan().all()
+    assert dc[3].isnan().all()
+    assert torch.cat((du[:begin], du[end:])).isfinite().all()
+    assert torch.cat((dc[:3], dc[4:])).isfinite().all()
