@@ -21,7 +21,7 @@ _MODULES = {
     "ess": "hexa_fx.codegen.family_rows",
     "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
-    "low_rank_gradients": "hexa_fx.codegen.family_low_rank",
+    "low_rank": "hexa_fx.codegen.family_low_rank",
     "packed_gemm": "hexa_fx.codegen.family_packed",
     "quantize_fp8": "hexa_fx.codegen.family_rows_fp8",
     "reindex": "hexa_fx.codegen.family_reindex",

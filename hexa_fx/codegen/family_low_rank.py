@@ -1,4 +1,4 @@
-"""low_rank_gradients: both gradients of a product with a factor of a few columns, on Hopper; see its header in kernels/."""
+"""low_rank: products with factors of a few columns and these factors' gradients on Hopper; see kernels/low_rank_sm90.cuh."""
 
 from __future__ import annotations
 
@@ -7,43 +7,33 @@ from collections.abc import Iterable
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
-from hexa_fx.codegen.family_gemm_sm90 import TABLES, expert_tables, whole_kib
+from hexa_fx.codegen.family_gemm_sm90 import expert_tables, whole_kib
 from hexa_fx.codegen.spec import KernelSpec
 
-FAMILY = "low_rank_gradients"
+FAMILY = "low_rank"
+BOTH = "low_rank_gradients"
 PARTS = "low_rank_parts"
 """The operator of the second launch, which adds up what blocks leave of experts that they share."""
 
 STEP_COLUMNS = 128
-"""Columns of dy that pass through shared memory at a time, half of them for each consuming warpgroup."""
+"""Columns of the rows that pass through shared memory at a time, half of them for each consuming warpgroup."""
 
+TILE_ROWS = 64
 RANKS = (16, 32, 64)
 """What ranks are rounded up to."""
 
-TILE_ROWS = 64
 PART_NUMBERS = 256 * 8
 """Of an expert's gradient, that a block of the second launch adds up."""
 
 MOST_ACCUMULATORS = 184
 """Of an expert's gradient, for which a consuming thread has registers."""
 
-_MOST_STAGES = 8
+_MOST_STAGES, _FEWEST_STAGES = 8, 3
 
 
-def padded_rank(rank: int) -> int | None:
-    """Columns that a factor of this rank is multiplied as; None if it has too many."""
-    return next((each for each in RANKS if rank <= each), None)
-
-
-def holds(columns: int, rank: int) -> bool:
-    """Whether consuming threads have registers for an expert's gradient (columns, rank), and a block memory for its factor."""
-    wide = padded_rank(rank)
-    if wide is None or columns % 8 or rank % 8:
-        return False
-    return (
-        _accumulators(steps_of(columns), wide) <= MOST_ACCUMULATORS
-        and stages_of(steps_of(columns), wide, TABLES[-1]) > 2
-    )
+def padded_rank(rank: int) -> int:
+    """Columns that a factor of this rank is multiplied as; 0 if it has too many."""
+    return next((each for each in RANKS if rank <= each), 0)
 
 
 def steps_of(columns: int) -> int:
@@ -51,30 +41,62 @@ def steps_of(columns: int) -> int:
     return -(-columns // STEP_COLUMNS)
 
 
-def stages_of(steps: int, wide: int, experts: int) -> int:
+def holds(op: str, columns: int, rank: int, experts: int) -> bool:
+    """Whether a kernel has registers for an expert's gradient (columns, rank), and shared memory for its factor.
+
+    Args:
+        op: which products it gives.
+        experts: that the tables hold.
+    """
+    wide, steps = padded_rank(rank), steps_of(columns)
+    return wide > 0 and not columns % 8 and not rank % 8 and not any(_lacks(op, steps, wide, experts))
+
+
+def stages_of(op: str, steps: int, wide: int, experts: int) -> int:
     """Stages of shared memory, as many as fit."""
-    fits = (n for n in range(_MOST_STAGES, 0, -1) if _smem_bytes(n, steps, wide, experts) <= shared_limit(90))
+    fits = (n for n in range(_MOST_STAGES, 0, -1) if _smem_bytes(op, n, steps, wide, experts) <= shared_limit(90))
     return next(fits, 0)
 
 
-def _accumulators(steps: int, wide: int) -> int:
-    return steps * wide // 2
+def _lacks(op: str, steps: int, wide: int, experts: int) -> Iterable[str]:
+    numbers = steps * wide // 2
+    if _sums(op) and numbers > MOST_ACCUMULATORS:
+        yield f"{steps} steps of rank {wide}: {numbers} accumulators a thread, {MOST_ACCUMULATORS} fit"
+    if stages_of(op, steps, wide, experts) < _FEWEST_STAGES:
+        yield f"{steps} steps of rank {wide} leave no room for {_FEWEST_STAGES} stages"
 
 
-def _smem_bytes(stages: int, steps: int, wide: int, experts: int) -> int:
+def _multiplies(op: str) -> bool:
+    return op in (BOTH, "esmm")
+
+
+def _sums(op: str) -> bool:
+    return op in (BOTH, "estmm")
+
+
+def _smem_bytes(op: str, stages: int, steps: int, wide: int, experts: int) -> int:
     """sizeof(LowRankSmem): stages, the factor, rows of u, half of du by turns, barriers and the expert tables."""
     pitch = 2 * wide
-    slots = stages // steps + 2
-    tiles = whole_kib(stages * TILE_ROWS * STEP_COLUMNS * 2 + steps * STEP_COLUMNS * pitch)
-    others = 2 * (wide // 2) * 128 * 4 + 16 * stages + 8 + 8 * (experts + 1)
-    return tiles + whole_kib(slots * TILE_ROWS * pitch + others)
+    factor = steps * STEP_COLUMNS * pitch if _multiplies(op) else 1024
+    u = (stages // steps + 2) * TILE_ROWS * pitch if _sums(op) else 1024
+    du, barriers, tables = wide * STEP_COLUMNS * 4, 16 * stages + 8, 8 * (experts + 1)
+    return whole_kib(stages * TILE_ROWS * STEP_COLUMNS * 2 + factor + u + du + barriers + tables)
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
     if spec.op == PARTS:
         return LaunchShape(threads=256)
     sizes = (spec.stages, int(spec.option("steps")), int(spec.option("rank")), expert_tables(spec))
-    return LaunchShape(threads=384, shared_bytes=_smem_bytes(*sizes))
+    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec.op, *sizes))
+
+
+def _values(spec: KernelSpec) -> dict[str, object]:
+    return {
+        "rank_major": spec.layout == "nk",
+        "multiplies": _multiplies(spec.op),
+        "sums": _sums(spec.op),
+        "experts": expert_tables(spec),
+    }
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
@@ -85,22 +107,20 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.op == PARTS:
         return
     rank, steps = int(spec.option("rank")), int(spec.option("steps"))
-    if rank not in RANKS:
-        yield f"a rank of {rank}; expected one of {RANKS}"
-    if not 0 < _accumulators(steps, rank) <= MOST_ACCUMULATORS:
-        yield f"{steps} steps of rank {rank}: {_accumulators(steps, rank)} accumulators a thread, {MOST_ACCUMULATORS} fit"
-    if not spec.stages > 2:
-        yield f"{spec.stages} stages; expected 3 or more"
+    if rank not in RANKS or steps < 1:
+        yield f"{steps} steps of rank {rank}; expected one or more, and one of {RANKS}"
+        return
+    yield from _lacks(spec.op, steps, rank, expert_tables(spec))
 
 
 FAMILIES = (
     Family(
         name=FAMILY,
-        template="low_rank_gradients.cu.j2",
-        ops=(FAMILY, PARTS),
+        template="low_rank.cu.j2",
+        ops=(BOTH, "esmm", "estmm", PARTS),
         args=struct.Struct("7Pq5i2I0P"),
         shape=_shape,
-        values=lambda spec: {"experts": expert_tables(spec)},
+        values=_values,
         check=_check,
         min_arch=90,
         max_arch=90,

@@ -15,6 +15,7 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.tiles_sm90 import swaps
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import low_rank_sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
@@ -23,6 +24,7 @@ from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle,
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -39,6 +41,9 @@ SM80_ONLY = ("tanh",)
 def esmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.esmm."""
     o = Esmm(*args)
+    y = low_rank_sm90.esmm(o)
+    if y is not None:
+        return y
     return esmm_segment(o, into=Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True))
 
 
@@ -143,6 +148,9 @@ def _with_second(y: Tensor, u: Tensor, c: Tensor, offs: Tensor, layout: Layout) 
 def estmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.estmm."""
     o = Estmm(*args)
+    dw = low_rank_sm90.estmm(o)
+    if dw is not None:
+        return dw
     return sm90.estmm(o) if _hopper_adds(o) else sm80.estmm(o)
 
 
@@ -159,6 +167,20 @@ def esfk(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = _input_gradient(o)
     dw = sm80.estmm(Estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout))
     return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty((0,))
+
+
+@cuda_kernel("low_rank_gradients")
+def low_rank_gradients(*args: Any) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.low_rank_gradients. Rows that are in order are read once in any case."""
+    o = LowRankGradients(*args)
+    both = low_rank_sm90.gradients(o)
+    if both is not None:
+        return both
+    if o.v is None:
+        du, dc, _ = esfk(o.u, o.dy, o.c, None, o.offs, 1, "nk", False)
+        return du, dc
+    rows = (o.v, o.offs, o.top_k)
+    return esmm(o.dy, o.c, None, *rows, "kn"), estmm(o.u, o.dy, None, *rows, "nk")
 
 
 @cuda_kernel("estmm_add")

@@ -1,5 +1,4 @@
-// What low_rank_gradients leaves: sums of experts whose rows several blocks had, in the order of the blocks, zeros of experts without rows, and
-// of rows without an expert.
+// What blocks leave of experts whose rows they share, added up in the order of the blocks; zeros for experts without rows.
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/scheduler/runs.cuh>
@@ -7,28 +6,19 @@
 
 namespace hexa {
 
-template <class T>
+template <class T, bool kRankMajor>
 struct LowRankParts {
   static constexpr int kThreads = 256;
 
-  // grid (parts of an expert's numbers, experts + 1): the last ones clear rows of du
-  static __device__ void run(const LowRankGradientsParams& p) {
-    __shared__ int sums[2];
-    const int expert = blockIdx.y, at = (blockIdx.x * kThreads + threadIdx.x) * kChunk, size = p.N * p.R;
-    if (expert == p.experts) return clear(p);
-    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-    __syncthreads();
-    int before = 0, all = 0;
-    for (int e = threadIdx.x; e < p.experts; e += kThreads) {
-      const int own = row_tiles(p.offs, e);
-      all += own;
-      before += e < expert ? own : 0;
-    }
-    atomicAdd(&sums[0], before);
-    atomicAdd(&sums[1], all);
-    __syncthreads();
-    const int first = sums[0], tiles = sums[1], end = first + row_tiles(p.offs, expert);
-    if (at >= size) return;
+  // grid (eights of an expert's numbers, by threads; experts). Threads beside each other have columns beside each other if the rank is
+  // the result's major dimension, else what lies beside each other.
+  static __device__ void run(const LowRankParams& p) {
+    const int expert = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, size = p.N * p.R;
+    int first, tiles;
+    count(p, first, tiles);
+    const int end = first + run_tiles(p.offs, expert);
+    if (i * kChunk >= size) return;
+    const int column = kRankMajor ? i % p.N : i / (p.R / kChunk), rank = (kRankMajor ? i / p.N : i % (p.R / kChunk)) * kChunk;
     float sum[kChunk] = {};
     if (first < end) {
       const int from = block_of_tile(first, tiles, p.blocks), to = block_of_tile(end - 1, tiles, p.blocks);
@@ -37,19 +27,36 @@ struct LowRankParts {
         const int begin = run_begin(block, tiles, p.blocks);
         if (begin == run_begin(block + 1, tiles, p.blocks)) continue;
         float part[kChunk];
-        load_chunk<true, true>(part, p.parts + static_cast<long long>(2 * block + (begin < first)) * size + at);
+        load_chunk<true, true>(part, p.parts + static_cast<long long>(2 * block + (begin < first)) * size + column * p.R + rank);
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) sum[i] += part[i];
+        for (int j = 0; j < kChunk; ++j) sum[j] += part[j];
       }
     }
-    store_chunk<true, true>(static_cast<T*>(p.dc) + static_cast<long long>(expert) * size + at, sum);
+    T* out = static_cast<T*>(p.dc) + static_cast<long long>(expert) * size;
+    if constexpr (kRankMajor) {
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) out[static_cast<long long>(rank + j) * p.N + column] = narrow<T>(sum[j]);
+    } else {
+      store_chunk<true, true>(out + static_cast<long long>(column) * p.R + rank, sum);
+    }
   }
 
-  static __device__ void clear(const LowRankGradientsParams& p) {
-    const long long end = static_cast<long long>(p.n) * p.R;
-    for (long long i = static_cast<long long>(__ldg(p.offs + p.experts)) * p.R + blockIdx.x * kThreads + threadIdx.x; i < end;
-         i += static_cast<long long>(gridDim.x) * kThreads)
-      static_cast<T*>(p.du)[i] = narrow<T>(0.f);
+  // Tiles before this block's expert, and of all.
+  static __device__ void count(const LowRankParams& p, int& before, int& all) {
+    __shared__ int sums[2];
+    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+    __syncthreads();
+    int own_before = 0, own = 0;
+    for (int e = threadIdx.x; e < p.experts; e += kThreads) {
+      const int tiles = run_tiles(p.offs, e);
+      own += tiles;
+      own_before += e < int(blockIdx.y) ? tiles : 0;
+    }
+    atomicAdd(&sums[0], own_before);
+    atomicAdd(&sums[1], own);
+    __syncthreads();
+    before = sums[0];
+    all = sums[1];
   }
 };
 

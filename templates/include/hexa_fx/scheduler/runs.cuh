@@ -1,7 +1,7 @@
 // Row tiles dealt out evenly: block b of G takes tiles b T / G up to (b + 1) T / G of all T, in expert order, so that one that sums over an
 // expert's rows keeps its sums for many tiles. An expert may lie in the runs of several blocks.
 #pragma once
-#include <cute/config.hpp>
+#include <hexa_fx/ptx/lanes.cuh>
 
 namespace hexa {
 
@@ -14,8 +14,58 @@ CUTE_DEVICE int block_of_tile(int tile, int tiles, int blocks) {
   return int((static_cast<long long>(tile + 1) * blocks + tiles - 1) / tiles) - 1;
 }
 
-CUTE_DEVICE int row_tiles(const int* offs, int expert) {
-  return (__ldg(offs + expert + 1) - __ldg(offs + expert) + kRunRows - 1) / kRunRows;
+CUTE_DEVICE int run_tiles(const int* offs, int expert) {
+  return sm90::ceil_div(__ldg(offs + expert + 1) - __ldg(offs + expert), kRunRows);
 }
+
+// Offsets of experts, and how many tiles are before each.
+template <int MaxExperts>
+struct RunTable {
+  int offs[MaxExperts + 1], tiles[MaxExperts + 1];
+
+  // Called by one warp.
+  CUTE_DEVICE void fill(const int* from, int experts) {
+    int done = 0;
+    for (int base = 0; base <= experts; base += 32) {
+      const int e = base + sm90::lane_id();
+      if (e <= experts) offs[e] = __ldg(from + e);
+      const int own = e < experts ? run_tiles(from, e) : 0;
+      int sum = own;
+      CUTE_UNROLL
+      for (int d = 1; d < 32; d *= 2) {
+        const int before = __shfl_up_sync(~0u, sum, d);
+        if (sm90::lane_id() >= d) sum += before;
+      }
+      if (e <= experts) tiles[e] = done + sum - own;
+      done += __shfl_sync(~0u, sum, 31);
+    }
+  }
+};
+
+// This block's way through its tiles.
+template <int MaxExperts>
+struct Run {
+  const RunTable<MaxExperts>& table;
+  int begin, end, tile, expert = 0, first;  // first: expert of the run
+  CUTE_DEVICE Run(const RunTable<MaxExperts>& table, int experts) : table(table) {
+    begin = tile = run_begin(blockIdx.x, table.tiles[experts], gridDim.x);
+    end = run_begin(blockIdx.x + 1, table.tiles[experts], gridDim.x);
+    for (int hi = experts; hi - expert > 1;) {
+      const int mid = (expert + hi) >> 1;
+      if (table.tiles[mid] <= tile) expert = mid;
+      else hi = mid;
+    }
+    first = expert;
+  }
+  CUTE_DEVICE bool done() const { return tile >= end; }
+  CUTE_DEVICE void next() {
+    ++tile;
+    while (tile < end && table.tiles[expert + 1] <= tile) ++expert;
+  }
+  CUTE_DEVICE int row0() const { return table.offs[expert] + (tile - table.tiles[expert]) * kRunRows; }
+  CUTE_DEVICE int rows() const { return min(kRunRows, table.offs[expert + 1] - row0()); }
+  // Whether no other block has rows of this expert.
+  CUTE_DEVICE bool has_all(int expert) const { return table.tiles[expert] >= begin && table.tiles[expert + 1] <= end; }
+};
 
 }  // namespace hexa

@@ -1,4 +1,4 @@
-"""hexa::low_rank_gradients in one reading of dy's rows, against float64."""
+"""Products with factors of a few columns, and their gradients, of one reading of the rows, against float64."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hexa_fx.cuda import calls, low_rank
+from hexa_fx.cuda import calls, low_rank_sm90
 from tests.gpu.cases import ROUTINGS, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
 EXPERTS, TOP_K = 7, 3
-SIZES = ((2048, 16), (1536, 16), (328, 8), (200, 40), (2816, 16), (640, 64), (1400, 32), (8, 16))
+SIZES = ((2048, 16), (1536, 16), (328, 8), (200, 40), (2816, 16), (640, 64), (1400, 32), (72, 16))
 """Columns and rank."""
 
 
@@ -19,7 +19,7 @@ SIZES = ((2048, 16), (1536, 16), (328, 8), (200, 40), (2816, 16), (640, 64), (14
 def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs an sm_90 device")
-    monkeypatch.setattr(low_rank, "FEWEST_ROWS", 0)
+    monkeypatch.setattr(low_rank_sm90, "FEWEST_ROWS", 0)
     calls._plans.clear()
     yield
     calls._plans.clear()
@@ -41,6 +41,25 @@ def test_both_gradients(dtype: torch.dtype, columns: int, rank: int, gathered: b
         again = torch.ops.hexa.low_rank_gradients(dy, u, c, v, r.offs, k)
         assert torch.equal(du, again[0])
         assert torch.equal(dc, again[1])
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("columns", "rank"), SIZES)
+def test_single_products_and_gradients(columns: int, rank: int, gathered: bool, layout: str) -> None:
+    dtype = torch.bfloat16
+    for kind, tokens in (*((kind, 301) for kind in ROUTINGS), ("random", 20000)):
+        r = make_routing(kind, tokens, TOP_K, EXPERTS)
+        v, k = (r.v, TOP_K) if gathered else (None, 1)
+        rows, u = randn(tokens if gathered else r.n, columns, dtype=dtype), randn(r.n, rank, dtype=dtype)
+        sides = (rank, columns) if layout == "nk" else (columns, rank)
+        factor = randn(EXPERTS, *sides, dtype=dtype, scale=columns**-0.5)
+        y = torch.ops.hexa.esmm(rows, factor, None, v, r.offs, k, layout)
+        assert_close(y, reference_esmm(rows, factor, None, v, r, layout), dtype)
+        dw = torch.ops.hexa.estmm(rows, u, v, None, r.offs, k, layout)
+        assert_close(dw, reference_estmm(rows, u, v, None, r, layout), dtype)
+        dw = torch.ops.hexa.estmm(u, rows, None, v, r.offs, k, layout)
+        assert_close(dw, reference_estmm(u, rows, None, v, r, layout), dtype)
 
 
 @pytest.mark.parametrize("experts", [300, 1000])

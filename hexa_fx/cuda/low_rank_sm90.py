@@ -1,0 +1,142 @@
+"""Products with factors of a few columns and these factors' gradients, by the family low_rank: operands in, tensors out.
+
+They only stream their rows: each is read once. Which calls these are says `takes`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
+from hexa_fx.codegen.family_low_rank import (
+    BOTH,
+    FAMILY,
+    PART_NUMBERS,
+    PARTS,
+    RANKS,
+    STEP_COLUMNS,
+    TILE_ROWS,
+    holds,
+    padded_rank,
+    stages_of,
+    steps_of,
+)
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.cuda.gemm_sm90 import unsupported
+from hexa_fx.cuda.kernel import kernel_of
+from hexa_fx.cuda.operands import DTYPES, division, numbers_of
+from hexa_fx.cuda.planning import TensorMap, planning_of
+from hexa_fx.formats.format import ceil_div
+from hexa_fx.ir import Layout
+from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.low_rank_gradients import LowRankGradients
+from hexa_fx.ops.operands import Esmm, Estmm
+from hexa_fx.ops.rows import flip
+
+FEWEST_ROWS = 2 * TILE_ROWS
+"""Rows an expert on average from which these kernels are faster: a block reads a factor, and leaves its part of a gradient."""
+
+
+class LowRank(NamedTuple):
+    """What the kernels are given.
+
+    Args:
+        op: which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both.
+        rows: (T, N) gathered by v, or (n, N).
+        v, offs, top_k: as operators have them.
+        u: (n, r), or None where only du is wanted.
+        factor: (E, r, N) or (E, N, r), or None where only dC is wanted.
+        layout: of the factor or its gradient, ``nk`` the former.
+        n, rank: n and r.
+    """
+
+    op: str
+    rows: Tensor
+    v: Tensor | None
+    offs: Tensor
+    top_k: int
+    u: Tensor | None
+    factor: Tensor | None
+    layout: Layout
+    n: int
+    rank: int
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.offs.shape[0] - 1
+
+
+def esmm(o: Esmm) -> Tensor | None:
+    """A product without a bias whose weight has a few columns; None if it is another one."""
+    if o.bias is not None:
+        return None
+    given = LowRank("esmm", o.x, o.v, o.offs, o.top_k, None, o.weight, o.layout, o.rows, o.columns)
+    return _products(given)[0] if takes(given) else None
+
+
+def estmm(o: Estmm) -> Tensor | None:
+    """A gradient of such a weight: rows of either side are few columns, which are not gathered. None if it is another one."""
+    few_of_x = o.x.shape[1] < o.g.shape[1]
+    few, rows, layout = (o.x, o.g, flip(o.layout)) if few_of_x else (o.g, o.x, o.layout)
+    few_index, v = (o.x_index, o.g_index) if few_of_x else (o.g_index, o.x_index)
+    if few_index is not None:
+        return None
+    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, *few.shape)
+    return _products(given)[1] if takes(given) else None
+
+
+def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
+    """du and dC of one reading; None if the kernel does not take them."""
+    given = LowRank(BOTH, o.dy, o.v, o.offs, o.top_k, o.u, o.c, "kn", *o.u.shape)
+    return _products(given) if takes(given) else None  # type: ignore[return-value]
+
+
+def takes(o: LowRank) -> bool:
+    """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows."""
+    columns, experts, few = o.rows.shape[1], o.experts, [t for t in (o.u, o.factor) if t is not None]
+    if not planning_of(o.offs).card.is_hopper or is_fixed() or experts > MAX_EXPERTS or columns <= RANKS[-1]:
+        return False
+    if o.n < FEWEST_ROWS * experts or not holds(o.op, columns, o.rank, _table(experts)):
+        return False
+    return all(t.is_contiguous() for t in few) and not unsupported(o.rows, *few, experts=experts)
+
+
+def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
+    """du (n, r) and dC, in the factor's layout; None for what is not wanted."""
+    planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
+    blocks, wide, steps, table = planning.card.multiprocessors, padded_rank(o.rank), steps_of(columns), _table(experts)
+    shape = (experts, o.rank, columns) if o.layout == "nk" else (experts, columns, o.rank)
+    du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
+    dc = None if o.u is None else o.rows.new_empty(shape)
+    parts = None if o.u is None else o.rows.new_empty((2 * blocks, columns, o.rank), dtype=torch.float32)
+    dtype, arch = DTYPES[o.rows.dtype], planning.card.arch
+    static = {"dtype": dtype, "layout": o.layout}
+    stages = stages_of(o.op, steps, wide, table)
+    spec = KernelSpec(FAMILY, o.op, arch, gather=o.v is not None, stages=stages, **static)  # type: ignore[arg-type]
+    numbers = (o.rows.stride()[0], o.n, experts, columns, o.rank, blocks, *division(o.top_k))
+    piece = ((o.v, o.offs, o.rows, o.u, du, dc, parts), numbers_of(get_family(FAMILY).args).pack(*numbers))
+    kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table))
+    maps = (None if o.factor is None else _factor_map(o.factor, o.layout, wide),)
+    planning.launch(kernel, (blocks, 1, 1), (piece,), maps)
+    if dc is not None:
+        finish = kernel_of(KernelSpec(FAMILY, PARTS, arch, **static))  # type: ignore[arg-type]
+        planning.launch(finish, (ceil_div(columns * o.rank, PART_NUMBERS), experts, 1), (piece,))
+    return du, dc
+
+
+def _table(experts: int) -> int:
+    return next(size for size in TABLES if experts <= size)
+
+
+def _factor_map(factor: Tensor, layout: Layout, wide: int) -> TensorMap:
+    """Boxes of lines of 64 columns, `wide` of them; or, of (E, N, r), of a step's columns, each a line of `wide` numbers."""
+    experts, rows, inner = factor.shape
+    by_expert, by_row, _ = factor.stride()
+    box = (STEP_COLUMNS // 2, wide, 1) if layout == "nk" else (wide, STEP_COLUMNS, 1)
+    args = (DTYPES[factor.dtype], (inner, rows, experts), (by_row, by_expert), box, box[0] * factor.element_size())
+    return TensorMap(factor, args)

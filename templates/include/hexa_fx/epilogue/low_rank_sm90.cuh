@@ -1,0 +1,77 @@
+// What the kernels of low-rank factors store: a few columns, so lanes write where their numbers go.
+#pragma once
+#include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
+#include <hexa_fx/ptx/convert_sm90.cuh>
+
+namespace hexa::sm90 {
+
+template <class C>
+struct LowRankEpilogue {
+  using T = typename C::T;
+  LowRankSmem<C>& sm;
+  const LowRankParams& p;
+  int group;
+
+  // A pair of columns of either result, and its first row.
+  static CUTE_DEVICE int column(int j) { return 8 * j + 2 * (lane_id() & 3); }
+  static CUTE_DEVICE int row(int half) { return warp_in_group() * 16 + (lane_id() >> 2) + 8 * half; }
+
+  // The other consumer's half of the columns comes through shared memory. Both meet here once a tile.
+  CUTE_DEVICE void rows(const Run<C::MaxExperts>& at, const float (&du)[C::Words], int turn) const {
+    float (&other)[C::Words][128] = sm.other[turn];
+    const int thread = threadIdx.x & 127;
+    if (group == 1) {
+      CUTE_UNROLL
+      for (int i = 0; i < C::Words; ++i) other[i][thread] = du[i];
+    }
+    NamedBarrier::sync(256, kSumBarrier);
+    if (group == 1) return;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      if (row(half) >= at.rows()) continue;
+      T* out = static_cast<T*>(p.du) + int64_t(at.row0() + row(half)) * p.R;
+      CUTE_UNROLL
+      for (int j = 0; j < C::Rank / 8; ++j) {
+        const int i = 4 * j + 2 * half;
+        if (column(j) < p.R)
+          *reinterpret_cast<uint32_t*>(out + column(j)) = pack<T>(du[i] + other[i][thread], du[i + 1] + other[i + 1][thread]);
+      }
+    }
+  }
+
+  // Rows of no expert are zeros.
+  CUTE_DEVICE void no_rows() const {
+    const int64_t end = int64_t(p.n) * p.R / 8, step = int64_t(gridDim.x) * 256;
+    for (int64_t i = int64_t(sm.table.offs[p.experts]) * p.R / 8 + blockIdx.x * 256 + threadIdx.x - 128; i < end; i += step)
+      static_cast<uint4*>(p.du)[i] = uint4{};
+  }
+
+  // An expert's sums, or this block's part of them.
+  CUTE_DEVICE void sums(const Run<C::MaxExperts>& at, int expert, const float (&dc)[C::Steps][C::Words]) const {
+    const int64_t size = int64_t(p.N) * p.R;
+    float* part = p.parts + (2 * blockIdx.x + (expert != at.first)) * size;
+    T* out = static_cast<T*>(p.dc) + expert * size;
+    const bool all = at.has_all(expert);
+    CUTE_UNROLL
+    for (int k = 0; k < C::Steps; ++k) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int n = k * 128 + group * 64 + row(half);
+        if (n >= p.N) continue;
+        CUTE_UNROLL
+        for (int j = 0; j < C::Rank / 8; ++j) {
+          const float x = dc[k][4 * j + 2 * half], y = dc[k][4 * j + 2 * half + 1];
+          const int r = column(j);
+          if (r >= p.R) continue;
+          if (!all) *reinterpret_cast<float2*>(part + int64_t(n) * p.R + r) = {x, y};
+          else if constexpr (C::RankMajor) {
+            out[int64_t(r) * p.N + n] = T(x);
+            out[int64_t(r + 1) * p.N + n] = T(y);
+          } else *reinterpret_cast<uint32_t*>(out + int64_t(n) * p.R + r) = pack<T>(x, y);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace hexa::sm90
