@@ -25,6 +25,9 @@ RANKS = (16, 32, 64)
 PART_NUMBERS = 256 * 8
 """Of an expert's gradient, that a block of the second launch adds up."""
 
+PART_SIDE = 64
+"""Of an expert's gradient, and of experts, that change places in a block of it."""
+
 MOST_ACCUMULATORS = 184
 """Of an expert's gradient, for which a consuming thread has registers."""
 
@@ -93,6 +96,11 @@ def _shape(spec: KernelSpec) -> LaunchShape:
 def _values(spec: KernelSpec) -> dict[str, object]:
     return {
         "rank_major": spec.layout == "nk",
+        "order": "experts_last"
+        if spec.option("experts_last")
+        else "rank_major"
+        if spec.layout == "nk"
+        else "rank_minor",
         "multiplies": _multiplies(spec.op),
         "sums": _sums(spec.op),
         "experts": expert_tables(spec),
@@ -100,12 +108,14 @@ def _values(spec: KernelSpec) -> dict[str, object]:
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
+    if spec.op == PARTS:
+        if spec.dtype not in (DataType.bf16, DataType.f16, DataType.f32):
+            yield f"parts are added up in float32, for no result of {spec.dtype.name}"
+        return
     if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not spec.dtype:
         yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type"
     if not spec.aligned:
         yield "rows are read by 16 bytes"
-    if spec.op == PARTS:
-        return
     rank, steps = int(spec.option("rank")), int(spec.option("steps"))
     if rank not in RANKS or steps < 1:
         yield f"{steps} steps of rank {rank}; expected one or more, and one of {RANKS}"
@@ -118,7 +128,7 @@ FAMILIES = (
         name=FAMILY,
         template="low_rank.cu.j2",
         ops=(BOTH, "esmm", "estmm", PARTS),
-        args=struct.Struct("7Pq5i2I0P"),
+        args=struct.Struct("7Pq5i2If0P"),
         shape=_shape,
         values=_values,
         check=_check,

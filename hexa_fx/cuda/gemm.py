@@ -24,7 +24,6 @@ from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle,
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -167,20 +166,6 @@ def esfk(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = _input_gradient(o)
     dw = sm80.estmm(Estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout))
     return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty((0,))
-
-
-@cuda_kernel("low_rank_gradients")
-def low_rank_gradients(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.low_rank_gradients. Rows that are in order are read once in any case."""
-    o = LowRankGradients(*args)
-    both = low_rank_sm90.gradients(o)
-    if both is not None:
-        return both
-    if o.v is None:
-        du, dc, _ = esfk(o.u, o.dy, o.c, None, o.offs, 1, "nk", False)
-        return du, dc
-    rows = (o.v, o.offs, o.top_k)
-    return esmm(o.dy, o.c, None, *rows, "kn"), estmm(o.u, o.dy, None, *rows, "nk")
 
 
 @cuda_kernel("estmm_add")

@@ -16,6 +16,7 @@ from hexa_fx.codegen.family_low_rank import (
     BOTH,
     FAMILY,
     PART_NUMBERS,
+    PART_SIDE,
     PARTS,
     RANKS,
     STEP_COLUMNS,
@@ -52,6 +53,7 @@ class LowRank(NamedTuple):
         factor: (E, r, N) or (E, N, r), or None where only dC is wanted.
         layout: of the factor or its gradient, ``nk`` the former.
         n, rank: n and r.
+        dtype, scale, experts_last: of dC, see `hexa_fx.ops.low_rank_gradients`.
     """
 
     op: str
@@ -64,6 +66,9 @@ class LowRank(NamedTuple):
     layout: Layout
     n: int
     rank: int
+    dtype: torch.dtype | None = None
+    scale: float = 1.0
+    experts_last: bool = False
 
     @property
     def experts(self) -> int:
@@ -86,46 +91,58 @@ def estmm(o: Estmm) -> Tensor | None:
     few_index, v = (o.x_index, o.g_index) if few_of_x else (o.g_index, o.x_index)
     if few_index is not None:
         return None
-    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, *few.shape)
+    n, rank = few.shape
+    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, n, rank, rows.dtype)
     return _products(given)[1] if takes(given) else None
 
 
 def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
-    """du and dC of one reading; None if the kernel does not take them."""
-    given = LowRank(BOTH, o.dy, o.v, o.offs, o.top_k, o.u, o.c, "kn", *o.u.shape)
-    return _products(given) if takes(given) else None  # type: ignore[return-value]
+    """du and dC of one reading; None if the kernels do not take them."""
+    op, (n, rank), rows = "estmm" if o.factor is None else BOTH, o.u.shape, (o.rows, o.v, o.offs, o.top_k)
+    given = LowRank(op, *rows, o.u, o.factor, o.layout, n, rank, o.dtype, o.scale, o.experts_last)
+    if o.dtype not in (torch.float32, o.rows.dtype) or not takes(given):
+        return None
+    du, dc = _products(given)
+    assert dc is not None
+    return o.rows.new_empty((0,)) if du is None else du, dc
 
 
 def takes(o: LowRank) -> bool:
-    """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows."""
+    """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows. For dC alone, rows that
+    are in order come faster by the copy engine.
+    """
     columns, experts, few = o.rows.shape[1], o.experts, [t for t in (o.u, o.factor) if t is not None]
-    if not planning_of(o.offs).card.is_hopper or is_fixed() or experts > MAX_EXPERTS or columns <= RANKS[-1]:
+    if not planning_of(o.offs).card.is_hopper or is_fixed() or (o.op == "estmm" and o.v is None):
         return False
-    if o.n < FEWEST_ROWS * experts or not holds(o.op, columns, o.rank, _table(experts)):
+    if experts > MAX_EXPERTS or o.n < FEWEST_ROWS * experts or columns <= RANKS[-1]:
         return False
-    return all(t.is_contiguous() for t in few) and not unsupported(o.rows, *few, experts=experts)
+    fits = holds(o.op, columns, o.rank, _table(experts)) and all(t.is_contiguous() for t in few)
+    return fits and not unsupported(o.rows, *few, experts=experts)
 
 
 def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
-    """du (n, r) and dC, in the factor's layout; None for what is not wanted."""
+    """du (n, r) and dC; None for what is not wanted."""
     planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
     blocks, wide, steps, table = planning.card.multiprocessors, padded_rank(o.rank), steps_of(columns), _table(experts)
-    shape = (experts, o.rank, columns) if o.layout == "nk" else (experts, columns, o.rank)
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
-    dc = None if o.u is None else o.rows.new_empty(shape)
-    parts = None if o.u is None else o.rows.new_empty((2 * blocks, columns, o.rank), dtype=torch.float32)
-    dtype, arch = DTYPES[o.rows.dtype], planning.card.arch
-    static = {"dtype": dtype, "layout": o.layout}
-    stages = stages_of(o.op, steps, wide, table)
-    spec = KernelSpec(FAMILY, o.op, arch, gather=o.v is not None, stages=stages, **static)  # type: ignore[arg-type]
-    numbers = (o.rows.stride()[0], o.n, experts, columns, o.rank, blocks, *division(o.top_k))
+    dc = parts = None
+    if o.u is not None:
+        shape = (o.rank, columns) if o.layout == "nk" else (columns, o.rank)
+        dc = o.rows.new_empty((*shape, experts) if o.experts_last else (experts, *shape), dtype=o.dtype)
+        parts = o.rows.new_empty((blocks + experts, columns, o.rank), dtype=torch.float32)
+    dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
+    spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
+    numbers = (o.rows.stride()[0], o.n, experts, columns, o.rank, blocks, *division(o.top_k), o.scale)
     piece = ((o.v, o.offs, o.rows, o.u, du, dc, parts), numbers_of(get_family(FAMILY).args).pack(*numbers))
     kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table))
     maps = (None if o.factor is None else _factor_map(o.factor, o.layout, wide),)
     planning.launch(kernel, (blocks, 1, 1), (piece,), maps)
     if dc is not None:
-        finish = kernel_of(KernelSpec(FAMILY, PARTS, arch, **static))  # type: ignore[arg-type]
-        planning.launch(finish, (ceil_div(columns * o.rank, PART_NUMBERS), experts, 1), (piece,))
+        finish = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
+        finish = finish.with_options(experts_last=o.experts_last, experts=table)
+        side = PART_SIDE if o.experts_last else PART_NUMBERS
+        grid = (ceil_div(columns * o.rank, side), ceil_div(experts, PART_SIDE) if o.experts_last else experts, 1)
+        planning.launch(kernel_of(finish), grid, (piece,))
     return du, dc
 
 

@@ -14,8 +14,9 @@ from hexa_fx.cuda.modes import runs_torch_only
 _ROWS = ("reindex", "combine", "ess", "ess_add", "activate", "activate_backward", "scaled_transpose")
 _PRODUCTS = (
     *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
-    *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank", "low_rank_gradients"),
+    *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),
 )
+_LOW_RANK = ("low_rank_gradients",)
 _FP8_ROWS = (
     "quantize_rows_fp8",
     "quantize_columns_fp8",
@@ -28,18 +29,19 @@ _FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
 _SOURCES = ("moe_ffn_sources", "moe_ffn_sources_forward")
 _PACKED = ("esmm_packed", "esmm_packed_low_rank", "esmm_act_packed", "esmm_act_backward_packed")
-KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, *_PACKED, *_SOURCES)
+KERNELS = (*_ROWS, *_PRODUCTS, *_LOW_RANK, *_FP8_ROWS, *_FP8, *_PACKED, *_SOURCES)
 """The operators that have kernels, which run in the function of their name (`kernel`)."""
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``. Imports it and all others."""
-    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_rows, rows, sources_requests
+    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, low_rank, packed_rows, rows, sources_requests
 
     modules = {
         rows: _ROWS,
         gemm: _PRODUCTS,
+        low_rank: _LOW_RANK,
         fp8: _FP8,
         fp8_rows: _FP8_ROWS,
         packed_rows: _PACKED,

@@ -144,27 +144,24 @@ def side_by_side(
 
 def a_gradient(x: Tensor, t: Tensor, p: Projection, rows: Rows) -> Tensor:
     """dA (E, r, K), of rows that the projection was given and of t, its result's gradient times s C."""
-    return _OPS.estmm(x, t, rows.v, None, rows.offs, rows.top_k, "nk").type_as(p.a)  # type: ignore[no-any-return]
+    assert p.a is not None
+    da: Tensor = _OPS.low_rank_gradients(x, t, None, *rows, "nk", p.a.dtype, 1.0, False)[1]
+    return da
 
 
 def c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> Tensor:
     """dC (E, N, r), of u, the given rows' products with A, and of the result's gradient, whose rows are read as ``rows`` says."""
-    assert p.c is not None
-    return _as_factor(_OPS.estmm(u, g, None, rows.v, rows.offs, rows.top_k, "nk"), p.c, p.scale)
+    return _of_c(u, g, p, rows, None)[1]
 
 
 def narrowed_and_c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor]:
     """`narrowed_gradient` and `c_gradient` of one reading of g."""
+    return _of_c(u, g, p, rows, p.left(g))
+
+
+def _of_c(u: Tensor, g: Tensor, p: Projection, rows: Rows, scaled: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same without the former if s C is not given. dC is in C's dtype and memory order."""
     assert p.c is not None
-    t, dc = _OPS.low_rank_gradients(g, u, p.left(g), *rows)
-    return t, _as_factor(dc, p.c, p.scale)
-
-
-def _as_factor(gradient: Tensor, factor: Tensor, scale: float) -> Tensor:
-    """A gradient (E, N, r), contiguous, scaled, and in the dtype and memory order of the factor that it is of."""
-    if not experts_last(factor):
-        cast = gradient.type_as(factor)
-        return cast if scale == 1 else cast.mul_(scale)
-    experts, columns, rank = factor.shape
-    transposed: Tensor = _OPS.scaled_transpose(gradient.flatten(1), factor.dtype, scale)
-    return transposed.view(columns, rank, experts).permute(2, 0, 1)
+    last = experts_last(p.c)
+    t, dc = _OPS.low_rank_gradients(g, u, scaled, *rows, "kn", p.c.dtype, p.scale, last)
+    return t, dc.permute(2, 0, 1) if last else dc

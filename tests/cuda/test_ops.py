@@ -13,6 +13,7 @@ from hexa_fx.cuda.register import KERNELS, kernel, register
 from hexa_fx.ops import fp8, fp8_quantizing, library, operands
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
 from hexa_fx.ops.sources_arguments import MoeFfnSources
 
@@ -39,6 +40,7 @@ RECORDS = {
     "esmm_low_rank": EsmmLowRank,
     "esmm_act_low_rank": EsmmActLowRank,
     "esmm_act_backward_low_rank": EsmmActBackwardLowRank,
+    "low_rank_gradients": LowRankGradients,
     "esmm_packed": EsmmPacked,
     "esmm_packed_low_rank": EsmmPackedLowRank,
     "esmm_act_packed": EsmmActPacked,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import calls, low_rank_sm90
+from hexa_fx.ops import low_rank_gradients
 from tests.gpu.cases import ROUTINGS, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
 EXPERTS, TOP_K = 7, 3
@@ -35,12 +36,19 @@ def test_both_gradients(dtype: torch.dtype, columns: int, rank: int, gathered: b
         v, k = (r.v, TOP_K) if gathered else (None, 1)
         dy, u = randn(tokens if gathered else r.n, columns, dtype=dtype), randn(r.n, rank, dtype=dtype)
         c = randn(EXPERTS, columns, rank, dtype=dtype, scale=columns**-0.5)
-        du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, v, r.offs, k)
-        assert_close(du, reference_esmm(dy, c, None, v, r, "kn"), dtype)
-        assert_close(dc, reference_estmm(u, dy, None, v, r, "nk"), dtype)
-        again = torch.ops.hexa.low_rank_gradients(dy, u, c, v, r.offs, k)
-        assert torch.equal(du, again[0])
-        assert torch.equal(dc, again[1])
+        expected = reference_esmm(dy, c, None, v, r, "kn"), reference_estmm(u, dy, None, v, r, "nk")
+        for of in (dtype, torch.float32):
+            operands = (dy, u, c, v, r.offs, k, "kn", of, 0.5, of == torch.float32)
+            (du, dc), again = low_rank_gradients(*operands), low_rank_gradients(*operands)
+            assert_close(du, expected[0], dtype)
+            assert_close(
+                dc.permute(2, 0, 1) if of == torch.float32 else dc,
+                expected[1] / 2,
+                of,
+                100 if of == torch.float32 else 1,
+            )
+            assert torch.equal(du, again[0])
+            assert torch.equal(dc, again[1])
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -56,6 +64,8 @@ def test_single_products_and_gradients(columns: int, rank: int, gathered: bool, 
         factor = randn(EXPERTS, *sides, dtype=dtype, scale=columns**-0.5)
         y = torch.ops.hexa.esmm(rows, factor, None, v, r.offs, k, layout)
         assert_close(y, reference_esmm(rows, factor, None, v, r, layout), dtype)
+        wide = reference_estmm(rows, u, v, None, r, "nk")
+        assert_close(low_rank_gradients(rows, u, None, v, r.offs, k, "nk", torch.float32)[1], wide, torch.float32, 100)
         dw = torch.ops.hexa.estmm(rows, u, v, None, r.offs, k, layout)
         assert_close(dw, reference_estmm(rows, u, v, None, r, layout), dtype)
         dw = torch.ops.hexa.estmm(u, rows, None, v, r.offs, k, layout)
@@ -67,7 +77,7 @@ def test_many_experts(experts: int) -> None:
     r = make_routing("random", 5000, TOP_K, experts)
     dy, u = randn(5000, 256, dtype=torch.bfloat16), randn(r.n, 16, dtype=torch.bfloat16)
     c = randn(experts, 256, 16, dtype=torch.bfloat16, scale=1 / 16)
-    du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, r.v, r.offs, TOP_K)
+    du, dc = low_rank_gradients(dy, u, c, r.v, r.offs, TOP_K, "kn", torch.bfloat16)
     assert_close(du, reference_esmm(dy, c, None, r.v, r, "kn"), torch.bfloat16)
     assert_close(dc, reference_estmm(u, dy, None, r.v, r, "nk"), torch.bfloat16)
 
@@ -78,7 +88,7 @@ def test_what_is_no_number_stays_with_its_expert() -> None:
     c = randn(EXPERTS, 328, 16, dtype=torch.bfloat16)
     begin, end = (int(r.offs[i]) for i in (3, 4))
     dy[begin:end], u[begin:end], c[3] = (float("nan"),) * 3
-    du, dc = torch.ops.hexa.low_rank_gradients(dy, u, c, None, r.offs, 1)
+    du, dc = low_rank_gradients(dy, u, c, None, r.offs, 1, "kn", torch.bfloat16)
     assert du[begin:end].isnan().all()
     assert dc[3].isnan().all()
     assert torch.cat((du[:begin], du[end:])).isfinite().all()

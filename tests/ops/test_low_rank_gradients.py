@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import low_rank_gradients, reindex
@@ -11,29 +12,42 @@ from hexa_fx.ops import low_rank_gradients, reindex
 E, K, N, R = 5, 3, 24, 4
 
 
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("tokens", [0, 1, 17])
-def test_both_gradients(tokens: int, gathered: bool) -> None:
-    """Expert 2 has no rows, and some rows have no expert."""
+def routed(tokens: int) -> tuple[Tensor, Tensor]:
+    """v and offs. Expert 2 has no rows, and some rows have no expert."""
     index = torch.randint(0, E + 1, (tokens, K))
     index[index == 2] = 3
     v, _, offs = reindex(index, E)
-    dy, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, R)
-    c = torch.randn(E, N, R)
-    du, dc = low_rank_gradients(dy, u, c, v if gathered else None, offs, K if gathered else 1)
-    rows = dy[v.long() // K] if gathered else dy
-    expected_du, expected_dc = torch.zeros_like(u, dtype=torch.float64), torch.zeros_like(c, dtype=torch.float64)
+    return v, offs
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 17])
+@pytest.mark.parametrize(("layout", "last"), [("nk", False), ("kn", False), ("kn", True)])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_both_gradients(tokens: int, gathered: bool, layout: str, last: bool, wanted: bool) -> None:
+    v, offs = routed(tokens)
+    rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, R)
+    factor = torch.randn((E, N, R) if layout == "kn" else (E, R, N))
+    index = (v, offs, K) if gathered else (None, offs, 1)
+    du, df = low_rank_gradients(rows, u, factor if wanted else None, *index, layout, torch.float64, 0.5, last)
+    each = rows[v.long() // K] if gathered else rows
+    expected_du, expected = torch.zeros_like(u, dtype=torch.float64), torch.zeros(E, N, R, dtype=torch.float64)
     for e in range(E):
-        at = slice(int(offs[e]), int(offs[e + 1]))
-        expected_du[at] = rows[at].double() @ c[e].double()
-        expected_dc[e] = rows[at].double().t() @ u[at].double()
-    torch.testing.assert_close(du.double(), expected_du, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dc.double(), expected_dc, rtol=1e-5, atol=1e-5)
+        at, matrix = slice(int(offs[e]), int(offs[e + 1])), factor[e] if layout == "kn" else factor[e].t()
+        expected_du[at] = each[at].double() @ matrix.double()
+        expected[e] = each[at].double().t() @ u[at].double() / 2
+    torch.testing.assert_close(du.double(), expected_du if wanted else torch.zeros(0).double(), rtol=1e-5, atol=1e-5)
+    expected = expected.permute(1, 2, 0) if last else expected if layout == "kn" else expected.transpose(1, 2)
+    torch.testing.assert_close(df, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_operands_that_do_not_fit() -> None:
-    v, _, offs = reindex(torch.zeros(4, K, dtype=torch.long), E)
-    dy, u, c = torch.randn(4, N), torch.randn(4 * K, R), torch.randn(E, N, R)
-    for wrong in ((dy[:, 1:], u, c), (dy, u[1:], c), (dy, u[:, 1:], c), (dy, u, c[1:])):
+    v, offs = routed(4)
+    rows, u, factor = torch.randn(4, N), torch.randn(4 * K, R), torch.randn(E, N, R)
+    form = ("kn", torch.float32, 1.0, False)
+    for wrong in ((rows[:, 1:], u, factor), (rows, u[1:], factor), (rows, u[:, 1:], factor), (rows, u, factor[1:])):
         with pytest.raises(InputError, match="low_rank_gradients"):
-            low_rank_gradients(*wrong, v, offs, K)
+            low_rank_gradients(*wrong, v, offs, K, *form)
+    for form in (("kn", torch.int32, 1.0, False), ("nk", torch.float32, 1.0, True), ("??", torch.float32, 1.0, False)):
+        with pytest.raises(InputError, match="low_rank_gradients"):
+            low_rank_gradients(rows, u, None, v, offs, K, *form)

@@ -46,12 +46,9 @@ struct LowRankEpilogue {
       static_cast<uint4*>(p.du)[i] = uint4{};
   }
 
-  // An expert's sums, or this block's part of them.
-  CUTE_DEVICE void sums(const Run<C::MaxExperts>& at, int expert, const float (&dc)[C::Steps][C::Words]) const {
-    const int64_t size = int64_t(p.N) * p.R;
-    float* part = p.parts + (2 * blockIdx.x + (expert != at.first)) * size;
-    T* out = static_cast<T*>(p.dc) + expert * size;
-    const bool all = at.has_all(expert);
+  // This block's part of an expert's sums.
+  CUTE_DEVICE void sums(int expert, const float (&dc)[C::Steps][C::Words]) const {
+    float* part = p.parts + int64_t(blockIdx.x + expert) * p.N * p.R;
     CUTE_UNROLL
     for (int k = 0; k < C::Steps; ++k) {
       CUTE_UNROLL
@@ -60,14 +57,8 @@ struct LowRankEpilogue {
         if (n >= p.N) continue;
         CUTE_UNROLL
         for (int j = 0; j < C::Rank / 8; ++j) {
-          const float x = dc[k][4 * j + 2 * half], y = dc[k][4 * j + 2 * half + 1];
-          const int r = column(j);
-          if (r >= p.R) continue;
-          if (!all) *reinterpret_cast<float2*>(part + int64_t(n) * p.R + r) = {x, y};
-          else if constexpr (C::RankMajor) {
-            out[int64_t(r) * p.N + n] = T(x);
-            out[int64_t(r + 1) * p.N + n] = T(y);
-          } else *reinterpret_cast<uint32_t*>(out + int64_t(n) * p.R + r) = pack<T>(x, y);
+          const int i = 4 * j + 2 * half;
+          if (column(j) < p.R) *reinterpret_cast<float2*>(part + n * p.R + column(j)) = {dc[k][i], dc[k][i + 1]};
         }
       }
     }

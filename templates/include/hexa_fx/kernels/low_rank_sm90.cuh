@@ -1,7 +1,7 @@
 // Products of rows with factors of a few columns, and the factors' gradients, of one reading of the rows (T, N):
 //
 //   du[p, :] = rows[row(p), :] @ C[e(p)]                            (n, R): `Multiplies`
-//   dC[e]    = sum over rows p of e of rows[row(p), :]^T u[p, :]    (E, N, R): `Sums`
+//   dC[e]    = sum over rows p of e of rows[row(p), :]^T u[p, :]    (E, N, R): `Sums`, in parts that rows/low_rank_parts.cuh adds up
 //
 // Both together are the paper's fused backward of y = u C^T. They take as long as their rows take to come.
 //
@@ -39,7 +39,7 @@ CUTE_DEVICE void consume(LowRankSmem<C>& sm, const LowRankParams& p, const TmaDe
     const bool begins = at.expert != expert;
     if (begins) {  // neither consumer reads the last expert's factor: they have met since
       if (C::Multiplies && group == 0 && (threadIdx.x & 127) == 0) fetch_factor(sm, map, at.expert);
-      if (C::Sums && expert >= 0) epilogue.sums(at, expert, loop.dc);
+      if (C::Sums && expert >= 0) epilogue.sums(expert, loop.dc);
       expert = at.expert;
       if constexpr (C::Multiplies) Barrier::wait(&sm.factor_full, phase);
       phase ^= 1;
@@ -49,7 +49,7 @@ CUTE_DEVICE void consume(LowRankSmem<C>& sm, const LowRankParams& p, const TmaDe
     slot = slot + 1 >= C::Slots ? 0 : slot + 1;
     turn ^= 1;
   }
-  if (C::Sums && expert >= 0) epilogue.sums(at, expert, loop.dc);
+  if (C::Sums && expert >= 0) epilogue.sums(expert, loop.dc);
   if constexpr (C::Multiplies) epilogue.no_rows();
 }
 

@@ -6,7 +6,7 @@
 
 namespace hexa::sm90 {
 
-// Rank: R rounded up to 16, 32 or 64. Steps: of 128 columns. RankMajor: the factor and its gradient are (E, R, N), not (E, N, R).
+// Rank: R rounded up to 16, 32 or 64. Steps: of 128 columns. RankMajor: the factor is (E, R, N), not (E, N, R).
 template <class T_, int Rank_, int Steps_, int Stages_, bool Gather_, bool RankMajor_, bool Multiplies_, bool Sums_,
           int MaxExperts_>
 struct LowRankConfig {

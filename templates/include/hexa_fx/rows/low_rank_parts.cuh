@@ -1,4 +1,5 @@
-// What blocks leave of experts whose rows they share, added up in the order of the blocks; zeros for experts without rows.
+// The sums of experts' rows that blocks leave in parts (kernels/low_rank_sm90.cuh), added up in the order of the blocks, scaled, and stored
+// as the factor lies in memory. Zeros for experts without rows.
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/scheduler/runs.cuh>
@@ -6,57 +7,75 @@
 
 namespace hexa {
 
-template <class T, bool kRankMajor>
-struct LowRankParts {
-  static constexpr int kThreads = 256;
+enum class FactorOrder { rank_minor, rank_major, experts_last };  // (E, N, R), (E, R, N), (N, R, E)
 
-  // grid (eights of an expert's numbers, by threads; experts). Threads beside each other have columns beside each other if the rank is
-  // the result's major dimension, else what lies beside each other.
+template <class T, FactorOrder kOrder, int kMaxExperts>
+struct LowRankParts {
+  static constexpr int kThreads = 256, kSide = 64;
+
   static __device__ void run(const LowRankParams& p) {
-    const int expert = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, size = p.N * p.R;
-    int first, tiles;
-    count(p, first, tiles);
-    const int end = first + run_tiles(p.offs, expert);
-    if (i * kChunk >= size) return;
-    const int column = kRankMajor ? i % p.N : i / (p.R / kChunk), rank = (kRankMajor ? i / p.N : i % (p.R / kChunk)) * kChunk;
-    float sum[kChunk] = {};
-    if (first < end) {
-      const int from = block_of_tile(first, tiles, p.blocks), to = block_of_tile(end - 1, tiles, p.blocks);
-      if (from == to) return;
-      for (int block = from; block <= to; ++block) {
-        const int begin = run_begin(block, tiles, p.blocks);
-        if (begin == run_begin(block + 1, tiles, p.blocks)) continue;
-        float part[kChunk];
-        load_chunk<true, true>(part, p.parts + static_cast<long long>(2 * block + (begin < first)) * size + column * p.R + rank);
+    __shared__ RunTable<kMaxExperts> table;
+    if (threadIdx.x < 32) table.fill(p.offs, p.experts);
+    __syncthreads();
+    if constexpr (kOrder == FactorOrder::experts_last) tile(p, table);
+    else eight(p, table);
+  }
+
+  // Eight numbers of an expert from `at` on.
+  static __device__ void sum(float (&out)[kChunk], const LowRankParams& p, const RunTable<kMaxExperts>& table, int expert, int at) {
+    const int first = table.tiles[expert], end = table.tiles[expert + 1], tiles = table.tiles[p.experts];
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) sum[j] += part[j];
-      }
+    for (int j = 0; j < kChunk; ++j) out[j] = 0.f;
+    if (first == end) return;
+    const int last = block_of_tile(end - 1, tiles, p.blocks);
+    for (int block = block_of_tile(first, tiles, p.blocks); block <= last; ++block) {
+      if (run_begin(block, tiles, p.blocks) == run_begin(block + 1, tiles, p.blocks)) continue;
+      float part[kChunk];
+      load_chunk<true, true>(part, p.parts + static_cast<long long>(block + expert) * p.N * p.R + at);
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) out[j] += part[j];
     }
-    T* out = static_cast<T*>(p.dc) + static_cast<long long>(expert) * size;
-    if constexpr (kRankMajor) {
 #pragma unroll
-      for (int j = 0; j < kChunk; ++j) out[static_cast<long long>(rank + j) * p.N + column] = narrow<T>(sum[j]);
-    } else {
-      store_chunk<true, true>(out + static_cast<long long>(column) * p.R + rank, sum);
+    for (int j = 0; j < kChunk; ++j) out[j] *= p.scale;
+  }
+
+  // grid (eights of an expert's numbers, by threads; experts). Threads side by side store what lies side by side.
+  static __device__ void eight(const LowRankParams& p, const RunTable<kMaxExperts>& table) {
+    const int i = blockIdx.x * kThreads + threadIdx.x, ranks = p.R / kChunk;
+    if (i >= p.N * ranks) return;
+    const bool major = kOrder == FactorOrder::rank_major;
+    const int column = major ? i % p.N : i / ranks, rank = (major ? i / p.N : i % ranks) * kChunk;
+    float total[kChunk];
+    sum(total, p, table, blockIdx.y, column * p.R + rank);
+    T* out = static_cast<T*>(p.dc) + static_cast<long long>(blockIdx.y) * p.N * p.R;
+    if constexpr (kOrder == FactorOrder::rank_minor) store_chunk<true, true>(out + static_cast<long long>(i) * kChunk, total);
+    else {
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) out[static_cast<long long>(rank + j) * p.N + column] = narrow<T>(total[j]);
     }
   }
 
-  // Tiles before this block's expert, and of all.
-  static __device__ void count(const LowRankParams& p, int& before, int& all) {
-    __shared__ int sums[2];
-    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
-    __syncthreads();
-    int own_before = 0, own = 0;
-    for (int e = threadIdx.x; e < p.experts; e += kThreads) {
-      const int tiles = run_tiles(p.offs, e);
-      own += tiles;
-      own_before += e < int(blockIdx.y) ? tiles : 0;
+  // grid (64 of an expert's numbers, 64 experts): they change places in shared memory.
+  static __device__ void tile(const LowRankParams& p, const RunTable<kMaxExperts>& table) {
+    __shared__ float turned[kSide][kSide + 1];
+    const int size = p.N * p.R, at0 = blockIdx.x * kSide, expert0 = blockIdx.y * kSide;
+#pragma unroll
+    for (int i = threadIdx.x; i < kSide * kSide / kChunk; i += kThreads) {
+      const int expert = i / (kSide / kChunk), at = i % (kSide / kChunk) * kChunk;
+      if (expert0 + expert >= p.experts || at0 + at >= size) continue;
+      float total[kChunk];
+      sum(total, p, table, expert0 + expert, at0 + at);
+#pragma unroll
+      for (int j = 0; j < kChunk; ++j) turned[at + j][expert] = total[j];
     }
-    atomicAdd(&sums[0], own_before);
-    atomicAdd(&sums[1], own);
     __syncthreads();
-    before = sums[0];
-    all = sums[1];
+    T* out = static_cast<T*>(p.dc) + expert0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kSide * kSide; i += kThreads) {
+      const int at = i / kSide, expert = i % kSide;
+      if (expert0 + expert < p.experts && at0 + at < size)
+        out[static_cast<long long>(at0 + at) * p.experts + expert] = narrow<T>(turned[at][expert]);
+    }
   }
 };
 

@@ -1,5 +1,6 @@
 // Row tiles dealt out evenly: block b of G takes tiles b T / G up to (b + 1) T / G of all T, in expert order, so that one that sums over an
-// expert's rows keeps its sums for many tiles. An expert may lie in the runs of several blocks.
+// expert's rows keeps its sums for many tiles. An expert may lie in the runs of several blocks. What block b has of expert e goes to place
+// b + e, which is no other pair's: along the tiles, either goes up.
 #pragma once
 #include <hexa_fx/ptx/lanes.cuh>
 
@@ -46,16 +47,15 @@ struct RunTable {
 template <int MaxExperts>
 struct Run {
   const RunTable<MaxExperts>& table;
-  int begin, end, tile, expert = 0, first;  // first: expert of the run
+  int tile, end, expert = 0;
   CUTE_DEVICE Run(const RunTable<MaxExperts>& table, int experts) : table(table) {
-    begin = tile = run_begin(blockIdx.x, table.tiles[experts], gridDim.x);
+    tile = run_begin(blockIdx.x, table.tiles[experts], gridDim.x);
     end = run_begin(blockIdx.x + 1, table.tiles[experts], gridDim.x);
     for (int hi = experts; hi - expert > 1;) {
       const int mid = (expert + hi) >> 1;
       if (table.tiles[mid] <= tile) expert = mid;
       else hi = mid;
     }
-    first = expert;
   }
   CUTE_DEVICE bool done() const { return tile >= end; }
   CUTE_DEVICE void next() {
@@ -64,8 +64,6 @@ struct Run {
   }
   CUTE_DEVICE int row0() const { return table.offs[expert] + (tile - table.tiles[expert]) * kRunRows; }
   CUTE_DEVICE int rows() const { return min(kRunRows, table.offs[expert + 1] - row0()); }
-  // Whether no other block has rows of this expert.
-  CUTE_DEVICE bool has_all(int expert) const { return table.tiles[expert] >= begin && table.tiles[expert + 1] <= end; }
 };
 
 }  // namespace hexa

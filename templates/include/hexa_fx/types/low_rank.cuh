@@ -9,12 +9,13 @@ struct LowRankParams {
   const void* rows;  // (T, N) or (n, N)
   const void* u;     // (n, R)
   void* du;          // (n, R)
-  void* dc;          // (E, N, R), or (E, R, N)
-  float* parts;      // (blocks, 2, N, R) sums of experts that blocks share: of the block's first expert, of another one
+  void* dc;          // (E, N, R), (E, R, N), or (N, R, E)
+  float* parts;      // (blocks + E, N, R) sums of experts' rows, a block's at a time
   long long stride;  // of rows
   int n, experts, N, R;
   int blocks;                   // of the launch that makes the parts
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
+  float scale;                  // of dC
 };
 
 }  // namespace hexa
