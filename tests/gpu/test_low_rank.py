@@ -65,7 +65,10 @@ def test_single_products_and_gradients(columns: int, rank: int, gathered: bool, 
         y = torch.ops.hexa.esmm(rows, factor, None, v, r.offs, k, layout)
         assert_close(y, reference_esmm(rows, factor, None, v, r, layout), dtype)
         wide = reference_estmm(rows, u, v, None, r, "nk")
-        assert_close(low_rank_gradients(rows, u, None, v, r.offs, k, "nk", torch.float32)[1], wide, torch.float32, 100)
+        narrow = low_rank_gradients(rows, u, None, v, r.offs, k, "nk", torch.float32)[1]
+        assert_close(
+            narrow, wide, *((torch.float32, 100) if gathered else (dtype,))
+        )  # other kernels round what is not gathered
         dw = torch.ops.hexa.estmm(rows, u, v, None, r.offs, k, layout)
         assert_close(dw, reference_estmm(rows, u, v, None, r, layout), dtype)
         dw = torch.ops.hexa.estmm(u, rows, None, v, r.offs, k, layout)

@@ -18,7 +18,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.ops import activations, library
+from hexa_fx.ops import activations, library, low_rank_gradients
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.scaled_transpose import scaled_transpose_any
@@ -265,6 +265,26 @@ def test_esfk_of_low_rank_rows() -> None:
     t, dw, _ = sm90.esfk(Esfk(u, g, w, None, r.offs, 1, "nk", False), NARROW)
     assert_close(t, reference_esmm(g, w, None, None, r, "kn"), BF16)
     assert_close(dw, reference_estmm(u, g, None, None, r, "nk"), BF16)
+
+
+@hopper
+@pytest.mark.parametrize(("of", "last"), [(BF16, False), (F32, True)])
+def test_low_rank_gradients(of: torch.dtype, last: bool) -> None:
+    r, c = routing(), weight(N, 16, "nk", BF16)
+    dy, u = randn(TOKENS, N, dtype=BF16), randn(r.n, 16, dtype=BF16)
+    du, dc = low_rank_gradients(dy, u, c, r.v, r.offs, TOP_K, "kn", of, 0.5, last)
+    assert_close(du, reference_esmm(dy, c, None, r.v, r, "kn"), BF16)
+    assert_close(dc.permute(2, 0, 1) if last else dc, reference_estmm(u, dy, None, r.v, r, "nk") / 2, BF16)
+
+
+@hopper
+def test_low_rank_products() -> None:
+    r, x = routing(), randn(TOKENS, N, dtype=BF16)
+    a, t = weight(16, N, "nk", BF16), randn(r.n, 16, dtype=BF16)
+    u = torch.ops.hexa.esmm(x, a, None, r.v, r.offs, TOP_K, "nk")
+    assert_close(u, reference_esmm(x, a, None, r.v, r, "nk"), BF16)
+    da = torch.ops.hexa.estmm(x, t, r.v, None, r.offs, TOP_K, "nk")
+    assert_close(da, reference_estmm(x, t, r.v, None, r, "nk"), BF16)
 
 
 def buffer(*shape: int) -> Tensor:

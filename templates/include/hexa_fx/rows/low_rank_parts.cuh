@@ -12,24 +12,33 @@ enum class FactorOrder { rank_minor, rank_major, experts_last };  // (E, N, R), 
 template <class T, FactorOrder kOrder, int kMaxExperts>
 struct LowRankParts {
   static constexpr int kThreads = 256, kSide = 64;
+  using Table = RunTable<kMaxExperts>;
+
+  // The blocks that had rows of an expert; none if the last is before the first.
+  struct Blocks {
+    int first, last;
+  };
 
   static __device__ void run(const LowRankParams& p) {
-    __shared__ RunTable<kMaxExperts> table;
+    __shared__ Table table;
     if (threadIdx.x < 32) table.fill(p.offs, p.experts);
     __syncthreads();
     if constexpr (kOrder == FactorOrder::experts_last) tile(p, table);
     else eight(p, table);
   }
 
+  static __device__ Blocks blocks_of(const LowRankParams& p, const Table& table, int expert) {
+    const int begin = table.tiles[expert], end = table.tiles[expert + 1], tiles = table.tiles[p.experts];
+    if (begin == end) return {0, -1};
+    return {block_of_tile(begin, tiles, p.blocks), block_of_tile(end - 1, tiles, p.blocks)};
+  }
+
   // Eight numbers of an expert from `at` on.
-  static __device__ void sum(float (&out)[kChunk], const LowRankParams& p, const RunTable<kMaxExperts>& table, int expert, int at) {
-    const int first = table.tiles[expert], end = table.tiles[expert + 1], tiles = table.tiles[p.experts];
+  static __device__ void sum(float (&out)[kChunk], const LowRankParams& p, Blocks blocks, int tiles, int expert, int at) {
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) out[j] = 0.f;
-    if (first == end) return;
-    const int last = block_of_tile(end - 1, tiles, p.blocks);
-    for (int block = block_of_tile(first, tiles, p.blocks); block <= last; ++block) {
-      if (run_begin(block, tiles, p.blocks) == run_begin(block + 1, tiles, p.blocks)) continue;
+    for (int block = blocks.first; block <= blocks.last; ++block) {
+      if (tiles < p.blocks && run_begin(block, tiles, p.blocks) == run_begin(block + 1, tiles, p.blocks)) continue;  // it had none
       float part[kChunk];
       load_chunk<true, true>(part, p.parts + static_cast<long long>(block + expert) * p.N * p.R + at);
 #pragma unroll
@@ -40,13 +49,13 @@ struct LowRankParts {
   }
 
   // grid (eights of an expert's numbers, by threads; experts). Threads side by side store what lies side by side.
-  static __device__ void eight(const LowRankParams& p, const RunTable<kMaxExperts>& table) {
+  static __device__ void eight(const LowRankParams& p, const Table& table) {
     const int i = blockIdx.x * kThreads + threadIdx.x, ranks = p.R / kChunk;
     if (i >= p.N * ranks) return;
     const bool major = kOrder == FactorOrder::rank_major;
     const int column = major ? i % p.N : i / ranks, rank = (major ? i / p.N : i % ranks) * kChunk;
     float total[kChunk];
-    sum(total, p, table, blockIdx.y, column * p.R + rank);
+    sum(total, p, blocks_of(p, table, blockIdx.y), table.tiles[p.experts], blockIdx.y, column * p.R + rank);
     T* out = static_cast<T*>(p.dc) + static_cast<long long>(blockIdx.y) * p.N * p.R;
     if constexpr (kOrder == FactorOrder::rank_minor) store_chunk<true, true>(out + static_cast<long long>(i) * kChunk, total);
     else {
@@ -56,15 +65,19 @@ struct LowRankParts {
   }
 
   // grid (64 of an expert's numbers, 64 experts): they change places in shared memory.
-  static __device__ void tile(const LowRankParams& p, const RunTable<kMaxExperts>& table) {
+  static __device__ void tile(const LowRankParams& p, const Table& table) {
     __shared__ float turned[kSide][kSide + 1];
+    __shared__ Blocks blocks[kSide];
     const int size = p.N * p.R, at0 = blockIdx.x * kSide, expert0 = blockIdx.y * kSide;
+    if (threadIdx.x < kSide && expert0 + int(threadIdx.x) < p.experts)
+      blocks[threadIdx.x] = blocks_of(p, table, expert0 + threadIdx.x);
+    __syncthreads();
 #pragma unroll
     for (int i = threadIdx.x; i < kSide * kSide / kChunk; i += kThreads) {
       const int expert = i / (kSide / kChunk), at = i % (kSide / kChunk) * kChunk;
       if (expert0 + expert >= p.experts || at0 + at >= size) continue;
       float total[kChunk];
-      sum(total, p, table, expert0 + expert, at0 + at);
+      sum(total, p, blocks[expert], table.tiles[p.experts], expert0 + expert, at0 + at);
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) turned[at + j][expert] = total[j];
     }
