@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx.capture.calls import written_at
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
@@ -22,8 +23,9 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import NEVER_SMALL, Refusal
+from hexa_fx.ir import NEVER_SMALL, Refusal, SourceLocation
 from hexa_fx.isolation.torch_state import autocast_off
+from hexa_fx.isolation.users_code import is_users
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse, refused
@@ -138,6 +140,7 @@ def _analyse_model(
                 candidate = replace(candidate, reason=parted)
             with listening(*_stages(bar)):
                 analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
+            analysis = analysis.placed_at(_code_of(model.get_submodule(analysis.path)))
             analyses.append(analysis)
             reports.append(describe(analysis, same_as, inspector))
             if analysis.rewritten:
@@ -149,6 +152,11 @@ def _analyse_model(
             bar.advance()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
     return ModelAnalysis(tuple(analyses), report, examples, around)
+
+
+def _code_of(block: nn.Module) -> SourceLocation | None:
+    """Where a block's forward is written, if it is not torch's."""
+    return written_at(block) if is_users(type(block).forward.__module__) else None
 
 
 def _stages(bar: Bar) -> list[Listener]:
@@ -189,7 +197,8 @@ def _analyse_candidate(
     """
     if candidate.reason:
         block = candidate.levels[0]
-        return refused(Refusal(block.path, why_hidden(block.module) or candidate.reason)), None
+        hidden = why_hidden(block.module)
+        return refused(Refusal(block.path, hidden or candidate.reason, None if hidden else candidate.location)), None
     best: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache, factors)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import replace
 
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.capture.calls import written_at
 from hexa_fx.inspection.block_report import BlockReport, CheckReport, Status
 from hexa_fx.inspection.costs import Costs, tokens_of, without_backward
 from hexa_fx.inspection.facts import facts_of
@@ -77,15 +78,9 @@ def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> Small:
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
     """The block's class, and where its forward is written; None where there is no source of a user."""
     assert analysis.match is not None
-    kind = type(analysis.match.captured.block)
-    if issubclass(kind, torch.fx.GraphModule):  # code that torch.compile made
-        return None
-    try:
-        forward = inspect.unwrap(kind.forward)
-        file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
-    except (OSError, TypeError):  # a built-in, or typed into a prompt
-        return None
-    return SourceLocation(file or "", line, kind.__name__)
+    block = analysis.match.captured.block
+    found = written_at(block)
+    return None if found is None else replace(found, code=type(block).__name__)
 
 
 def _rewritten_to(analysis: BlockAnalysis) -> str:

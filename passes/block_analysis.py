@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hexa_fx.capture import CapturedBlock
-from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
+from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock, SourceLocation
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.verify import VerificationResult
 
@@ -42,6 +42,11 @@ class BlockAnalysis:
         forms = {id(form): form for form in self.rewritten.values()}
         made = {number: change(form) for number, form in forms.items()}
         return {mode: made[id(form)] for mode, form in self.rewritten.items()}
+
+    def placed_at(self, location: SourceLocation | None) -> BlockAnalysis:
+        """The analysis with a place for each of its refusals that has none: the block's code, where no line of it is the reason."""
+        refusals = {mode: replace(r, location=r.location or location) for mode, r in self.refusals.items()}
+        return replace(self, refusals=refusals)
 
     @property
     def elsewhere(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch import nn
 
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
@@ -182,6 +184,19 @@ def user_location() -> SourceLocation | None:
             return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def written_at(block: nn.Module) -> SourceLocation | None:
+    """Where the forward of a module's class is written; None where there is no source of it, or a compiler made the class."""
+    kind = type(block)
+    if issubclass(kind, torch.fx.GraphModule):
+        return None
+    try:
+        forward = inspect.unwrap(kind.forward)
+        file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
+    except (OSError, TypeError):  # a built-in, or typed into a prompt
+        return None
+    return SourceLocation(file or "", line)
 
 
 _AS_A_KEY = (

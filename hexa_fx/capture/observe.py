@@ -9,29 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.scripted import scripts_as_python
+from hexa_fx.capture.selections import Selections
 from hexa_fx.capture.suspects import CONVOLUTIONS, holds_numbered, is_one_stack, may_hold_experts
-from hexa_fx.isolation.choices import numbers_intervals
+from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
-
-SELECTIONS = frozenset(
-    "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
-    "bucketize searchsorted randint randperm remainder __mod__".split()
-)
-_CHOICES = frozenset("topk argmax sort argsort multinomial".split())
-_OF_POSITIONS = frozenset(("remainder", "__mod__"))
 
 
 @dataclass(frozen=True)
@@ -52,41 +45,13 @@ class Candidate:
         levels: modules that may be the block.
         reason: why there is nothing to look for in a block that holds what looks like experts; it has one level.
         around: these levels, and further modules around them in which something is selected.
+        location: of the code that is the reason, where one line is.
     """
 
     levels: tuple[Observation, ...]
     reason: str = ""
     around: tuple[Observation, ...] = ()
-
-
-@dataclass(repr=False)
-class _Selections(TorchFunctionMode):
-    """Notes the modules whose code selects by index."""
-
-    stack: list[str] = field(default_factory=list)
-    selecting: set[str] = field(default_factory=set)
-    chained: set[str] = field(default_factory=set)
-    """Lists in which a member was given another member's output."""
-    runs: overlooked.Runs = field(default_factory=overlooked.Runs)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        # remainders of what weights are packed in, and of fractions, are no selections: those of positions and ids are
-        codes = name in _OF_POSITIONS and getattr(args[0], "dtype", torch.int64) not in (torch.int64, torch.int32)
-        selects = name in SELECTIONS and not codes
-        if name in overlooked.COMPARISONS and self.stack:
-            self.runs.comparing.add(self.stack[-1])
-        result = func(*args, **(kwargs or {}))
-        if self.stack and (selects or numbers_intervals(name, args, result) or _takes_to_numpy(name, args)):
-            self.selecting.add(self.stack[-1])
-        if name in _CHOICES:
-            self.runs.choose(result)
-        if name == "embedding" and self.stack:
-            self.runs.look_up(self.stack[-1], args[0])
-        return result
+    location: SourceLocation | None = None
 
 
 def observe(
@@ -106,10 +71,11 @@ def observe(
     numbered = {path for path, module in modules.items() if holds_numbered(module)} - suspects
     packed = {path for path, module in modules.items() if overlooked.packed_experts(module)}
     others = any(isinstance(module, (nn.Embedding, *CONVOLUTIONS)) for module in modules.values())
+    others |= overlooked.may_be_cut(model)
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     recorded: dict[str, Observation] = {}
-    mode = _Selections()
+    mode = Selections(model)
     with (
         tensors_restored(model, with_parameters),
         restored(model),
@@ -130,7 +96,7 @@ def observe(
 def _overlooked(
     model: nn.Module,
     suspects: set[str],
-    mode: _Selections,
+    mode: Selections,
     recorded: Mapping[str, Observation],
     found: set[str],
 ) -> list[Candidate]:
@@ -141,16 +107,21 @@ def _overlooked(
         if said is not None:
             left.setdefault(*said)
     hidden = overlooked.in_groups(model, mode.selecting) | overlooked.in_plain_lists(model, mode.selecting)
-    left = hidden | mode.runs.tables() | left
+    parts = mode.runs.parts()
+    left = hidden | mode.runs.tables() | left | {path: why for path, (why, _) in parts.items()}
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
-        Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)
+        Candidate(
+            (recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),),
+            reason,
+            location=parts[path][1] if path in parts else None,
+        )
         for path, reason in overlooked.innermost(left).items()
     ]
 
 
 @contextmanager
-def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
+def _hooks(model: nn.Module, suspects: set[str], mode: Selections, recorded: dict[str, Observation]) -> Iterator[None]:
     """Records the arguments of suspects and of the modules around them, and tracks which module is running."""
     wanted = {ancestor for path in suspects for ancestor in with_ancestors(path)}
     handles = []
@@ -203,7 +174,7 @@ _LEVELS, _AROUND = 3, 6
 
 
 def _candidates(
-    model: nn.Module, suspects: set[str], mode: _Selections, recorded: Mapping[str, Observation]
+    model: nn.Module, suspects: set[str], mode: Selections, recorded: Mapping[str, Observation]
 ) -> list[Candidate]:
     found: dict[str, Candidate] = {}
     halves = _halves(model, suspects, mode.selecting)
@@ -242,7 +213,7 @@ def _is_inside(path: str, other: str) -> bool:
     return path != other and path.startswith(f"{other}." if other else "")
 
 
-def _is_list_of_layers(path: str, mode: _Selections) -> bool:
+def _is_list_of_layers(path: str, mode: Selections) -> bool:
     """Whether the members each do their own routing, or feed each other, without any routing beside them."""
     owner = path.rpartition(".")[0]
     inside = {s for s in mode.selecting if _is_inside(s, path)}
@@ -265,11 +236,6 @@ def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
     indices = any(not t.is_floating_point() for t in tensors) or any(map(_is_array_of_integers, given))
     return indices and any(t.is_floating_point() for t in tensors)
-
-
-def _takes_to_numpy(name: str, args: Any) -> bool:
-    """Whether a function takes whole numbers out of torch, of which numpy may choose by index."""
-    return name in ("numpy", "__array__") and not args[0].is_floating_point()
 
 
 def _is_array_of_integers(value: Any) -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hexa_fx.capture.calls import user_location
+from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE
 
 SOFT = (
@@ -38,6 +40,15 @@ LOOKED_UP = (
 GROUPED = (
     "its experts look like the {} groups of a convolution ({}), which computes all of them on every token; a list of modules, or "
     "stacked matrices (experts, in, out), that run on the tokens that chose them can be rewritten"
+)
+PARTS = (
+    "its experts look like the {} parts of the features that one matrix product gives ({}): all of them are computed for every "
+    "token, whichever are chosen; a list of modules, or stacked matrices (experts, in, out), that run on the tokens that chose "
+    "them can be rewritten"
+)
+UNCHOSEN = (
+    "nothing in torch chooses among its experts on the example: each gets a part of the rows or features by its place, or Python "
+    "chooses; a block is rewritten if every token chooses, by ids in a tensor"
 )
 HIDDEN = (
     "its experts lie in a plain {} ({}), where torch does not see their parameters, and neither does an optimizer or a checkpoint; "
@@ -63,6 +74,27 @@ class Runs:
     """Ids that were chosen; what is kept here keeps its memory to itself."""
     looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """Embeddings that chosen ids were looked up in, by the module around them and the ids' memory."""
+    candidates: dict[str, set[int]] = field(default_factory=dict)
+    """Among how many a module's code chooses."""
+    cuts: dict[str, dict[int, tuple[str, SourceLocation | None]]] = field(default_factory=dict)
+    """Into how many parts a module's code cuts features, by what function and where."""
+
+    def cut(self, path: str, name: str, whole: object, parts: object) -> None:
+        """Notes that the code of the module at ``path`` cut something into equal parts of the last dimension."""
+        if not isinstance(whole, torch.Tensor) or not whole.is_floating_point() or not isinstance(parts, (tuple, list)):
+            return
+        count, widths = len(parts), {part.shape[-1] for part in parts}
+        if count > 1 and len(widths) == 1 and widths != {1} and count * widths.pop() == whole.shape[-1]:
+            self.cuts.setdefault(path, {})[count] = name, user_location()
+
+    def parts(self) -> dict[str, tuple[str, SourceLocation | None]]:
+        """Reasons and places by the modules that choose among as many experts as they cut features into parts."""
+        found = {}
+        for path, cuts in self.cuts.items():
+            for count in cuts.keys() & self.candidates.get(path, set()):
+                name, place = cuts[count]
+                found[path] = PARTS.format(count, name), place
+        return found
 
     def choose(self, result: object) -> None:
         """Notes ids among the results of a choice."""
@@ -91,11 +123,11 @@ class Runs:
         self.some[path] = first.detach().reshape(self.rows[path], first.shape[-1])[:256, :4].clone()
 
     def of_same_tokens(self, paths: list[str]) -> bool:
-        """Whether two of the modules were given the same row."""
+        """Whether two of the modules were given the same row, other than one of zeros, say, as activations give to any layer."""
         some = [self.some[path] for path in paths if path in self.some and self.some[path].is_floating_point()]
         seen: set[tuple[float, ...]] = set()
         for rows in some:
-            theirs = {tuple(row) for row in rows.tolist()}
+            theirs = {tuple(row) for row in rows.tolist() if len(set(row)) > 1}
             if seen & theirs:
                 return True
             seen |= theirs
@@ -123,7 +155,7 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     module = model.get_submodule(path)
     members = [f"{path}.{name}".lstrip(".") for name, _ in module.named_children()]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and not runs.rows.get(path))
-    block = path.rpartition(".")[0] if is_list and path else path
+    owner = block = path.rpartition(".")[0] if is_list and path else path
     integers = packed_experts(module)
     while is_list and block and not integers and _holds_only(model.get_submodule(block), module):
         block = block.rpartition(".")[0]
@@ -139,7 +171,9 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
             return None
         own = 0 if slots == runs.rows.get(block) else slots
         has = has_slots(around, module, count, slots) or has_slots_of_their_own(around, module, count, own)
-        return (block, SOFT if runs.of_same_tokens(members) else SLOTS) if has else None
+        if not has:
+            return (owner, UNCHOSEN) if is_list and is_named and given else None
+        return block, SOFT if runs.of_same_tokens(members) else SLOTS
     if not is_list:
         return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
     if not given:
@@ -198,6 +232,12 @@ def _stacked(module: nn.Module) -> int:
     firsts = Counter(p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3)
     number, times = max(firsts.items(), key=lambda item: item[1], default=(0, 0))
     return number if times > 1 else 0
+
+
+def may_be_cut(model: nn.Module) -> bool:
+    """Whether a matrix may give features of as many experts as another one scores."""
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    return any(size > rows > 1 and size % rows == 0 for rows, _ in shapes for shape in shapes for size in shape)
 
 
 def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:

@@ -16,7 +16,8 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.capture.observe import SELECTIONS, with_ancestors
+from hexa_fx.capture.observe import with_ancestors
+from hexa_fx.capture.selections import SELECTIONS
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.runtime.shared_storage import stack

@@ -17,6 +17,8 @@ from tests.zoo.refusals import DifferentWidths
 from tests.zoo.unjustified import AddsUpInItsInput
 from tests.zoo.variant import D, E, I, K
 
+VOCABULARY = 40
+
 
 class Mixture(DifferentWidths):
     """The zoo's loop over experts, these being alike."""
@@ -212,6 +214,28 @@ class Swapped(AddsUpInItsInput):
         return super().route(x)[::-1]
 
 
+class Hashed(nn.Module):
+    """Experts by the ids of tokens, which the module embeds itself, from a table in a buffer."""
+
+    def __init__(self, listed: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, D)
+        self.register_buffer("table", torch.randint(0, E, (VOCABULARY,)).to(dtype))
+        if listed:
+            self.experts = experts(MLP)
+        else:
+            self.w1, self.w2 = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, ids = self.embedding(tokens), self.table[tokens].long()
+        if not hasattr(self, "experts"):
+            return torch.einsum("bti,btid->btd", torch.einsum("btd,btdi->bti", x, self.w1[ids]).relu(), self.w2[ids])
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[ids == number] = expert(x[ids == number])
+        return out
+
+
 def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
@@ -226,6 +250,22 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
         assert operators_run(optimized, (x,))
         found = compare(block, optimized, (x,), train=True)
         assert found.within(1e-10), found
+
+
+@pytest.mark.parametrize(("listed", "dtype"), [(True, torch.int64), (False, torch.uint8)])
+def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype) -> None:
+    """Another table is another routing: it is read in every call."""
+    torch.manual_seed(0)
+    block = Hashed(listed, dtype).double()
+    optimized = hexa_fx.optimize(block, torch.randint(0, VOCABULARY, (2, 7)))
+    assert optimized.report.rewritten, str(optimized.report)
+    for size in ((3, 5), (1, 1)):
+        inputs = (torch.randint(0, VOCABULARY, size),)
+        assert operators_run(optimized, inputs)
+        found = compare(block, optimized, inputs, train=True)
+        assert found.within(1e-10), found
+        for each in (block, optimized):
+            each.table.sub_(E - 1).abs_() if dtype == torch.int64 else each.table.bitwise_xor_(1)
 
 
 @pytest.mark.parametrize("kind", [Filled, Multiplied, Written], ids=lambda kind: kind.__name__)

@@ -1,0 +1,98 @@
+"""Notes, in a run of a whole model, the modules whose code selects by index, which MoE blocks do to choose experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hexa_fx.capture import overlooked
+from hexa_fx.capture.memory import memory_of
+from hexa_fx.isolation.choices import choosing_call, numbers_intervals
+from hexa_fx.isolation.module_tree import modules_of
+
+SELECTIONS = frozenset(
+    "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
+    "bucketize searchsorted randint randperm remainder __mod__".split()
+)
+_CHOICES = frozenset("topk argmax sort argsort multinomial".split())
+_OF_POSITIONS = frozenset(("remainder", "__mod__"))
+_LOOK_UPS = frozenset("__getitem__ gather index_select take take_along_dim embedding".split())
+_CUTS = frozenset("split chunk tensor_split hsplit".split())
+_INTEGERS = (torch.int64, torch.int32)
+_WHOLE_NUMBERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(repr=False)
+class Selections(TorchFunctionMode):
+    """The mode that notes them.
+
+    Args:
+        model: which will run.
+    """
+
+    model: nn.Module
+    stack: list[str] = field(default_factory=list)
+    """Paths of the modules that run, outermost first."""
+    selecting: set[str] = field(default_factory=set)
+    chained: set[str] = field(default_factory=set)
+    """Lists in which a member was given another member's output."""
+    runs: overlooked.Runs = field(default_factory=overlooked.Runs)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._tables = set(map(memory_of, _whole_numbers_of(self.model)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in overlooked.COMPARISONS and self.stack:
+            self.runs.comparing.add(self.stack[-1])
+        result = func(*args, **kwargs)
+        if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
+            self.selecting.add(self.stack[-1])
+        if name in _CHOICES:
+            self.runs.choose(result)
+            call = choosing_call(func, args, kwargs)
+            if call is not None and self.stack:
+                self.runs.candidates.setdefault(self.stack[-1], set()).add(call.size)
+        if name in _CUTS and self.stack:
+            self.runs.cut(self.stack[-1], name, args[0], result)
+        if name == "embedding" and self.stack:
+            self.runs.look_up(self.stack[-1], args[0])
+        return result
+
+    def _finds_ids(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether whole numbers are looked up in a table of whole numbers that a module keeps: a token's expert by its id, say."""
+        if name not in _LOOK_UPS:
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(tensors) < 2 or any(tensor.dtype not in _WHOLE_NUMBERS for tensor in tensors):
+            return False
+        return any(type(tensor) is torch.Tensor and memory_of(tensor) in self._tables for tensor in tensors)
+
+
+def _whole_numbers_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors of whole numbers among the model's buffers and attributes."""
+    for module in modules_of(model):
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if type(value) is torch.Tensor and value.dtype in _WHOLE_NUMBERS and value.dim() > 0:
+                yield value
+
+
+def _selects(name: str, args: Any, result: Any) -> bool:
+    """Whether a function of torch selects by index."""
+    # remainders of what weights are packed in, and of fractions, are no selections: those of positions and ids are
+    codes = name in _OF_POSITIONS and getattr(args[0], "dtype", torch.int64) not in _INTEGERS
+    if name in SELECTIONS and not codes:
+        return True
+    return numbers_intervals(name, args, result) or _takes_to_numpy(name, args)
+
+
+def _takes_to_numpy(name: str, args: Any) -> bool:
+    """Whether a function takes whole numbers out of torch, of which numpy may choose by index."""
+    return name in ("numpy", "__array__") and not args[0].is_floating_point()
