@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.calls import written_at
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
@@ -23,9 +22,8 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import NEVER_SMALL, Refusal, SourceLocation
+from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal
 from hexa_fx.isolation.torch_state import autocast_off
-from hexa_fx.isolation.users_code import is_users
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse, refused
@@ -57,12 +55,14 @@ class ModelAnalysis:
         report: the same for people to read.
         examples: an example call, by path, of every rewritten block that is not identical to an earlier one.
         around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
+        effects: what code reaches outside of modules, as it was before.
     """
 
     analyses: tuple[BlockAnalysis, ...]
     report: OptimizationReport
     examples: Mapping[str, Example]
     around: Mapping[str, Sequence[Observation]]
+    effects: SideEffects
 
     @property
     def rewritten(self) -> list[BlockAnalysis]:
@@ -89,9 +89,9 @@ def analyse_model(
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
-    What these runs append to lists or put into objects is taken out again. Caches that they fill stay, since rewritten blocks may
-    rely on them, unless no block was rewritten. Autocast is off in them: what blocks give under it is
-    found out for each of its dtypes (`hexa_fx.passes.modes.autocast`), and rounding would hide what is compared.
+    What these runs append to lists, put into objects or count is taken out again. Caches and counts stay if rewritten blocks read
+    some of them in every call. Autocast is off in these runs: what blocks give under it is found out for each of its dtypes
+    (`hexa_fx.passes.modes.autocast`), and rounding would hide what is compared.
 
     Args:
         factors: whether rewritten blocks may be given low-rank additions to listed weights at run time. If not, adapters that
@@ -106,7 +106,7 @@ def analyse_model(
             found = _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
             return found
     finally:
-        (effects.restore if found and found.rewritten else effects.undo)()
+        effects.undo_but_for(relied_on(model, found.rewritten if found else ()))
 
 
 def _analyse_model(
@@ -140,8 +140,7 @@ def _analyse_model(
                 candidate = replace(candidate, reason=parted)
             with listening(*_stages(bar)):
                 analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
-            analysis = analysis.placed_at(_code_of(model.get_submodule(analysis.path)))
-            analyses.append(analysis)
+            analyses.append(analysis := analysis.placed_in(model.get_submodule(analysis.path)))
             reports.append(describe(analysis, same_as, inspector))
             if analysis.rewritten:
                 paths = set(with_ancestors(analysis.path))
@@ -151,12 +150,14 @@ def _analyse_model(
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
             bar.advance()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
-    return ModelAnalysis(tuple(analyses), report, examples, around)
+    return ModelAnalysis(tuple(analyses), report, examples, around, effects)
 
 
-def _code_of(block: nn.Module) -> SourceLocation | None:
-    """Where a block's forward is written, if it is not torch's."""
-    return written_at(block) if is_users(type(block).forward.__module__) else None
+def relied_on(model: nn.Module, rewritten: Sequence[BlockAnalysis]) -> Iterator[tuple[nn.Module, PythonRead]]:
+    """What rewritten blocks read from Python in every call, each with its block."""
+    for analysis in rewritten:
+        forms = analysis.rewritten.values()
+        yield from ((model.get_submodule(analysis.path), read) for form in forms for read in form.reads)
 
 
 def _stages(bar: Bar) -> list[Listener]:

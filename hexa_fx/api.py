@@ -157,7 +157,7 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
         attach(model, "graphs", graphs)
         if alone:
             ranks = peft.hand_over_in(model)
-            find_sites(model, found.around, {block.path: block.same_as for block in report.blocks})
+            find_sites(model, found.around, {block.path: block.same_as for block in report.blocks}, found.effects)
             request_kernels_of_sources(report.blocks, ranks)
         trace.finish(report, graphs)
     _announce(report)
@@ -180,7 +180,7 @@ def _sites_of_whole(
     """Where the experts of every block are chosen, by path. Tried before weights are cut, when a call needs no other ranks."""
     forms = _finished_forms(found, config)
     installed = {path: install(model.get_submodule(path), f.get("train"), f.get("eval")) for path, f in forms.items()}
-    find_sites(model, found.around, {block.path: block.same_as for block in found.report.blocks})
+    find_sites(model, found.around, {block.path: block.same_as for block in found.report.blocks}, found.effects)
     for path in installed:
         uninstall(model.get_submodule(path))
     return {path: forward.sites for path, forward in installed.items()}

@@ -79,7 +79,7 @@ def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
     """The block's class, and where its forward is written; None where there is no source of a user."""
     assert analysis.match is not None
     block = analysis.match.captured.block
-    found = written_at(block)
+    found = written_at(block, anybodys=True)
     return None if found is None else replace(found, code=type(block).__name__)
 
 

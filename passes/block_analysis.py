@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torch import nn
+
 from hexa_fx.capture import CapturedBlock
-from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock, SourceLocation
+from hexa_fx.capture.calls import written_at
+from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.verify import VerificationResult
 
@@ -43,8 +46,11 @@ class BlockAnalysis:
         made = {number: change(form) for number, form in forms.items()}
         return {mode: made[id(form)] for mode, form in self.rewritten.items()}
 
-    def placed_at(self, location: SourceLocation | None) -> BlockAnalysis:
+    def placed_in(self, block: nn.Module) -> BlockAnalysis:
         """The analysis with a place for each of its refusals that has none: the block's code, where no line of it is the reason."""
+        if all(refusal.location for refusal in self.refusals.values()):
+            return self
+        location = written_at(block)
         refusals = {mode: replace(r, location=r.location or location) for mode, r in self.refusals.items()}
         return replace(self, refusals=refusals)
 

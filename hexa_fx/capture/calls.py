@@ -15,7 +15,7 @@ from torch import nn
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
-from hexa_fx.isolation.users_code import module_name
+from hexa_fx.isolation.users_code import is_users, module_name
 
 METADATA = frozenset(
     "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
@@ -186,10 +186,11 @@ def user_location() -> SourceLocation | None:
     return None
 
 
-def written_at(block: nn.Module) -> SourceLocation | None:
-    """Where the forward of a module's class is written; None where there is no source of it, or a compiler made the class."""
+def written_at(block: nn.Module, anybodys: bool = False) -> SourceLocation | None:
+    """Where the forward of a module's class is written, if it is not torch's, or ``anybodys``; None where there is no source of it,
+    or a compiler made the class."""
     kind = type(block)
-    if issubclass(kind, torch.fx.GraphModule):
+    if issubclass(kind, torch.fx.GraphModule) or not (anybodys or is_users(kind.forward.__module__)):
         return None
     try:
         forward = inspect.unwrap(kind.forward)

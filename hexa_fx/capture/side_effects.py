@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,29 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
+from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
-from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_object, items, objects_in
+from hexa_fx.isolation.lookup import CALLED, Answer, lookup
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.users_code import is_users, module_name
 
+_DATA = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    types.NoneType,
+    torch.dtype,
+    torch.device,
+    torch.Tensor,
+    *KINDS,
+    tuple,
+    set,
+    frozenset,
+)
 _MOST = 256
 _LARGEST_ARRAY = 1 << 16
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -43,6 +61,8 @@ class SideEffects:
         self._watched = {*self._held.holders(), *self._global.holders()}
         self._arrays = [(a, a.copy()) for a in (*self._held.items(), *self._global.items()) if _is_array(a)]
         self._streams = Streams(block)
+        self._counts = False
+        """Whether runs changed something outside of modules that nobody relies on."""
         self._codes = [(p, p.data) for p in named_tensors(block, "_parameters").values() if _holds_codes(p)]
 
     def changed(self) -> list[Holder]:
@@ -66,21 +86,79 @@ class SideEffects:
         """Streams of random numbers, beside torch's own, that the run drew from."""
         return self._streams.drawn()
 
+    def undo_but_for(self, relied_on: Iterable[tuple[nn.Module, PythonRead]]) -> None:
+        """As `undo`, unless something that runs changed is read in every call; then as `restore`, since parts may belong together.
+
+        Args:
+            relied_on: what is read, each with the module that it is relative to.
+        """
+        changed = self._changed_outside()
+        stays = len(changed) > 0 and any(_passes(changed, *read) for read in relied_on)
+        self._counts = len(changed) > 0 and not stays
+        if stays:
+            self._global.restore(_has_results)
+        self.undo_again()
+        self._restore_inside()
+
+    def undo_again(self) -> None:
+        """As `undo`, outside of modules, after other runs; nothing where runs changed nothing there, or it is to stay."""
+        if self._counts:
+            self._undo_outside()
+
+    def _changed_outside(self) -> set[Any]:
+        """Ids of arrays and of what is reached by global names, and of the globals of Python modules with a name."""
+        changed: set[Any] = {id(array) for array, before in self._arrays if not _equal(array, before)}
+        for holder, new in self._global.changed():
+            if not _is_data(new):
+                continue
+            before = self._global.before(holder)
+            now = dict(contents(holder.value))
+            keys = {key for key in before | now if before.get(key, MISSING) is not now.get(key, MISSING)}
+            is_namespace = any(holder.value is namespace for namespace in self._namespaces)
+            changed |= {(id(holder.value), key) for key in keys} if is_namespace else {id(holder.value)}
+        return changed
+
     def undo(self) -> None:
-        """Puts everything back, also what counts as a cache or a counter, and the numbers of numpy's arrays."""
-        self.restore()
-        self._global.restore()
+        """Puts everything back, also what counts as a cache or a counter, and the numbers of numpy's arrays.
+
+        But not locks, threads and the like that something outside of modules has made for itself: they may be in use.
+        """
+        self._undo_outside()
+        self._restore_inside()
+
+    def _undo_outside(self) -> None:
+        self._global.restore(_is_data)
         for array, values in self._arrays:
             array[...] = values
 
     def restore(self) -> None:
         """Of globals, too, only what holds tensors of the run is put back."""
+        self._global.restore(_has_results)
+        self._restore_inside()
+
+    def _restore_inside(self) -> None:
         self._streams.restore()
         self._held.restore()
-        self._global.restore(_has_results)
         for parameter, data in self._codes:
             if (parameter.data_ptr(), parameter.shape) != (data.data_ptr(), data.shape):
                 parameter.data = data
+
+
+def _passes(places: Container[Any], block: nn.Module, read: PythonRead) -> bool:
+    """Whether the way to what is read leads through one of these: ids of objects, or of namespaces with a name."""
+    holder: Any = sys.modules.get(read.root) if read.is_global else block.get_submodule(read.root)
+    for key in read.steps:
+        if id(holder) in places or (id(getattr(holder, "__dict__", None)), key) in places:
+            return True
+        if key == CALLED or isinstance(key, Answer):  # which would run the user's code
+            return False
+        holder = lookup(holder, key)
+    return id(holder) in places
+
+
+def _equal(array: Any, before: Any) -> bool:
+    """Whether an array holds what it did, NaN included."""
+    return bool(array.shape == before.shape and array.tobytes() == before.tobytes())
 
 
 def _is_array(value: Any) -> bool:
@@ -166,6 +244,11 @@ def of_the_run(value: Any) -> bool:
     if type(value) is dict:
         return any(map(of_the_run, list(value.values())[:16]))
     return isinstance(value, (torch.Tensor, *SYMBOLIC))
+
+
+def _is_data(new: list[Any]) -> bool:
+    """Whether values are numbers, texts, tensors, arrays, and collections of whatever, as caches and counts are made of."""
+    return all(isinstance(value, _DATA) or type(value).__module__ == "numpy" for value in new)
 
 
 class SideEffectMonitor:

@@ -50,6 +50,10 @@ class Contents:
         """Their ids."""
         return (id(holder.value) for holder, _ in self._before)
 
+    def before(self, holder: Holder) -> dict[Any, Any]:
+        """What a holder contained then, by key."""
+        return next(dict(before) for known, before in self._before if known is holder)
+
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
         for _, before in self._before:
@@ -118,6 +122,8 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         return [(id(item), item) for item in holder]
     if isinstance(holder, types.CellType):
         return [("", _content(holder))]
+    if isinstance(holder, type):
+        return [item for item in vars(holder).items() if item[0] != "__slotnames__"]  # which copy.copy notes for itself
     filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
     return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
 
@@ -216,7 +222,7 @@ def _put_slots_back(holder: Any, before: dict[str, Any]) -> None:
 
 
 def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
-    for name in vars(cls).keys() - before.keys():
+    for name in vars(cls).keys() - before.keys() - {"__slotnames__"}:
         delattr(cls, name)
     for name, value in before.items():
         if vars(cls).get(name) is not value and not isinstance(value, types.GetSetDescriptorType):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
@@ -40,13 +41,17 @@ _OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed|moe_ffn_fp8|reindex)\(")
 
 @autocast_off()  # under it a block may have to run its own code, which says nothing about the rewritten one
 def find_sites(
-    model: nn.Module, around: Mapping[str, Sequence[Observation]], same_as: Mapping[str, str | None]
+    model: nn.Module,
+    around: Mapping[str, Sequence[Observation]],
+    same_as: Mapping[str, str | None],
+    effects: SideEffects,
 ) -> None:
     """Notes on every installed block where its experts are chosen, or why that is not known, for train and eval mode.
 
     Args:
         around: calls of each block and of the modules around it, innermost first, by the block's path.
         same_as: by path, the earlier block that a block is identical to, which chooses alike within itself.
+        effects: of the analysis, of which these runs have the same.
     """
     for path, levels in around.items():
         forward, paths = _installed(model, path), modules_around(model, path)
@@ -57,6 +62,7 @@ def find_sites(
                 forward.sites[training] = site
             elif forward.programs[training] is not None:
                 forward.sites[training] = _find(forward, training, tried)
+    effects.undo_again()
 
 
 def _installed(model: nn.Module, path: str) -> HexaForward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hexa_fx.capture.observe import observe
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from tests.detect.mixture import D, E, Mixture
+from tests.zoo.compare import operators_run
 
 torch.set_num_threads(1)
 
@@ -452,3 +454,69 @@ def test_gradients_and_flags_that_a_router_sets(way: Callable[[nn.Parameter], An
     hexa_fx.optimize_(block, torch.randn(24, D))
     assert (block.router.weight.grad, block.router.weight.requires_grad) == (None, False)
     assert torch.equal(block.router.weight, before)
+class Beside(nn.Module):
+    """A router that stays a call, and counts somewhere else than in modules."""
+
+    def __init__(self, router: nn.Module, keep: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.router, self.keep, self.kept = router, keep, Counts()
+        router.weight.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        self.keep(self, logits.detach().softmax(-1).sum(0))
+        return logits
+
+
+@pytest.mark.parametrize("change", OUTSIDE)
+def test_what_a_router_counts_in_outside_of_modules_is_as_it_was_where_a_block_is_rewritten(change: str) -> None:
+    keep, kept = OUTSIDE[change]
+    block, x = Block(lambda m, load: None), torch.randn(24, D)
+    block.router = Beside(block.router, keep)
+    before = copy.deepcopy(kept(block.router))
+    optimized = hexa_fx.optimize_(block, x)
+    assert optimized.report.rewritten, optimized.report
+    assert str(kept(block.router)) == str(before)
+    assert operators_run(optimized, (x,))
+    assert str(kept(block.router)) != str(before)
+
+
+TABLE: dict[str, float] = {}
+
+
+class Scaled(Block):
+    """Reads a number that its first call leaves behind a global name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in TABLE:
+            TABLE["scale"] = 2.0
+        return super().forward(x * TABLE["scale"])
+
+
+def test_a_cache_that_a_rewritten_block_reads_stays() -> None:
+    TABLE.clear()
+    block, x = Scaled(lambda m, load: None), torch.randn(24, D)
+    optimized = hexa_fx.optimize_(block, x)
+    assert TABLE == {"scale": 2.0}
+    assert operators_run(optimized, (x,))
+
+
+class Writer:
+    """As libraries do, makes the lock that all of its kind share when it is first needed."""
+
+    lock: Any = None
+
+    def count(self) -> None:
+        if Writer.lock is None:
+            Writer.lock = threading.Lock()
+        with Writer.lock:
+            pass
+
+
+def test_locks_that_something_makes_for_itself_stay() -> None:
+    block = Block(lambda m, load: None)
+    block.router = Beside(block.router, lambda m, load: Writer().count())
+    assert hexa_fx.optimize_(block, torch.randn(24, D)).report.rewritten
+    assert Writer.lock is not None
+
+
