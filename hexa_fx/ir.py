@@ -282,6 +282,7 @@ class RewrittenBlock:
         autocast: dtypes of the original's results under autocast; None if nobody asked. In calls of a kind that is not there the
             original runs.
         in_trace: what counts besides ``reads`` where a compiler traces the graph.
+        changed: names of parameters that submodules which the graph calls write to.
         path: the block's path in the model.
     """
 
@@ -295,3 +296,4 @@ class RewrittenBlock:
     reads: tuple[PythonRead, ...] = ()
     autocast: AutocastDtypes | None = None
     in_trace: tuple[PythonRead, ...] = ()
+    changed: tuple[str, ...] = ()

@@ -259,6 +259,7 @@ def _rewrite_mode(
         rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=NEVER_SMALL)
         done.graph = rewritten.graph
     captured = match.captured
+    rewritten = replace(rewritten, changed=captured.changed_parameters)
     refusal = refusal_of_host(observation.module, captured, rewritten) or refusal_of_layout(captured, rewritten)
     return refusal or (match, with_autocast(observation.module, captured, rewritten, args, kwargs))
 

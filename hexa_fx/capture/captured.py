@@ -60,6 +60,7 @@ class CapturedBlock:
         numbers: whole numbers that the code names.
         held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
         written: where those are that torch wrote to.
+        changed_parameters: names of parameters that the run wrote to. They hold what they held before.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
@@ -86,6 +87,7 @@ class CapturedBlock:
     numbers: frozenset[int] = frozenset()
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     written: frozenset[int] = frozenset()
+    changed_parameters: tuple[str, ...] = ()
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30

@@ -55,6 +55,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
+        self.changed: dict[str, None] = {}
+        """Names of parameters that it writes to."""
         self.texts: set[str] = set()
         """Names of attributes that code may have by way of texts that it reads."""
 

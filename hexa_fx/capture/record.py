@@ -171,14 +171,16 @@ def _capture(
         numbers=reads.ran.whole_numbers(),
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
         written=frozenset(recorder.written),
+        changed_parameters=tuple(reads.ran.changed),
         replaced=replaced,
     )
 
 
 def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> None:
-    """Notes that code writes to a parameter, as of the block's own: whoever does it, no other run starts from the same weights."""
-    names = (name for name, tensor in recorder.parameters.items() if tensor is parameter)
-    ran.hidden[""] = next(names, "a parameter"), WEIGHT, user_location()
+    """Notes that code writes to a parameter, as of the module whose code does: in one that stays a call it may."""
+    name = next(name for name, tensor in recorder.parameters.items() if tensor is parameter)
+    ran.changed[name] = None
+    ran.hidden[recorder.scopes[-1]] = name, WEIGHT, user_location()
 
 
 def _connect(

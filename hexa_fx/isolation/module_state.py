@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modul
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.upcast_weight import stored
 
 _PLAIN = (torch.Tensor, int, float, str)
 
@@ -22,7 +23,8 @@ class KeptState:
     """What a module tree keeps after a call.
 
     Args:
-        tensors: copies of all buffers, tensor attributes and tensors in lists and dicts that changed, by dotted name.
+        tensors: copies of all buffers, changed parameters, tensor attributes and tensors in lists and dicts that changed, by dotted
+            name.
         facts: plain attributes by dotted name.
         fresh: tensors that were set as attributes or put into lists and dicts since `ModuleState.restore`, ordered by name.
     """
@@ -33,16 +35,17 @@ class KeptState:
 
 
 class ModuleState:
-    """What a module tree keeps besides the values of its parameters, so that every call starts from the same state.
+    """What a module tree keeps besides the values of most parameters, so that every call starts from the same state.
 
     That a forward changed a parameter shows in `hexa_fx.isolation.outcome.Outcome.facts`.
 
     Args:
         module: the root of the tree.
         shared: lists, dicts and objects outside of it whose contents count too.
+        changed: names of parameters that forwards write to, which count like buffers.
     """
 
-    def __init__(self, module: nn.Module, shared: Iterable[Holder] = ()) -> None:
+    def __init__(self, module: nn.Module, shared: Iterable[Holder] = (), changed: Sequence[str] = ()) -> None:
         self._module, self._named = module, named_modules(module)
         self._snapshot = ModuleSnapshot(module)
         self._contents = Contents([*held_by_modules(module), *shared])
@@ -54,18 +57,28 @@ class ModuleState:
         self._tensors_before |= {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
         self._registered = named_tensors(module, "_parameters"), named_tensors(module, "_buffers")
         self._parameters = self._registered[0]
+        self._changed = {f"parameter {name}": self._parameters[name] for name in changed}
+        self._save_parameters()
+
+    def _save_parameters(self) -> None:
+        self._saved = [(p, p.data, p.data.clone()) for p in map(stored, self._changed.values())]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffers, lists, dicts and objects."""
         as_it_was = self._snapshot.restore()  # else what a run registered anew stays
         self._parameters = self._registered[0] if as_it_was else named_tensors(self._module, "_parameters")
         self._contents.restore()
+        for parameter, data, value in self._saved:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+            data.copy_(value)
 
     def retaken(self) -> bool:
         """Saves the values that are there now, to start from these; False if more than values changed, which takes a new state."""
         if self._snapshot.changed() or any(True for _ in self._contents.changed()):
             return False
         self._snapshot.save_values()
+        self._save_parameters()
         return True
 
     @property
@@ -80,7 +93,7 @@ class ModuleState:
         buffers = named_tensors(self._module, "_buffers") if changed else self._registered[1]
         found = {f"buffer {name}": buffer for name, buffer in buffers.items()}
         set_now = sorted((item for item in listed if isinstance(item[2], torch.Tensor)), key=lambda item: item[:2])
-        found |= {f"attribute {path}.{name}": value for path, name, value in set_now}
+        found |= {f"attribute {path}.{name}": value for path, name, value in set_now} | self._changed
         return KeptState(
             {name: tensor.detach().clone() for name, tensor in found.items()},
             {f"attribute {path}.{name}": v for path, name, v in listed if not isinstance(v, torch.Tensor)},

@@ -69,6 +69,7 @@ class HexaForward:
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
         self.packed_names = {True: packed_names(train), False: packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
+        self.changed = {True: train.changed if train else (), False: eval.changed if eval else ()}
         self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
         self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
         graphs = {True: train and train.graph, False: eval and eval.graph}
@@ -244,9 +245,7 @@ class HexaForward:
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset(
-    {"_module", "_arguments", "_forms", "_logged", "restarted", "called", "_missed_sizes", "__doc__", "__name__"}
-)
+_UNPICKLED = frozenset("_module _arguments _forms _logged restarted called _missed_sizes __doc__ __name__".split())
 
 
 def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock | None) -> HexaForward:

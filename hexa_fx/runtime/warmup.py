@@ -66,7 +66,9 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Runs forward, and backward if the block is in train mode."""
-    state = ModuleState(block, _shared_holders(block))
+    forward = block.forward
+    changed = forward.changed[block.training] if isinstance(forward, HexaForward) else ()
+    state = ModuleState(block, _shared_holders(block), changed)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         stack.callback(state.restore)

@@ -62,7 +62,7 @@ def _autocast_dtypes(
     if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
         return {}
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
-    before = ModuleState(block, shared_holders(block, rewritten.stored))
+    before = ModuleState(block, shared_holders(block, rewritten.stored), rewritten.changed)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # a block in 16 bits has its own dtype and the autocast dtype in one
     tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))

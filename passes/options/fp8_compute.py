@@ -112,7 +112,7 @@ def _outputs(
 ) -> list[torch.Tensor]:
     """All floating-point outputs in float32. The module keeps what it had, and so do globals that it adds to."""
     forward = install(block, *((form, None) if block.training else (None, form)))
-    state = ModuleState(block, shared_holders(block, form.stored))
+    state = ModuleState(block, shared_holders(block, form.stored), form.changed)
     try:
         outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), gradients=False)
     finally:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept, random_states
+from hexa_fx.isolation.written_tensors import tensors_restored
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def _depends_on_batch(call: Observation) -> bool:
 
     before = ModuleState(call.module)
     try:
-        with torch.no_grad(), random_state_kept():
+        with torch.no_grad(), random_state_kept(), tensors_restored(call.module):
             states = random_states()
             whole, again = rows_of(slice(size)), rows_of(slice(size))
             draws = not all(map(torch.equal, states, random_states()))

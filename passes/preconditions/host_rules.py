@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock
+from hexa_fx.capture.memory import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
@@ -44,7 +45,11 @@ _DATA = (
 )
 _WEIGHT = (
     "the code writes to a parameter ({}), so that no two of its runs start from the same weights; a buffer that it writes to is "
-    "followed"
+    "followed, and in the router's module it can stay"
+)
+_WEIGHT_TOO = (
+    "the code reads a parameter ({}) that a submodule writes to in its call, so that it matters which comes first; a block is "
+    "rewritten if that submodule alone reads it"
 )
 _IDENTITY = (
     "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
@@ -66,7 +71,10 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
             sentence = _SAID.get(read.value.kind, _UNREADABLE)
-            return Refusal(captured.path, sentence.format(read, read.value.kind), read.location, settled=True)
+            name = read.steps[0] if read.value.kind == WEIGHT else read
+            return Refusal(captured.path, sentence.format(name, read.value.kind), read.location, settled=True)
+    if captured.changed_parameters and (written := _read_and_written(captured, rewritten)):
+        return Refusal(captured.path, _WEIGHT_TOO.format(written), settled=True)
     called = called_in(rewritten.graph)
     several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
@@ -74,3 +82,12 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None
+
+
+def _read_and_written(captured: CapturedBlock, rewritten: RewrittenBlock) -> str:
+    """Name of a parameter that a called submodule writes to and the rewritten graph reads; empty if there is none."""
+    read = {str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False)}
+    read |= {path for weight in rewritten.packed for part in weight.parts for path in part}
+    named = captured.named_tensors()
+    memory = {memory_of(named[name]) for name in read if name in named}
+    return next((name for name in captured.changed_parameters if memory_of(named[name]) in memory), "")

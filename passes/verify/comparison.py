@@ -53,8 +53,9 @@ class Comparison:
     ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
-        stored = forward.stored[bool(subject.module.training)]
-        self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
+        training = bool(subject.module.training)
+        shared = results.shared_holders(subject.module, forward.stored[training])
+        self.state = ModuleState(subject.module, shared, forward.changed[training])
         self.tolerance = tolerance_of(subject.dtype)
 
     def cases(self) -> tuple[VerificationCase, ...]:

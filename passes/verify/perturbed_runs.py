@@ -149,7 +149,7 @@ class PerturbedRuns:
         if trial.state is None:
             shared = results.shared_holders(module, self.forward.stored[bool(module.training)])
             known = self.state if self.state is not None and self.state.retaken() else None
-            trial.state = known or ModuleState(module, shared)
+            trial.state = known or ModuleState(module, shared, self.forward.changed[bool(module.training)])
         state = trial.state
 
         def run() -> Outcome:
