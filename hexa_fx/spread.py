@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +15,8 @@ from hexa_fx.attached import note_session
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 
@@ -74,7 +77,7 @@ class Spread:
             self.capacities,
             self._config((*args, *kwargs.values()), config),
             finish=finish,
-            example=lambda: model(*args, **kwargs),
+            example=_timed(model, found, args, kwargs),
             data_mesh=self.data_mesh,
             changed=note_session,
         )
@@ -86,3 +89,21 @@ class Spread:
         batch = first.shape[0] if given.batch is None and first is not None else given.batch
         slots = given.slots if config.shared_cache else 0
         return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
+
+
+def _timed(model: nn.Module, found: ModelAnalysis, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """Runs the model on the example to see how long it takes, after which all is as it was: counts, buffers, random numbers."""
+    forms = ((analysis.path, form) for analysis in found.rewritten for form in analysis.rewritten.values())
+    changed = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, form in forms for name in form.changed)
+    state = cache(lambda: ModuleState(model, changed=[*changed]))  # made before the first run, which is not timed
+
+    def run() -> None:
+        before = state()
+        try:
+            with random_state_kept():
+                model(*args, **kwargs)
+        finally:
+            before.restore()
+            found.effects.undo_again()
+
+    return run

@@ -21,6 +21,7 @@ from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.partition.cost_model import Measured
 from hexa_fx.passes.partition.layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
@@ -77,7 +78,8 @@ def partition_model(
         modules = [model.get_submodule(any_mode(block).path) for block in blocks]
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
         config = _with_tokens(config, seen.tokens if seen else config.batch)
-        measured = _measure(layers, config, seen, sample, groups)
+        with random_state_kept():
+            measured = _measure(layers, config, seen, sample, groups)
         measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(model, by_block, mesh)}
     plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]

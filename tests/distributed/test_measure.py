@@ -6,7 +6,10 @@ import pytest
 import torch
 from harness import run
 from models import KINDS, Net, rewritten
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import hexa_fx
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 from hexa_fx.errors import PlanError
@@ -39,6 +42,57 @@ def test_measured_plans_are_equal_on_all_ranks():
     for _, shards, cost in layers:
         assert sum(shards) == 24
         assert cost.seconds_model_centric > 0
+
+
+SEEN = [0]
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.up, self.down = (
+            nn.Linear(6, 4),
+            nn.Parameter(torch.randn(4, 8, 6)),
+            nn.Parameter(torch.randn(4, 6, 8)),
+        )
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, (x[token] @ self.up[e].T).relu() @ self.down[e].T * weights[token, slot, None])
+        return out
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, an attribute and behind a global name, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.calls = Loop(), 0
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x):
+        SEEN[0] += 1
+        self.calls += 1
+        self.load += x.detach().mean() + torch.rand(())
+        return x + self.block(x)
+
+
+def timed(rank, world):
+    model, x = Counting(), torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh("cpu", (world,))
+    before, random = SEEN[0], torch.get_rng_state()
+    hexa_fx.optimize_(model, x, mesh=mesh, strategy="auto", capacities=None, partition=PartitionConfig(tile=4))
+    counted = SEEN[0] - before, model.calls, float(model.load), torch.equal(random, torch.get_rng_state())
+    model.partition.close()
+    return counted
+
+
+def test_a_model_that_was_timed_has_counted_nothing():
+    assert run(2, timed) == [(0, 0, 0.0, True)] * 2
 
 
 def test_given_capacities_and_layers():
