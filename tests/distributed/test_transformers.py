@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run
 from models import cut, full, largest
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.distributed.data import split_batch
@@ -123,7 +126,13 @@ def exported(rank, world, slots, strategy):
     sizes = (3, 2)
     mine = ids.split(sizes)[rank]
     optimized = hexa_fx.optimize(model, {"input_ids": ids})
-    module = torch.export.export(optimized, (), {"input_ids": mine, "use_cache": False}, strict=False).module()
+    with torch._export.config.patch(
+        error_on_lifted_constant_tensors=False
+    ):  # its error does not say of which operation
+        program = torch.export.export(optimized, (), {"input_ids": mine, "use_cache": False}, strict=False)
+    untraced = [name for name, value in program.constants.items() if isinstance(value, FakeTensor)]
+    assert not untraced, f"{untraced} were not traced, with {threading.enumerate()} and\n{optimized.report}\n{program}"
+    module = program.module()
     config = PartitionConfig(batch=5, tile=4, slots=slots)
     installed = apply_to_graph_module(module, None, strategy, (2.0, 3.0), config)
     session = installed.session
