@@ -23,6 +23,7 @@ from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modul
 from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.lookup import CALLED, Answer, lookup
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
 
 _DATA = (
@@ -61,6 +62,7 @@ class SideEffects:
         self._watched = {*self._held.holders(), *self._global.holders()}
         self._arrays = [(a, a.copy()) for a in (*self._held.items(), *self._global.items()) if _is_array(a)]
         self._streams = Streams(block)
+        self._caches = [(f, f.cache_info().currsize) for namespace in namespaces for f in _cached_in(namespace)]
         self._counts = False
         """Whether runs changed something outside of modules that nobody relies on."""
         self._codes = [(p, p.data) for p in named_tensors(block, "_parameters").values() if _holds_codes(p)]
@@ -87,13 +89,15 @@ class SideEffects:
         return self._streams.drawn()
 
     def undo_but_for(self, relied_on: Iterable[tuple[nn.Module, PythonRead]]) -> None:
-        """As `undo`, unless something that runs changed is read in every call; then as `restore`, since parts may belong together.
+        """As `undo`, unless something that runs changed is read in every call, or may have been changed by a function that does not
+        run again, since it caches its results; then as `restore`, since parts may belong together.
 
         Args:
             relied_on: what is read, each with the module that it is relative to.
         """
         changed = self._changed_outside()
-        stays = len(changed) > 0 and any(_passes(changed, *read) for read in relied_on)
+        cached = any(function.cache_info().currsize != before for function, before in self._caches)
+        stays = len(changed) > 0 and (cached or any(_passes(changed, *read) for read in relied_on))
         self._counts = len(changed) > 0 and not stays
         if stays:
             self._global.restore(_has_results)
@@ -215,6 +219,14 @@ def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
                 if type(inner) in (*KINDS, set) and id(inner) not in seen:
                     seen.add(id(inner))
                     yield Holder(f"{name}.{key}", inner)
+
+
+def _cached_in(namespace: dict[str, Any]) -> Iterator[Any]:
+    """Functions and methods of a Python module that cache their results."""
+    for value in list(namespace.values()):
+        for member in list(vars(value).values()) if isinstance(value, type) else (value,):
+            if isinstance(member, CACHED) and member.__module__ == module_name(namespace):
+                yield member
 
 
 def _home(value: Any) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -538,6 +539,37 @@ def test_a_cache_that_a_rewritten_block_reads_stays() -> None:
     optimized = hexa_fx.optimize_(block, x)
     assert TABLE == {"scale": 2.0}
     assert operators_run(optimized, (x,))
+
+
+OFFSETS = np.zeros(E)
+
+
+@functools.cache
+def fill_offsets() -> None:
+    OFFSETS[:] = np.arange(E) / 8
+
+
+class Offset(nn.Module):
+    """A router with offsets in an array that its first call fills, by a function that runs once."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fill_offsets()
+        return self.router(x) + torch.tensor(OFFSETS, dtype=x.dtype)
+
+
+def test_what_a_function_that_runs_once_has_filled_stays() -> None:
+    OFFSETS[:] = 0
+    fill_offsets.cache_clear()
+    block, x = Block(lambda m, load: None), torch.randn(24, D)
+    block.router = Offset(block.router)
+    other = copy.deepcopy(block)
+    assert hexa_fx.optimize_(block, x).report.rewritten
+    assert OFFSETS.any()
+    torch.testing.assert_close(block(x), other(x))
 
 
 class Writer:
