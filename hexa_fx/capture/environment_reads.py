@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from hexa_fx.capture.started_functions import of_this_thread
 from hexa_fx.contexts import attributes_set
+from hexa_fx.isolation.lookup import Answer
 from hexa_fx.isolation.users_code import is_users, module_name
 
 Read: TypeAlias = Callable[[Any, Any], Any]
@@ -19,12 +20,17 @@ Read: TypeAlias = Callable[[Any, Any], Any]
 
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
 _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
+_IN_LOGGERS = frozenset({"logging"})
 
 
 @contextmanager
-def asking_noted(read: Read) -> Iterator[None]:
-    """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
-    levels = {name: _of_level(vars(logging.Logger)[name], read) for name in _OF_LEVELS}
+def asking_noted(read: Read, met: Container[int] = ()) -> Iterator[None]:
+    """A context in which environment variables and levels of loggers that the user's code asks for are noted.
+
+    Args:
+        met: ids of objects that a read has led to.
+    """
+    levels = {name: _of_level(vars(logging.Logger)[name], read, met) for name in _OF_LEVELS}
     with (
         _variables_noted("environ", read),
         _variables_noted("environb", read),
@@ -58,11 +64,16 @@ def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, re
     return encodekey
 
 
-def _of_level(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
-    """A logger has the level of the next one above it that has one, unless logging is off."""
+def _of_level(plain: Callable[..., Any], read: Read, met: Container[int]) -> Callable[..., Any]:
+    """A logger has the level of the next one above it that has one, unless logging is off.
+
+    A call such as ``log.debug(...)``, of which nothing is written at this level, asks for it too.
+    """
 
     @of_this_thread
     def note(logger: logging.Logger) -> None:
+        if id(logger) not in met:  # the code looks it up by its name
+            read(read(logging, "getLogger"), Answer((logger.name,)))
         read(logger, "disabled")
         read(read(logger, "manager"), "_disable")
         holder: Any = logger
@@ -71,7 +82,7 @@ def _of_level(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
             holder = read(holder, "parent")
 
     def asked(logger: logging.Logger, *args: Any) -> Any:
-        if _is_asked_by_user(sys._getframe(1), frozenset()):
+        if _is_asked_by_user(sys._getframe(1), _IN_LOGGERS):
             note(logger)
         return plain(logger, *args)
 

@@ -15,7 +15,7 @@ import torch
 
 from hexa_fx.ir import InputGuard
 from hexa_fx.isolation.held_objects import MISSING
-from hexa_fx.runtime.guards import GuardMiss, check_input, dtype_class, equal
+from hexa_fx.runtime.guards import GuardMiss, check_input, dtype_class, equal, is_plain
 from hexa_fx.runtime.resolution import BLOCK, Resolution, StandIn, is_still
 from hexa_fx.runtime.signature import ArgumentNames
 
@@ -89,7 +89,7 @@ def inputs_of(
         inputs: names of the arguments that the program takes.
     """
     names = _Names()
-    names.values["Tensor"] = torch.Tensor
+    names.values |= {"Tensor": torch.Tensor, "is_plain": is_plain}
     given = [_Given(f"args[{place}]") for place in range(form[0])]
     try:
         values = arguments.bind(tuple(given), {name: _Given(f"kwargs[{name!r}]") for name in form[1:]})
@@ -131,7 +131,7 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
         constant = names.of(guard.value)
         simple = f" or (type({x}) is type({constant}) and {x} == {constant})" * (type(guard.value) in _SIMPLE)
         return [f"({x} is {constant}{simple})"]
-    clauses = [f"isinstance({x}, Tensor)"]
+    clauses = [f"(type({x}) is Tensor or is_plain({x}))"]
     if guard.dtype is not None and guard.exact_dtype:
         clauses.append(f"{x}.dtype is {names.of(guard.dtype)}")
     elif guard.dtype is not None:

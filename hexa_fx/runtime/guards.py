@@ -11,6 +11,8 @@ from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 
 from hexa_fx.ir import InputGuard
 
+_TORCHS = ("torch", "hexa_fx")
+
 log = logging.getLogger(__name__)
 _said: set[tuple[str, str]] = set()
 
@@ -178,6 +180,12 @@ def dtype_class(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "integer"
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor of a class of torch's: another one may have functions of its own in place of torch's."""
+    kind = type(value)
+    return kind is torch.Tensor or (issubclass(kind, torch.Tensor) and kind.__module__.partition(".")[0] in _TORCHS)
+
+
 def check_input(guard: InputGuard, value: Any) -> None:
     """Raises `GuardMiss` if one input differs from what was traced."""
     if guard.kind == "constant":
@@ -185,6 +193,12 @@ def check_input(guard: InputGuard, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} is not a tensor")
+    if not is_plain(value):
+        kind = type(value)
+        raise GuardMiss(
+            f"the input {guard.name!r} is a {kind.__module__}.{kind.__qualname__}, which the block's code may tell from other "
+            "tensors, and which may make functions of torch its own; as_subclass(torch.Tensor) makes a plain one"
+        )
     if guard.dtype is not None and dtype_class(value.dtype) != dtype_class(guard.dtype):
         raise GuardMiss(f"the input {guard.name!r} is not {dtype_class(guard.dtype)}")
     if guard.exact_dtype and value.dtype != guard.dtype:

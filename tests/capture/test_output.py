@@ -81,3 +81,24 @@ def test_what_stays_a_call_or_is_not_reached_may_write(block: nn.Module, capsys:
     capsys.readouterr()
     opt(torch.randn(9, D, dtype=torch.float64))
     assert capsys.readouterr().out == ("routing\n" if isinstance(block, RouterSays) else "")
+
+
+class Looks(Mixture):
+    """Finds its logger by name in every call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logging.getLogger("tests.looked_up").debug("expert load")
+        return self.mix(x)[2]
+
+
+@pytest.mark.parametrize(("block", "name"), [(Says("nothing"), log.name), (Looks(), "tests.looked_up")], ids=("global", "name"))
+def test_what_a_level_hides_is_written_once_it_is_lowered(
+    block: nn.Module, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    opt = hexa_fx.optimize(block.double(), torch.randn(9, D, dtype=torch.float64))
+    assert opt.report.rewritten
+    for level, messages in ((logging.WARNING, 0), (logging.DEBUG, 1)):
+        caplog.set_level(level, name)
+        caplog.clear()
+        opt(torch.randn(9, D, dtype=torch.float64))
+        assert len([record for record in caplog.records if record.name == name]) == messages

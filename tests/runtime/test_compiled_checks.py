@@ -27,6 +27,10 @@ from tests.detect.mixture import D, Mixture
 from tests.zoo.bodies import SharedExpert
 
 
+class Named(torch.Tensor):
+    """A class of tensors that code can tell from others."""
+
+
 def _forward(x: Any, ids: Any, scale: float = 1.0, mask: Any = None, *, factor: Any = 2) -> None: ...
 
 
@@ -44,6 +48,7 @@ _X = [
     torch.randn(3),
     torch.ones(3, 4).long(),
     nn.Parameter(torch.randn(3, 4)),
+    torch.randn(3, 4).as_subclass(Named),
     torch.randn(3, 4, device="meta"),
     None,
     1.0,

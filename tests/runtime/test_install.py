@@ -107,13 +107,18 @@ def test_a_taken_name_is_refused():
     assert "_hexa_w1" not in block.__dict__
 
 
-@pytest.mark.parametrize("case", ["dtype", "ndim", "constant", "extra", "tensor-for-constant"])
+class Named(torch.Tensor):
+    """A class of tensors that code can tell from others, and whose functions may be its own."""
+
+
+@pytest.mark.parametrize("case", ["dtype", "ndim", "class", "constant", "extra", "tensor-for-constant"])
 def test_a_guard_miss_runs_the_original_and_says_why_once(pair, caplog, case):
     original, rewritten = pair
     x = hidden(2, 5)
     args, kwargs, sentence = {
         "dtype": ((x.to(torch.complex64),), {}, "not floating"),
         "ndim": ((x[0],), {}, "3 dimensions"),
+        "class": ((x.as_subclass(Named),), {}, "from other tensors"),
         "constant": ((x,), {"scale": 2.0}, "another value"),
         "extra": ((x, None, 1), {}, "more positional"),
         "tensor-for-constant": ((x, torch.tensor(2.0)), {}, "now a tensor"),
