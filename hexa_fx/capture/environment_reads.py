@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 from hexa_fx.capture.started_functions import of_this_thread
 from hexa_fx.contexts import attributes_set
+from hexa_fx.isolation import logger_levels
 from hexa_fx.isolation.lookup import Answer
 from hexa_fx.isolation.users_code import is_users, module_name
 
@@ -19,18 +20,13 @@ Read: TypeAlias = Callable[[Any, Any], Any]
 """Notes that a key of an object is read, and returns what lies there."""
 
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
-_OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
 _IN_LOGGERS = frozenset({"logging"})
 
 
 @contextmanager
-def asking_noted(read: Read, met: Container[int] = ()) -> Iterator[None]:
-    """A context in which environment variables and levels of loggers that the user's code asks for are noted.
-
-    Args:
-        met: ids of objects that a read has led to.
-    """
-    levels = {name: _of_level(vars(logging.Logger)[name], read, met) for name in _OF_LEVELS}
+def asking_noted(read: Read) -> Iterator[None]:
+    """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
+    levels = {method: _of_level(method, read) for method in logger_levels.ANSWERS}
     with (
         _variables_noted("environ", read),
         _variables_noted("environb", read),
@@ -64,16 +60,18 @@ def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, re
     return encodekey
 
 
-def _of_level(plain: Callable[..., Any], read: Read, met: Container[int]) -> Callable[..., Any]:
-    """A logger has the level of the next one above it that has one, unless logging is off.
+def _of_level(method: str, read: Read) -> Callable[..., Any]:
+    """A call such as ``log.debug(...)``, of which nothing is written at this level, asks for it too.
 
-    A call such as ``log.debug(...)``, of which nothing is written at this level, asks for it too.
+    A logger that is registered under no name has the level of the next one above it that has one, unless logging is off.
     """
+    plain = vars(logging.Logger)[method]
 
     @of_this_thread
-    def note(logger: logging.Logger) -> None:
-        if id(logger) not in met:  # the code looks it up by its name
-            read(read(logging, "getLogger"), Answer((logger.name,)))
+    def note(logger: logging.Logger, *args: Any) -> None:
+        if logger in (logging.root, logging.root.manager.loggerDict.get(logger.name)):
+            read(read(read(logger_levels, "ANSWERS"), method), Answer((logger.name, *args)))
+            return
         read(logger, "disabled")
         read(read(logger, "manager"), "_disable")
         holder: Any = logger
@@ -83,7 +81,7 @@ def _of_level(plain: Callable[..., Any], read: Read, met: Container[int]) -> Cal
 
     def asked(logger: logging.Logger, *args: Any) -> Any:
         if _is_asked_by_user(sys._getframe(1), _IN_LOGGERS):
-            note(logger)
+            note(logger, *args)
         return plain(logger, *args)
 
     return asked

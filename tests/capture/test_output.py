@@ -91,7 +91,9 @@ class Looks(Mixture):
         return self.mix(x)[2]
 
 
-@pytest.mark.parametrize(("block", "name"), [(Says("nothing"), log.name), (Looks(), "tests.looked_up")], ids=("global", "name"))
+@pytest.mark.parametrize(
+    ("block", "name"), [(Says("nothing"), log.name), (Looks(), "tests.looked_up")], ids=("global", "name")
+)
 def test_what_a_level_hides_is_written_once_it_is_lowered(
     block: nn.Module, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

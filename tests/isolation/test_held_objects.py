@@ -375,12 +375,14 @@ class Logging(Block):
         return super().forward(x)
 
 
-def test_a_logger_is_no_setting(caplog):
+def test_a_logger_s_level_is_a_setting(caplog):
     model = nn.Sequential(Logging(Config()))
     model[0].log = logging.getLogger("tests.held")
     rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
-    rewritten[0].log.setLevel(logging.DEBUG)
-    assert operators_run(rewritten, (x(),))
+    for level, operators in ((logging.INFO, 1), (logging.DEBUG, 0)):
+        caplog.set_level(level, "tests.held")
+        assert operators_run(rewritten, (x(),)) == operators
+    assert "called" in caplog.messages
 
 
 def test_blocks_that_hold_equal_objects_are_analysed_once():
