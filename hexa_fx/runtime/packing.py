@@ -233,6 +233,8 @@ class PackedExperts(WeightReader):
         if self._repacked_in_a_row >= REPACK_LIMIT:
             return "something else moves the experts' storage at every step"
         exchanged = bool(self._ids) and list(map(id, tensors)) != self._ids
+        if tensors[0].numel() and len(set(map(torch.Tensor.data_ptr, tensors))) < len(tensors):
+            return "some lie in the same memory since, and what is written to one is to reach the other"
         if self._packed is not None and not exchanged and not all(map(_is_alone, tensors)):
             return "code has laid the parameters into a larger tensor, which it may write to (a flat buffer, FSDP, perhaps)"
         if exchanged and _distributed():

@@ -569,3 +569,18 @@ def test_copies_read_in_two_ways_too(block):
     place = copied.experts[0].w1.weight.data_ptr()
     assert gate().equal(expected[:, :WIDTH])
     assert copied.experts[0].w1.weight.data_ptr() == place
+
+
+def test_experts_that_are_tied_by_their_memory_stay_tied(block, caplog):
+    """After the block was first read; what is written to one is then the other's too."""
+    gate, _ = apart(block)
+    gate()
+    first, second = block.experts[1].w1.weight, block.experts[2].w1.weight
+    first.data = second.data
+    with caplog.at_level("INFO"):
+        assert gate()[1].equal(second)
+    assert "lie in the same memory" in caplog.text
+    with torch.no_grad():
+        second.fill_(3.0)
+    for value in (first, gate()[1], gate()[2]):
+        assert bool((value == 3).all())
