@@ -17,7 +17,10 @@ from hexa_fx.observers import announced
 from hexa_fx.passes.cover.coverage import Lost, uncovered
 from hexa_fx.passes.cover.replaced_values import replaced
 from hexa_fx.passes.detect import Form, MoEMatch, detect
+from hexa_fx.passes.detect.in_numpy import refuse_numpy
+from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.tags import expert_groups, tag
+from hexa_fx.passes.detect.verdict import Refuse
 
 Found: TypeAlias = tuple[MoEMatch | Refusal, tuple[Lost, ...]]
 Findings: TypeAlias = dict[tuple[Any, ...], Found]
@@ -125,4 +128,11 @@ _REASONS = {
 
 def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
     name = str(lost.node.target) if lost.node.op in ("placeholder", "get_attr") else lost.node.name
+    if name in captured.constants:
+        try:
+            constant(captured, lost.node)
+            refuse_numpy(captured.graph, before=lost.node, chosen=True)
+        except Refuse as found:
+            return found.at(captured.path)
+        name = "a tensor that is made anew of plain numbers"
     return Refusal(captured.path, _REASONS[lost.role].format(name), record_of(lost.node).location)

@@ -12,7 +12,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 TAKEN = (
     "the code takes numbers out of torch here and goes on with them in numpy, of which a graph holds what came of one example; the "
-    "same on tensors (ids * 2654435761 % experts) can be followed"
+    "same on tensors (ids * 2654435761 % experts, torch.where(ids == expert)) can be followed"
 )
 GIVEN = (
     "the code gives torch an array of numpy, of which a graph holds one example's numbers; it can be followed as a tensor, which a "
@@ -21,10 +21,11 @@ GIVEN = (
 _TAKES = frozenset({"numpy", "__array__"})
 
 
-def refuse_numpy(graph: torch.fx.Graph, before: torch.fx.Node | None = None) -> None:
+def refuse_numpy(graph: torch.fx.Graph, before: torch.fx.Node | None = None, chosen: bool = False) -> None:
     """Refuses code that makes expert ids in numpy: hashes of token ids, say.
 
-    Numbers of what was chosen in tensors, such as how many tokens an expert gets, say nothing that these do not say.
+    Numbers of what was chosen in tensors, such as how many tokens an expert gets, say nothing that these do not say, unless what
+    numpy makes of them (``chosen``) comes back as a tensor.
 
     Raises:
         Refuse: numbers of an argument are taken to numpy in a graph, ``before`` a node of it.
@@ -33,7 +34,7 @@ def refuse_numpy(graph: torch.fx.Graph, before: torch.fx.Node | None = None) -> 
         if node is before:
             return
         of_argument = operation(node) in _TAKES and any(n.op == "placeholder" for n in ancestors([node]))
-        if of_argument and not is_chosen(node):
+        if of_argument and (chosen or not is_chosen(node)):
             raise Refuse(TAKEN, node)
 
 

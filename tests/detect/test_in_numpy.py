@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from typing import Any
 
 import numpy
@@ -132,3 +133,27 @@ def test_the_same_in_torch_is_rewritten() -> None:
     optimized = hexa_fx.optimize(made, EXAMPLE, hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.blocks[0].status == "rewritten"
     torch.testing.assert_close(optimized(EXAMPLE + 20), made(EXAMPLE + 20))
+
+
+class Places(Block):
+    """Tokens are chosen in torch; which ones an expert gets is looked for in numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        chosen = ids.numpy()
+        for number, expert in enumerate(self.experts):
+            token, slot = map(torch.from_numpy, numpy.where(chosen == number))
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_places_of_choices_that_come_back_from_numpy_are_refused_where_they_left() -> None:
+    (block,) = hexa_fx.explain(Places(), torch.randn(21, D)).blocks
+    assert "goes on with them in numpy" in block.reason
+    assert block.location is not None
+    assert "chosen = ids.numpy()" in linecache.getline(__file__, block.location.line)
