@@ -52,6 +52,7 @@ from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.modes.autocast import with_autocast
+from hexa_fx.passes.modes.first_call import set_up
 from hexa_fx.passes.modes.same_run import depends_on_mode, in_mode, seen_before
 from hexa_fx.passes.preconditions.host_rules import refusal_of_host
 from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
@@ -111,7 +112,7 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         return refused(Refusal(observation.path, reason))
     try:
         found = with_few_enough_tokens(_analyse, observation, config)
-        return refused(found) if isinstance(found, Refusal) else found
+        return refused(found) if isinstance(found, Refusal) else _analyse_set_up(observation, config, found)
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
         return refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
@@ -120,6 +121,16 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 def refused(refusal: Refusal) -> BlockAnalysis:
     """Of a block that is left as it is."""
     return BlockAnalysis(refusal.path, None, refusals=dict.fromkeys(MODES, refusal))
+
+
+def _analyse_set_up(observation: Observation, config: HexaConfig, found: BlockAnalysis) -> BlockAnalysis:
+    """Where a block is refused for what a first call sets up: with that there, as all other calls find it."""
+    if not found.refusals:
+        return found
+    probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    with set_up(observation.module, *probe) as differs:
+        again = with_few_enough_tokens(_analyse, observation, config) if differs else found
+    return found if isinstance(again, Refusal) or len(again.rewritten) < len(found.rewritten) else again
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -136,7 +147,7 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
             left = chain(left, with_many_tokens(example))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
-    recorded = [(example, analysis) for example, analysis in tried if _was_recorded(analysis)]
+    recorded = [(e, a) for e, a in tried if not any(isinstance(r, _NotRecorded) for r in a.refusals.values())]
     for told_apart in (all_differ, lambda example: not mostly_alike(example)):
         for example, analysis in recorded:
             if told_apart(example):
@@ -147,14 +158,8 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
 def _with_hint(analysis: BlockAnalysis, hint: str) -> BlockAnalysis:
     """The analysis with a hint behind each of its refusals, if there is one."""
-    if not hint:
-        return analysis
-    refusals = {mode: replace(r, reason=f"{r.reason}; {hint}") for mode, r in analysis.refusals.items()}
-    return replace(analysis, refusals=refusals)
-
-
-def _was_recorded(analysis: BlockAnalysis) -> bool:
-    return not any(isinstance(refusal, _NotRecorded) for refusal in analysis.refusals.values())
+    refusals = {mode: replace(r, reason=f"{r.reason}; {hint}") for mode, r in analysis.refusals.items() if hint}
+    return replace(analysis, refusals=refusals or analysis.refusals)
 
 
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -175,16 +180,12 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
             best = analysis
         if best.match is None or analysis.settled or all(check.ok for check in best.checks.values()):
             break
-        if any(_only_gradients_differ(check) for check in analysis.checks.values()):
-            left.sort(
-                key=lambda attempt: not attempt.prefer_earliest
-            )  # of tensors with the same numbers one is detached
+        differ = [case for check in analysis.checks.values() for case in check.cases if case.outcome == "different"]
+        if any(case.gradient_error > case.forward_error for case in differ):
+            # of tensors with the same numbers one is detached
+            left.sort(key=lambda attempt: not attempt.prefer_earliest)
     assert best is not None
     return best
-
-
-def _only_gradients_differ(check: VerificationResult) -> bool:
-    return any(case.outcome == "different" and case.gradient_error > case.forward_error for case in check.cases)
 
 
 def _analyse_on(

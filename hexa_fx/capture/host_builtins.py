@@ -146,5 +146,14 @@ def _function_of_number(name: str) -> Callable[[Any], Any]:
     return lambda number: torch.sym_sqrt(number) if name == "sqrt" else function(number)
 
 
-METHODS = {name: _function_of_number(name) for name in "sqrt exp exp2 log log2 log10 log1p cbrt".split()}
-"""What numpy calls on an object that is no number of its own, as in ``np.sqrt(x.shape[-1])``."""
+def _formatted(number: Any, how: str) -> str:
+    number.node.str()  # notes what is said
+    return format(plain(number), how)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "__format__": _formatted,
+    **{name: _function_of_number(name) for name in "sqrt exp exp2 log log2 log10 log1p cbrt".split()},
+}
+"""What a text in code asks of a number (``f"{load:.2f}"``), and what numpy calls on an object that is no number of its own, as
+in ``np.sqrt(x.shape[-1])``."""

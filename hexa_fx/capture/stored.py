@@ -6,18 +6,20 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
-from hexa_fx.ir import Counter, ModuleAttribute, ObjectAttribute, PythonRead
+from hexa_fx.ir import Counter, ModuleAttribute, ObjectAttribute, PythonRead, SourceLocation
 from hexa_fx.isolation.contents import is_as
-from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN
+from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_tree import named_modules
 
@@ -28,7 +30,9 @@ StepOf = Callable[[Any, str, Any, Any, frozenset[str]], Step | None]
 """How an attribute came from a number to another by the code of some scopes; None if it is no counter."""
 
 UNKNOWN = object()
-"""Stands for a stored value that is neither None nor made of tensors of the run."""
+"""Stands for a stored value that is neither a literal nor made of tensors of the run."""
+
+_LITERAL = (bool, int, float, NoneType)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class StoredValue:
     value: Any
     scopes: frozenset[str]
     """Paths of the modules whose code set it."""
+    location: SourceLocation | None = field(default=None, compare=False)
+    """Where, if the value is unknown."""
 
     def __str__(self) -> str:
         return str(self.place)
@@ -59,8 +65,8 @@ class Settings:
 
     scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Paths of the modules whose code set it."""
-    emptied: set[tuple[int, str]] = field(default_factory=set)
-    """Set to None at last. That is a result too, though it may have been None before."""
+    locations: dict[tuple[int, str], SourceLocation | None] = field(default_factory=dict)
+    """Where it was set first."""
 
     def has(self, module: Any, name: Any) -> bool:
         """Whether the run has set the attribute by now."""
@@ -73,6 +79,8 @@ class Settings:
     def note(self, holder: Any, name: str, scope: str) -> None:
         """Notes that the code of ``scope`` sets ``name`` of ``holder``."""
         self.scopes.setdefault((id(holder), name), set()).add(scope)
+        if (id(holder), name) not in self.locations:
+            self.locations[id(holder), name] = user_location()
 
 
 @contextmanager
@@ -84,10 +92,6 @@ def noted_settings(recorder: Recorder) -> Iterator[Settings]:
     def noting(module: nn.Module, name: str, value: Any) -> None:
         unnoted(module, name, value)
         noted.note(module, name, recorder.scopes[-1])
-        if value is None:
-            noted.emptied.add((id(module), name))
-        else:
-            noted.emptied.discard((id(module), name))
 
     with attributes_set(nn.Module, __setattr__=noting):
         yield noted
@@ -105,27 +109,27 @@ def stored_values(
     step_of: StepOf,
     hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
-    """Attributes and buffers that are not what they were at ``snapshot``, or were set to None; of those that count, by how much.
+    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal; of counters, by how much.
 
     Args:
-        hold: is told of those that were set to the plain value that they had, which is a condition: the rewritten block sets none.
+        hold: is told of those that were set to another plain value that they had: a condition, as the rewritten block sets none.
     """
     for path, module in named_modules(block):
         before = snapshot.attributes(module)
         changed = _changed(module, before)
-        for name in settings.names(id(module)):
-            value = module.__dict__.get(name, MISSING)
-            if name not in changed and name not in MODULE_STATE and is_kept_constant(value, before.get(name, MISSING)):
-                hold(module, name, value, frozenset(settings.scopes[id(module), name]))
-        emptied_here = (
-            name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
-        )
-        for name in dict.fromkeys((*changed, *emptied_here)):
+        again = [
+            name for name in settings.names(id(module)) if name in module.__dict__.keys() - {*changed, *MODULE_STATE}
+        ]
+        for name in again:
+            if is_kept_constant(module.__dict__[name], before[name]):
+                hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
+        for name in (*changed, *(name for name in again if type(before[name]) in _LITERAL)):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
             step = step_of(module, name, before.get(name), value, scopes)
             if step is None:
-                yield StoredValue(ModuleAttribute(path, name), lifted(value, recorder), scopes)
+                found, location = lifted(value, recorder), settings.locations.get((id(module), name))
+                yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)
             else:
                 yield StoredValue(Counter(ModuleAttribute(path, name), *step), None, scopes)
         yield from _exchanged_buffers(path, module, snapshot, settings, recorder)
@@ -143,13 +147,13 @@ def _exchanged_buffers(
 
 
 def is_kept_constant(now: Any, before: Any) -> bool:
-    """Whether an attribute that was set is a plain value, other than None, as it was before."""
-    return now is not None and now is not MISSING and isinstance(now, PLAIN) and is_as(now, before)
+    """Whether an attribute that was set is a plain value as it was before, but none that could be set anew."""
+    return isinstance(now, PLAIN) and type(now) not in _LITERAL and is_as(now, before)
 
 
 def lifted(value: Any, recorder: Recorder) -> Any:
-    """A value that a rewritten forward can set too, with nodes: None, a tensor, a number or shape that the run got from one, or a
-    tuple, list or dict of such. `UNKNOWN` for others.
+    """A value that a rewritten forward can set too, with nodes: a tensor, a number or shape that the run got from one, a literal
+    (what code makes of numbers of tensors as plain ones is a decision), or a tuple, list or dict of such. `UNKNOWN` for others.
     """
     if isinstance(value, SymbolicSize):
         return recorder.record_call(torch.Size, (recorder.lift(tuple(value)),), torch.Size(map(plain, value)))
@@ -162,7 +166,9 @@ def lifted(value: Any, recorder: Recorder) -> Any:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         held = {key: lifted(item, recorder) for key, item in value.items()}
         return UNKNOWN if UNKNOWN in held.values() else held
-    return recorder.lift(value) if value is None or isinstance(value, (torch.Tensor, *SYMBOLIC)) else UNKNOWN
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        return recorder.lift(value)
+    return value if type(value) in _LITERAL else UNKNOWN
 
 
 def _asked_again(numbers: torch.fx.Node, recorder: Recorder) -> Any:

@@ -130,7 +130,9 @@ class RecordedNumber:
             self.recorder.note_decision(compared)
 
     def str(self) -> str:
-        self._compare()
+        """What code says in a log, say: of a float that is no decision, as texts of float tensors are none."""
+        if not self.is_float():
+            self._compare()
         return repr(self.value)
 
     _graph_repr = __str__ = str
@@ -139,8 +141,9 @@ class RecordedNumber:
         """What a recorded call is given in place of this number."""
         return self.value if self.node is None else self.node
 
-    def apply(self, function: Callable[..., Any], *others: RecordedNumber | None) -> RecordedNumber:
-        numbers = (self, *(other for other in others if other is not None))  # None: no digits, of round()
+    def apply(self, function: Callable[..., Any], *others: RecordedNumber | int | None) -> RecordedNumber:
+        given = (other for other in others if other is not None)  # of round(), digits are a plain number, or None
+        numbers = (self, *(other if isinstance(other, RecordedNumber) else self.wrap_int(other) for other in given))
         value = function(*[number.value for number in numbers])
         args = tuple(number.argument() for number in numbers)
         return RecordedNumber(value, self.recorder.record_call(function, args, value), self.recorder)

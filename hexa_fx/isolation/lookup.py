@@ -112,8 +112,6 @@ def _of_object(holder: Any, name: str) -> Place:
     found = next((vars(base)[name] for base in type(holder).__mro__ if name in vars(base)), MISSING)
     if getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property):
         return Place(_attribute(holder, name), owner=holder)
-    if isinstance(found, functools.cached_property):
-        return Place(found, owner=type(holder))
     if isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):  # of __slots__, or of C code
         return Place(_attribute(holder, name), owner=holder)
     if found is not MISSING:

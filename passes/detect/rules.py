@@ -18,13 +18,16 @@ from hexa_fx.runtime.attribute_guards import is_within
 
 
 def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time."""
+    """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time.
+
+    Those whose results are of a class of the user's cannot.
+    """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
     taken = sorted(position[node] for node in products)
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        if bisect_left(taken, call.start) == bisect_left(taken, call.end):
+        if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
             inside.update(order[call.start : call.end])
     return inside
 
@@ -63,7 +66,8 @@ def stored_outside_calls(
         if item.value is UNKNOWN:
             raise Refuse(
                 f"the code keeps a result on the module ({item}), which the rewritten block would not update; tensors, their "
-                "sizes, numbers got from them and lists, tuples and dicts of these are set"
+                "sizes, numbers and lists, tuples and dicts of these are set",
+                item.location if isinstance(item, StoredValue) else None,
             )
         if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")

@@ -10,20 +10,22 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import CannotReplay
-from hexa_fx.ir import Refusal
+from hexa_fx.ir import Refusal, SourceLocation
 
 Found = TypeVar("Found")
 
 
 class Refuse(Exception):
-    """Ends detection of one block with a sentence for the user and the node whose source line it is about.
+    """Ends detection of one block with a sentence for the user and the line that it is about, or the node that is of this line.
 
     Internal to the passes: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
 
     ``elsewhere``: whether what is missed here may be in the code around the block.
     """
 
-    def __init__(self, reason: str, node: torch.fx.Node | None = None, elsewhere: bool = False) -> None:
+    def __init__(
+        self, reason: str, node: torch.fx.Node | SourceLocation | None = None, elsewhere: bool = False
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.node = node
@@ -31,8 +33,9 @@ class Refuse(Exception):
 
     def at(self, path: str) -> Refusal:
         """The refusal of the block at ``path``."""
-        named = self.node is not None and self.node.op != "output"
-        location = record_of(self.node).location if named and self.node is not None else None
+        location = self.node if isinstance(self.node, SourceLocation) else None
+        if isinstance(self.node, torch.fx.Node) and self.node.op != "output":
+            location = record_of(self.node).location
         return Refusal(path, self.reason, location, elsewhere=self.elsewhere)
 
 

@@ -93,7 +93,7 @@ def test_analysis_leaves_nothing_behind():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (CountsCalls, "self.seen"),
+        (CountsCalls, "which it sets itself in every call"),
         (MovingAverage, "which it sets itself in every call"),
         (KeepsExpertOutput, "the code keeps what a single expert computes (self.seen)"),
     ],

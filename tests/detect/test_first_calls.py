@@ -1,0 +1,140 @@
+"""What a block sets to plain values, what its first call sets up for all others, and what it says of its numbers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.mixture import D, Mixture
+from tests.zoo.compare import compare, operators_run
+
+log = logging.getLogger("tests.load")
+
+
+class Mode(Mixture):
+    """A loss in train mode, and no loss as a number else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        self.aux_loss: Any = probs.pow(2).sum() if self.training else 0
+        self.facts = {"trains": self.training, "scale": 0.5}
+        return out
+
+
+class StartsAtZero(Mode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux_loss = 0
+
+
+class Property(Mixture):
+    @functools.cached_property
+    def scale(self) -> float:
+        return len(self.experts) ** -0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)[2] * self.scale
+
+
+class Once(Mixture):
+    """Computes a number in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.scale:
+            self.scale = len(self.experts) ** -0.5
+        return self.mix(x)[2] * self.scale
+
+
+class FromFirstTokens(Mixture):
+    """What it keeps is of the first tokens that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return self.mix(x - self.mean)[2]
+
+
+class Says(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        log.debug(f"largest {probs.max().item():.2f}, mean {probs.mean().item()}")
+        self.largest = round(probs.max().item(), 3)
+        return out
+
+
+class Keeps(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        self.told = f"{probs.max().item():.1f}"
+        return out
+
+
+def _x(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, D, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+
+
+def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    block = kind().double()
+    return block, hexa_fx.optimize(block, _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+
+
+@pytest.mark.parametrize("kind", [Mode, StartsAtZero])
+def test_plain_values_are_set_in_every_call(kind: type[Mode]) -> None:
+    block, opt = _optimized(kind)
+    assert hasattr(opt, "aux_loss") is (kind is StartsAtZero)
+    for train in (False, True, False):
+        assert operators_run(opt.train(train), (_x(7),))
+        for each in (block, opt):
+            each.train(train)(_x(7))
+        torch.testing.assert_close(opt.aux_loss, block.aux_loss)
+        assert opt.facts == block.facts == {"trains": train, "scale": 0.5}
+
+
+@pytest.mark.parametrize("kind", [Property, Once])
+def test_what_a_first_call_sets_up_is_there_in_the_others(kind: type[nn.Module]) -> None:
+    block, opt = _optimized(kind)
+    assert opt.report.rewritten, str(opt.report)
+    assert opt.__dict__.get("scale", 0.0) == 0.0
+    opt(_x(5))  # its own code, which sets it up
+    for scale in (0.5, 3.0):
+        for each in (block, opt):
+            each.scale = scale
+        assert bool(operators_run(opt, (_x(7),))) is (scale == 0.5)
+        found = compare(block, opt, (_x(7),), train=True)
+        assert found.within(1e-10), found
+
+
+def test_what_is_of_the_first_tokens_is_refused_where_it_is_read() -> None:
+    block, opt = _optimized(FromFirstTokens)
+    assert "neither a parameter nor a buffer" in opt.report.blocks[0].reason
+    for tokens in (5, 7):
+        torch.testing.assert_close(opt(_x(tokens)), block(_x(tokens)))
+
+
+def test_numbers_may_be_rounded_and_said() -> None:
+    block, opt = _optimized(Says)
+    assert operators_run(opt, (_x(7),))
+    for each in (block, opt):
+        each(_x(7))
+    assert opt.largest == block.largest
+
+
+def test_texts_of_numbers_that_are_kept_are_refused_at_their_line() -> None:
+    (report,) = hexa_fx.explain(Keeps().double(), _x(9)).blocks
+    assert "keeps a result on the module (self.told)" in report.reason
+    assert "test_first_calls.py" in str(report.location)
