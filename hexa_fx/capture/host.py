@@ -89,7 +89,7 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callab
 
 
 def _give_methods(undo: list[Callable[[], None]]) -> None:
-    """Gives symbolic numbers what numpy asks of them."""
+    """Gives symbolic numbers what texts and numpy ask of them."""
     for kind in (torch.SymInt, torch.SymFloat):
         for name, method in METHODS.items():
             setattr(kind, name, method)
@@ -225,7 +225,7 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             with torch._C.DisableTorchFunction():
                 recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
-            output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list)) else None
+            output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list, dict)) else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
         return result
 

@@ -30,6 +30,9 @@ from hexa_fx.isolation.hidden_sources import CLOCK, hidden_source
 from hexa_fx.isolation.lookup import CALLED, Answer
 from hexa_fx.isolation.users_code import is_users
 
+_NAMED = type(vars(collections.namedtuple("_", "field"))["field"])
+"""What lies in the class of a named tuple under the name of a field."""
+
 CONSTANT = (
     *(kind for kind in PLAIN if kind is not functools.partial),
     range,
@@ -54,7 +57,7 @@ CONSTANT = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    type(vars(collections.namedtuple("_", "field"))["field"]),
+    _NAMED,
     type(MISSING),
 )
 """Values that never change and are compared as they are; functions, classes and Python modules by identity."""
@@ -177,6 +180,8 @@ def alike(now: Any, noted: Any) -> bool:
         return len(now) == len(noted) and all(map(alike, now, noted))
     if type(noted) is dict:
         return list(now) == list(noted) and all(map(alike, now.values(), noted.values()))
+    if type(noted) in (set, frozenset):
+        return bool(now == noted) or movable(now) == noted
     try:
         return bool(now == noted) or (noted != noted and now != now)
     except (RuntimeError, ValueError, TypeError):
@@ -253,7 +258,15 @@ class Moved:
         return isinstance(value, _MOVED) and Moved.of(value) == self
 
 
-_MOVED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, functools.cached_property)
+_MOVED = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    property,
+    functools.cached_property,
+    _NAMED,
+)
 
 
 def movable(value: Any) -> Any:
@@ -270,6 +283,8 @@ def _function(value: Any) -> Any:
 
 
 def _name(value: Any) -> str:
+    if isinstance(value, _NAMED):
+        return repr(value)  # its place in the tuple
     function = _function(value)
     return (
         f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', getattr(function, '__name__', ''))}"

@@ -116,7 +116,7 @@ def require_routing(
     tokens: tuple[torch.Tensor, torch.dtype],
     sources: Sequence[tuple[torch.Tensor, int, int, torch.dtype]],
     called: Sequence[tuple[str, Any]],
-    left_out: Sequence[Any] = (),
+    forms: Sequence[Any] = (),
 ) -> None:
     """A guard node of a rewritten graph: raises `RoutingMiss` unless the routing has the form that it was recorded in.
 
@@ -127,10 +127,12 @@ def require_routing(
         tokens: (..., D), and their recorded dtype.
         sources: what routers gave, how many numbers of it belong to a token (0: unknown), its dimensions and recorded dtype.
         called: see `GuardMiss`.
-        left_out: what was None.
+        forms: of each result, in which lists, tuples and dicts it gave something, and where it gave None.
     """
-    if any(value is not None for value in left_out):
-        raise RoutingMiss(f"a module gives a value where it gave None when the block was rewritten; {AGAIN}", called)
+    if not all(is_of_form(result, form) for (_, result), form in zip(called, forms)):
+        raise RoutingMiss(
+            f"a module gives other results, or None for one, than when the block was rewritten; {AGAIN}", called
+        )
     given, recorded = tokens
     exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
     rows = given.numel() // given.shape[-1]
@@ -142,6 +144,17 @@ def require_routing(
                 f"{AGAIN}",
                 called,
             )
+
+
+def is_of_form(result: Any, form: Any) -> bool:
+    """Whether lists, tuples and dicts in a result hold as much, and None lies where it did."""
+    if isinstance(form, dict):
+        same = isinstance(result, dict) and result.keys() == form.keys()
+        return same and all(is_of_form(result[key], form[key]) for key in form)
+    if isinstance(form, (list, tuple)):
+        same = isinstance(result, (list, tuple)) and len(result) == len(form)
+        return same and all(map(is_of_form, result, form))
+    return (result is None) == (form is None)
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:

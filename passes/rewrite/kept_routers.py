@@ -6,7 +6,6 @@ for which the code around it was recorded. The form of what it gives tells the t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -47,24 +46,21 @@ class Form:
     ) -> None:
         """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form.
 
-        What they gave as None has to be None.
+        They have to give as many results, and None where they gave None.
         """
         values = [record_of(node).value for node in self.nodes]
         sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
         tokens = new[self.tokens], record_of(self.tokens).value.dtype
         results = tuple((call.path, result) for result, call in called.items())
-        left_out = tuple(node for result, call in called.items() for node in _left_out(graph, result, call.output))
-        graph.call_function(guards.require_routing, (tokens, sources, results, left_out))
+        forms = tuple(_form_of(call.output) for call in called.values())
+        graph.call_function(guards.require_routing, (tokens, sources, results, forms))
 
 
-def _left_out(graph: torch.fx.Graph, result: torch.fx.Node, output: Any) -> Iterator[torch.fx.Node]:
-    """Emits the parts of a call's ``result`` that were None."""
-    if output is None:
-        yield result
-    elif isinstance(output, (tuple, list, dict)):
-        for key, item in output.items() if isinstance(output, dict) else enumerate(output):
-            if any(leaf is None for leaf in _leaves(item)):
-                yield from _left_out(graph, graph.call_function(operator.getitem, (result, key)), item)
+def _form_of(output: Any) -> Any:
+    """What `guards.is_of_form` compares: None, and the lists, tuples and dicts that hold results."""
+    if isinstance(output, dict):
+        return {key: _form_of(item) for key, item in output.items()}
+    return [*map(_form_of, output)] if isinstance(output, (tuple, list)) else None if output is None else ""
 
 
 def _leaves(output: Any) -> list[Any]:
