@@ -141,6 +141,7 @@ def _capture(
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
+        handed = frozenset(reads.edges.handed(settings.scopes))
         stored = _stored(block, snapshot, settings, recorder, reads)
         accesses = collecting.accesses(recorder) if collecting else ()
         kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
@@ -164,7 +165,7 @@ def _capture(
         _met_among(kept_before, recorder),
         _met_among(inside, recorder),
         reads=_unexplained(reads, collecting, stored),
-        handed=frozenset(reads.edges.handed(settings.scopes)),
+        handed=handed,
         collections=tuple(reads.edges.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},

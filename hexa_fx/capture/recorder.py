@@ -263,8 +263,8 @@ class Recorder(TorchFunctionMode):
         value = func(*plain_args, **plain_kwargs)
         kept = value if name in ("item", "tolist", "__bool__") else None
         node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
-        if name != "item" and not (name == "tolist" and args[0].is_floating_point()):  # which the host is yet to use
-            self.note_decision(node)
+        if not (type(value) in (int, float) if name == "item" else name == "tolist" and args[0].is_floating_point()):
+            self.note_decision(node)  # else the host is yet to use it
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:

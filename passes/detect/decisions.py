@@ -121,7 +121,7 @@ def shape_branches(
             continue
         sizes = _sizes(node)
         if sizes:
-            guards += _of_sizes(node, sizes, tags, (output,), after)
+            guards += _of_sizes(node, sizes, tags, (output,), after, routing)
             continue
         asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
@@ -149,6 +149,7 @@ def size_branches(
     tags: Mapping[torch.fx.Node, Tag],
     opaque: set[torch.fx.Node],
     outputs: Sequence[torch.fx.Node],
+    routing: set[torch.fx.Node],
 ) -> list[ShapeBranch]:
     """Decisions on sizes that can be checked once the regions that end at ``outputs`` are there; of one alone, not all can.
 
@@ -157,7 +158,7 @@ def size_branches(
     """
     after = descendants(outputs)
     decisions = [n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision and n not in opaque]
-    return [branch for node in decisions for branch in _of_sizes(node, _sizes(node), tags, outputs, after)]
+    return [branch for node in decisions for branch in _of_sizes(node, _sizes(node), tags, outputs, after, routing)]
 
 
 def _sizes(decision: torch.fx.Node) -> set[torch.fx.Node]:
@@ -170,8 +171,9 @@ def _of_sizes(
     tags: Mapping[torch.fx.Node, Tag],
     outputs: Sequence[torch.fx.Node],
     after: set[torch.fx.Node],
+    routing: set[torch.fx.Node],
 ) -> list[ShapeBranch]:
-    if not sizes or not is_condition(decision, sizes, tags, outputs, after):
+    if not sizes or not is_condition(decision, sizes, tags, outputs, after, routing):
         return []
     value = record_of(decision).value
     return [ShapeBranch(decision, bool(value), pieces=len(value) if decision in sizes else None)]

@@ -146,8 +146,9 @@ class _Search:
         if body.dropouts and not bool(pairs.effective.all()):
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         everyone = tag(captured, self.groups)
-        branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
-        refuse_partial_looks(captured.graph, opaque, count, pairs.token, self.replay)
+        anew = opaque_nodes(captured, everything, decided=True)
+        branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node)
+        refuse_partial_looks(captured.graph, anew, count, pairs.token, self.replay)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags)
         idiom = "loop over experts, unusual expert"

@@ -11,23 +11,30 @@ import torch.fx
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in, operation
+from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.in_numpy import refuse_numpy
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
 
 
-def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+def opaque_nodes(
+    captured: CapturedBlock, products: Iterable[torch.fx.Node], decided: bool = False
+) -> set[torch.fx.Node]:
     """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time.
 
     Those whose results are of a class of the user's cannot.
+
+    Args:
+        decided: leave out calls that hand over plain values. What these decide, too, the code around them goes by as it was.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
     taken = sorted(position[node] for node in products)
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
+        stays = nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end)
+        if stays and not (decided and (gives_plain(call) or leaves_plain(captured, call.path))):
             inside.update(order[call.start : call.end])
     return inside
 

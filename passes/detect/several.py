@@ -133,7 +133,8 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     opaque = _in_calls_without(captured, outputs)
     if leaves_decision(outputs, opaque):
         return None
-    asked = size_branches(captured, tag(captured, groups), opaque, outputs)
+    routing = {node for region in regions for node in region.routing.index.nodes}
+    asked = size_branches(captured, tag(captured, groups), opaque, outputs, routing)
     known = {branch.condition for region in regions for branch in region.branches}
     new = [branch for branch in asked if branch.condition not in known]
     return replace(regions[0], branches=(*regions[0].branches, *new), others=tuple(regions[1:]))

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_float, is_tensor, literals, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_chosen, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -58,8 +58,11 @@ def is_condition(
     tags: Mapping[torch.fx.Node, Tag],
     outputs: Collection[torch.fx.Node],
     after: set[torch.fx.Node],
+    routing: Collection[torch.fx.Node],
 ) -> bool:
     """Whether a decision on ``sizes`` is to be checked in every call; else verification sees it.
+
+    What is counted in tokens or masks, before anything is chosen, is known in every call, and hardly varied.
 
     Sizes of the regions' ``outputs``, and of what comes ``after`` them, are known once the experts have run.
 
@@ -77,11 +80,12 @@ def is_condition(
             )
     behind = ancestors(sizes, stop=lambda n: n in outputs) - after
     inside = any(is_float(n) and tags[n].experts and not tags[n].weight for n in behind)
-    if not inside and not any(map(_counts, behind)):
+    counts = [n for n in behind if _counts(n)]
+    if not inside and not any(is_chosen(n) or not ancestors([n]).isdisjoint(routing) for n in counts):
         return True
     if not all(map(_is_width, sizes)):
         refuse_exact_count(decision)
-    if inside and not any(map(_counts, behind)):
+    if inside and not counts:
         _refuse_size_inside(decision, sizes, tags)
     return False
 

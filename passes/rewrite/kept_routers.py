@@ -12,11 +12,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch.fx
-from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
+from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, opened
@@ -63,12 +63,6 @@ def _form_of(output: Any) -> Any:
     return [*map(_form_of, output)] if isinstance(output, (tuple, list)) else None if output is None else ""
 
 
-def _leaves(output: Any) -> list[Any]:
-    """What a call gave: nodes, and plain values."""
-    found: list[Any] = pytree.tree_leaves(output, is_leaf=lambda item: item is None)
-    return found
-
-
 @dataclass(frozen=True)
 class KeptRouters:
     """The routers that the rewritten graph calls as they are.
@@ -96,8 +90,9 @@ def kept_routers(
         order: in which the kept nodes are emitted.
     """
     called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
-    alone = called - opened(captured, kept) - _read_for(regions, kept) - _left_plain(captured, called)
-    alone -= {kept.calls[node].path for node in order if node in kept.calls and _gives_plain(kept.calls[node])}
+    alone = called - opened(captured, kept) - _read_for(regions, kept)
+    alone -= {path for path in alone if leaves_plain(captured, path)}
+    alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
     by_storage = _by_storage(captured)
@@ -141,17 +136,6 @@ def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:
         read = ancestors([match.output], stop=kept.calls.__contains__)
         found |= {kept.calls[node].path for node in match.routing.nodes if node in kept.calls and node not in read}
     return found
-
-
-def _left_plain(captured: CapturedBlock, called: set[str]) -> set[str]:
-    """Submodules whose code leaves plain values on modules that other code reads: the graph holds these as they were."""
-    across = ((path, by, to) for path in called for by, to in captured.handed if is_within(by, {path}))
-    return {path for path, _, to in across if not is_within(to, {path})}
-
-
-def _gives_plain(call: ModuleCall) -> bool:
-    """Whether the code around a call is given plain values by it, which the graph holds as they were."""
-    return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in _leaves(call.output))
 
 
 def _form(match: MoEMatch) -> Form:

@@ -1,0 +1,105 @@
+"""Decisions on tokens that hardly ever go the other way, so that no example shows it: seen, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.mixture import D, E, K, Mixture
+from tests.zoo.compare import operators_run
+
+ON_DATA = "the code takes a host decision (if, while, item()) on the data"
+
+
+def is_rare(x: torch.Tensor) -> torch.Tensor:
+    return (x[:1, :3] == 7.25).sum() == 3
+
+
+WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": torch.Tensor.item,
+    "item of any": lambda rare: rare.any().item() is True,
+    "int": int,
+    "float": float,
+    "a key": lambda rare: {True: 1}.get(rare.item(), 0),
+    "a text": lambda rare: str(rare.item()) == "True",
+    "a list": lambda rare: rare.tolist(),
+}
+
+
+class Decides(Mixture):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mix(x)[2]
+        return 2 * out if WAYS[self.way](is_rare(x)) else out
+
+
+GIVEN: dict[str, tuple[Callable[[Any, bool], Any], Callable[[Any, Any], Any]]] = {
+    "a flag": (lambda router, rare: rare, lambda router, given: given),
+    "a number": (lambda router, rare: 3 if rare else 0, lambda router, given: given),
+    "a text": (lambda router, rare: "rare" if rare else "", lambda router, given: given == "rare"),
+    "its attribute": (lambda router, rare: setattr(router, "rare", rare), lambda router, given: router.rare),
+    "its text": (lambda router, rare: setattr(router, "rare", str(rare)), lambda router, given: router.rare == "True"),
+    "the block's": (
+        lambda router, rare: setattr(router.block[0], "rare", rare),
+        lambda router, _: router.block[0].rare,
+    ),
+}
+
+
+class Router(nn.Module):
+    def __init__(self, block: Any, how: str) -> None:
+        super().__init__()
+        self.block, self.give, self.rare = [block], GIVEN[how][0], False
+        self.gate = nn.Linear(D, E)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, ids = self.gate(x).softmax(-1).topk(K, -1)
+        return weights, ids, self.give(self, bool(is_rare(x)))
+
+
+class GoesByIt(Mixture):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.take, self.rare = Router(self, how), GIVEN[how][1], False  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids, given = self.router(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return 2 * out if self.take(self.router, given) else out
+
+
+@pytest.mark.parametrize("block", [*map(Decides, WAYS), *map(GoesByIt, GIVEN)], ids=[*WAYS, *GIVEN])
+def test_refused_and_right(block: nn.Module) -> None:
+    block, x = block.double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert ON_DATA in optimized.report.blocks[0].reason
+    usual = optimized(x)
+    x[0, :3] = 7.25
+    torch.testing.assert_close(optimized(x), block(x))
+    assert not torch.allclose(optimized(x)[1:], usual[1:])
+
+
+class Counts(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mix(x)[2]
+        return 2 * out if len(is_rare(x).nonzero()) > 0 else out
+
+
+def test_what_is_counted_before_anything_is_chosen_is_asked_in_every_call() -> None:
+    block, x = Counts().double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert operators_run(optimized, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(optimized(x), block(x))
+        x[0, :3] = 7.25
