@@ -212,9 +212,8 @@ def _analyse_on(
         request_kernels(found.captured, rewritten[mode], training=mode == "train")
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
-    checks: dict[Mode, VerificationResult] = {}
-    if config.verify:
-        checks = _check(observation, captured, rewritten, refusals, args, kwargs, config, differed)
+    run = observation, captured, rewritten, refusals, args, kwargs, config, differed
+    checks = _check(*run) if config.verify else {}
     return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(runs.reads))
 
 
