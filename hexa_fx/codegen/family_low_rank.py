@@ -31,6 +31,9 @@ PART_SIDE = 64
 MOST_ACCUMULATORS = 184
 """Of an expert's gradient, for which a consuming thread has registers."""
 
+WEIGHTS = ("bf16", "f16", "f32")
+"""Types of weights that rows of u are multiplied by."""
+
 _MOST_STAGES, _FEWEST_STAGES = 8, 3
 
 
@@ -82,13 +85,13 @@ def _smem_bytes(op: str, stages: int, steps: int, wide: int, experts: int) -> in
     pitch = 2 * wide
     factor = steps * STEP_COLUMNS * pitch if _multiplies(op) else 1024
     u = (stages // steps + 2) * TILE_ROWS * pitch if _sums(op) else 1024
-    du, barriers, tables = wide * STEP_COLUMNS * 4, 16 * stages + 8, 8 * (experts + 1)
+    du, barriers, tables = wide * STEP_COLUMNS * 4, 16 * stages + 8 * (stages // steps + 4), 8 * (experts + 1)
     return whole_kib(stages * TILE_ROWS * STEP_COLUMNS * 2 + factor + u + du + barriers + tables)
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
     if spec.op == PARTS:
-        return LaunchShape(threads=256)
+        return LaunchShape(threads=256, dependent=True)
     sizes = (spec.stages, int(spec.option("steps")), int(spec.option("rank")), expert_tables(spec))
     return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec.op, *sizes))
 
@@ -120,6 +123,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if rank not in RANKS or steps < 1:
         yield f"{steps} steps of rank {rank}; expected one or more, and one of {RANKS}"
         return
+    if spec.option("weights") and (spec.option("weights") not in WEIGHTS or not spec.gather):
+        yield f"weights are {spec.option('weights')}; expected {' or '.join(WEIGHTS)}, of slots that rows are gathered by"
     yield from _lacks(spec.op, steps, rank, expert_tables(spec))
 
 
@@ -128,7 +133,7 @@ FAMILIES = (
         name=FAMILY,
         template="low_rank.cu.j2",
         ops=(BOTH, "esmm", "estmm", PARTS),
-        args=struct.Struct("7Pq5i2If0P"),
+        args=struct.Struct("8Pq5i2If0P"),
         shape=_shape,
         values=_values,
         check=_check,

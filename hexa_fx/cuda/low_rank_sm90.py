@@ -20,6 +20,7 @@ from hexa_fx.codegen.family_low_rank import (
     PARTS,
     RANKS,
     STEP_COLUMNS,
+    WEIGHTS,
     holds,
     padded_rank,
     stages_of,
@@ -54,6 +55,7 @@ class LowRank(NamedTuple):
         factor: (E, r, N) or (E, N, r), or None where only dC is wanted.
         layout: of the factor or its gradient, ``nk`` the former.
         n, rank: n and r.
+        weights: by slot, that rows of u are multiplied by, or None for 1.
         dtype, scale, experts_last: of dC, see `hexa_fx.ops.low_rank_gradients`.
     """
 
@@ -67,6 +69,7 @@ class LowRank(NamedTuple):
     layout: Layout
     n: int
     rank: int
+    weights: Tensor | None = None
     dtype: torch.dtype | None = None
     scale: float = 1.0
     experts_last: bool = False
@@ -93,15 +96,19 @@ def estmm(o: Estmm) -> Tensor | None:
     if few_index is not None:
         return None
     n, rank = few.shape
-    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, n, rank, rows.dtype)
+    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, n, rank, None, rows.dtype)
     return _products(given)[1] if takes(given) else None
 
 
 def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
     """du and dC of one reading; None if the kernels do not take them."""
     op, (n, rank), rows = "estmm" if o.factor is None else BOTH, o.u.shape, (o.rows, o.v, o.offs, o.top_k)
-    given = LowRank(op, *rows, o.u, o.factor, o.layout, n, rank, o.dtype, o.scale, o.experts_last)
+    given = LowRank(op, *rows, o.u, o.factor, o.layout, n, rank, o.top_k_weights, o.dtype, o.scale, o.experts_last)
     if o.dtype not in (torch.float32, o.rows.dtype) or not takes(given):
+        return None
+    if o.top_k_weights is not None and (
+        DTYPES[o.top_k_weights.dtype].name not in WEIGHTS or not o.top_k_weights.is_contiguous()
+    ):
         return None
     du, dc = _products(given)
     assert dc is not None
@@ -134,8 +141,9 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
     spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
     numbers = (o.rows.stride()[0], o.n, experts, columns, o.rank, blocks, *division(o.top_k), o.scale)
-    piece = ((o.v, o.offs, o.rows, o.u, du, dc, parts), numbers_of(get_family(FAMILY).args).pack(*numbers))
-    kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table))
+    piece = ((o.v, o.offs, o.rows, o.u, o.weights, du, dc, parts), numbers_of(get_family(FAMILY).args).pack(*numbers))
+    weights = {} if o.weights is None else {"weights": DTYPES[o.weights.dtype].name}
+    kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table, **weights))
     maps = (None if o.factor is None else _factor_map(o.factor, o.layout, wide),)
     planning.launch(kernel, (blocks, 1, 1), (piece,), maps)
     if dc is not None:

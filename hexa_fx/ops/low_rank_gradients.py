@@ -19,8 +19,8 @@ from hexa_fx.ops.rows import row_count
 _OPS = torch.ops.hexa
 
 library.define(
-    "low_rank_gradients(Tensor rows, Tensor u, Tensor? factor, Tensor? v, Tensor offs, SymInt top_k, str layout, "
-    "ScalarType dtype, float scale, bool experts_last) -> (Tensor du, Tensor dfactor)"
+    "low_rank_gradients(Tensor rows, Tensor u, Tensor? factor, Tensor? top_k_weights, Tensor? v, Tensor offs, SymInt top_k, "
+    "str layout, ScalarType dtype, float scale, bool experts_last) -> (Tensor du, Tensor dfactor)"
 )
 
 
@@ -30,6 +30,7 @@ class LowRankGradients(NamedTuple):
     rows: Tensor
     u: Tensor
     factor: Tensor | None
+    top_k_weights: Tensor | None
     v: Tensor | None
     offs: Tensor
     top_k: int
@@ -43,6 +44,7 @@ def low_rank_gradients(
     rows: Tensor,
     u: Tensor,
     factor: Tensor | None,
+    top_k_weights: Tensor | None,
     v: Tensor | None,
     offs: Tensor,
     top_k: int,
@@ -51,12 +53,13 @@ def low_rank_gradients(
     scale: float = 1.0,
     experts_last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``du[p] = rows[row(p)] @ F[e(p)]``, and ``dF[e] = scale * sum over its rows p of rows[row(p)]^T u[p]``.
+    """``du[p] = rows[row(p)] @ F[e(p)]``, and ``dF[e] = scale * sum over its rows p of rows[row(p)]^T w_p u[p]``.
 
     Args:
         rows: (T, N) gathered by v, or (n, N) in expert order when that is None.
         u: (n, r), rows in expert order, r few.
         factor: F, (E, N, r) for layout ``kn``, (E, r, N) for ``nk``; None where du is not wanted.
+        top_k_weights: w by slot, (T, k), that u's rows are multiplied by, and rounded; None for 1. Goes with v.
         v: (n,) int32 of `reindex`, or None.
         offs: (E+1,) int32 of `reindex`.
         top_k: slots a token; 1 when v is None.
@@ -72,7 +75,7 @@ def low_rank_gradients(
     Raises:
         InputError: the arguments do not fit together.
     """
-    du, df = _OPS.low_rank_gradients(rows, u, factor, v, offs, top_k, layout, dtype, scale, experts_last)
+    du, df = _OPS.low_rank_gradients(rows, u, factor, top_k_weights, v, offs, top_k, layout, dtype, scale, experts_last)
     return du, df
 
 
@@ -93,6 +96,10 @@ def check(*args: Any) -> None:
     count = row_count(o.rows, o.v)
     if count != o.u.shape[0]:
         raise InputError(f"hexa::{name}: rows gives {count} rows and u {o.u.shape[0]}")
+    if o.top_k_weights is not None and (o.v is None or o.top_k_weights.numel() != count):
+        raise InputError(
+            f"hexa::{name}: top_k_weights are {checks.shape(o.top_k_weights)}; expected {count} numbers, and v beside them"
+        )
     if o.dtype not in checks.FLOATING or (o.experts_last and o.layout != "kn"):
         raise InputError(
             f"hexa::{name}: a gradient {o.layout} of {o.dtype}; expected one of {checks.FLOATING}, and kn to have experts last"
@@ -102,12 +109,14 @@ def check(*args: Any) -> None:
 def composed(*args: Any, by: Any = _OPS) -> tuple[Tensor, Tensor]:
     """Kernel for any device, by other operators: one reading of rows that are in order, two of gathered ones."""
     o = LowRankGradients(*args)
-    rows = (o.v, o.offs, o.top_k)
+    rows, u = (o.v, o.offs, o.top_k), o.u
+    if o.top_k_weights is not None and o.v is not None:
+        u = torch.mul(u, o.top_k_weights.reshape(-1, 1).index_select(0, o.v)).to(u.dtype)
     if o.factor is not None and o.v is None and o.layout == "kn":
-        du, df, _ = by.esfk(o.u, o.rows, o.factor, None, o.offs, 1, "nk", False)
+        du, df, _ = by.esfk(u, o.rows, o.factor, None, o.offs, 1, "nk", False)
     else:
         du = o.rows.new_empty((0,)) if o.factor is None else by.esmm(o.rows, o.factor, None, *rows, o.layout)
-        sides = (o.rows, o.u, o.v, None) if o.layout == "nk" else (o.u, o.rows, None, o.v)
+        sides = (o.rows, u, o.v, None) if o.layout == "nk" else (u, o.rows, None, o.v)
         df = by.estmm(*sides, o.offs, o.top_k, "nk")
     if not o.experts_last:
         cast = df.to(o.dtype)
@@ -128,4 +137,4 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 library.register_fake("low_rank_gradients", _fake, check)
 library.register_kernel("low_rank_gradients", "any", composed)
 library.refuse_double_backward("low_rank_gradients")
-library.register_autocast("low_rank_gradients", cast=(0, 1, 2))
+library.register_autocast("low_rank_gradients", cast=(0, 1, 2, 3))

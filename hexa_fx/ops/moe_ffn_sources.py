@@ -119,7 +119,11 @@ def backward(
     h = h.pop() if isinstance(h, list) else h
     h = _hidden(x, first, rows, u) if o.recompute_h or h is None else h
     found: dict[str, Tensor | None] = {}
-    t, found["c2"] = _from_second(needs["c2"], second, dy, u2, o.top_k_weights, rows)
+    t: Tensor | None
+    if needs["c2"]:
+        t, found["c2"] = narrowed_and_c_gradient(u2, dy, second, rows, o.top_k_weights)
+    else:
+        t = narrowed_gradient(dy, second, rows)
     dh, a_s, dweights = _activation_gradient(dy, h, t, o, rows)
     del h
     _second(found, needs, second, dy, a_s, t, o.top_k_weights, rows)
@@ -153,20 +157,6 @@ def _activation_gradient(
         found = fused[0](*operands) if added is None else fused[1](*operands, *added)
     dh, a_s, dweights = found
     return dh, a_s, dweights
-
-
-def _from_second(
-    needs_c: bool, p: Projection, dy: Tensor, u: Tensor, top_k_weights: Tensor | None, rows: Rows
-) -> tuple[Tensor | None, Tensor | None]:
-    """The second projection's `narrowed_gradient`, and C's gradient if it is needed. u: (n, r), of activations without routing
-    weights.
-    """
-    if not needs_c:
-        return narrowed_gradient(dy, p, rows), None
-    if top_k_weights is not None:
-        assert rows.v is not None
-        u = (u * top_k_weights.reshape(-1, 1).index_select(0, rows.v)).type_as(u)
-    return narrowed_and_c_gradient(u, dy, p, rows)
 
 
 def _second(

@@ -145,23 +145,27 @@ def side_by_side(
 def a_gradient(x: Tensor, t: Tensor, p: Projection, rows: Rows) -> Tensor:
     """dA (E, r, K), of rows that the projection was given and of t, its result's gradient times s C."""
     assert p.a is not None
-    da: Tensor = _OPS.low_rank_gradients(x, t, None, *rows, "nk", p.a.dtype, 1.0, False)[1]
+    da: Tensor = _OPS.low_rank_gradients(x, t, None, None, *rows, "nk", p.a.dtype, 1.0, False)[1]
     return da
 
 
 def c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> Tensor:
     """dC (E, N, r), of u, the given rows' products with A, and of the result's gradient, whose rows are read as ``rows`` says."""
-    return _of_c(u, g, p, rows, None)[1]
+    return _of_c(u, g, p, rows, None, None)[1]
 
 
-def narrowed_and_c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor]:
-    """`narrowed_gradient` and `c_gradient` of one reading of g."""
-    return _of_c(u, g, p, rows, p.left(g))
+def narrowed_and_c_gradient(
+    u: Tensor, g: Tensor, p: Projection, rows: Rows, top_k_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`narrowed_gradient` and `c_gradient` of one reading of g. The latter is of rows of u times routing weights, if given."""
+    return _of_c(u, g, p, rows, p.left(g), top_k_weights)
 
 
-def _of_c(u: Tensor, g: Tensor, p: Projection, rows: Rows, scaled: Tensor | None) -> tuple[Tensor, Tensor]:
+def _of_c(
+    u: Tensor, g: Tensor, p: Projection, rows: Rows, scaled: Tensor | None, top_k_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The same without the former if s C is not given. dC is in C's dtype and memory order."""
     assert p.c is not None
     last = experts_last(p.c)
-    t, dc = _OPS.low_rank_gradients(g, u, scaled, *rows, "kn", p.c.dtype, p.scale, last)
+    t, dc = _OPS.low_rank_gradients(g, u, scaled, top_k_weights, *rows, "kn", p.c.dtype, p.scale, last)
     return t, dc.permute(2, 0, 1) if last else dc

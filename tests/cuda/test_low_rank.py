@@ -24,7 +24,7 @@ def launched(columns: int, rank: int, rows: int, gathered: bool, dtype: torch.dt
     dy, u, c = empty(rows // top_k, columns), empty(rows, rank), empty(E, columns, rank)
     with cuda_choosing.collect(HOPPER) as specs:
         offs, form = empty(E + 1, of=torch.int32), ("kn", torch.float32, 0.5, True)
-        du, dc = low_rank_gradients(dy, u, c, v, offs, top_k, *form)
+        du, dc = low_rank_gradients(dy, u, c, empty(rows // 2, 2) if gathered else None, v, offs, top_k, *form)
     assert (du.shape, dc.shape) == (u.shape, (columns, rank, E))
     for spec in specs:
         render(spec)

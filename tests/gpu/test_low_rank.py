@@ -38,7 +38,7 @@ def test_both_gradients(dtype: torch.dtype, columns: int, rank: int, gathered: b
         c = randn(EXPERTS, columns, rank, dtype=dtype, scale=columns**-0.5)
         expected = reference_esmm(dy, c, None, v, r, "kn"), reference_estmm(u, dy, None, v, r, "nk")
         for of in (dtype, torch.float32):
-            operands = (dy, u, c, v, r.offs, k, "kn", of, 0.5, of == torch.float32)
+            operands = (dy, u, c, None, v, r.offs, k, "kn", of, 0.5, of == torch.float32)
             (du, dc), again = low_rank_gradients(*operands), low_rank_gradients(*operands)
             assert_close(du, expected[0], dtype)
             assert_close(
@@ -65,7 +65,7 @@ def test_single_products_and_gradients(columns: int, rank: int, gathered: bool, 
         y = torch.ops.hexa.esmm(rows, factor, None, v, r.offs, k, layout)
         assert_close(y, reference_esmm(rows, factor, None, v, r, layout), dtype)
         wide = reference_estmm(rows, u, v, None, r, "nk")
-        narrow = low_rank_gradients(rows, u, None, v, r.offs, k, "nk", torch.float32)[1]
+        narrow = low_rank_gradients(rows, u, None, None, v, r.offs, k, "nk", torch.float32)[1]
         assert_close(
             narrow, wide, *((torch.float32, 100) if gathered else (dtype,))
         )  # other kernels round what is not gathered
@@ -80,9 +80,25 @@ def test_many_experts(experts: int) -> None:
     r = make_routing("random", 5000, TOP_K, experts)
     dy, u = randn(5000, 256, dtype=torch.bfloat16), randn(r.n, 16, dtype=torch.bfloat16)
     c = randn(experts, 256, 16, dtype=torch.bfloat16, scale=1 / 16)
-    du, dc = low_rank_gradients(dy, u, c, r.v, r.offs, TOP_K, "kn", torch.bfloat16)
+    du, dc = low_rank_gradients(dy, u, c, None, r.v, r.offs, TOP_K, "kn", torch.bfloat16)
     assert_close(du, reference_esmm(dy, c, None, r.v, r, "kn"), torch.bfloat16)
     assert_close(dc, reference_estmm(u, dy, None, r.v, r, "nk"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("columns", "rank"), [(2048, 16), (328, 8), (72, 40)])
+@pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_slots(of: torch.dtype, columns: int, rank: int) -> None:
+    """As a product of tensors before."""
+    dtype = torch.float16 if of == torch.float16 else torch.bfloat16
+    for kind in ROUTINGS:
+        r = make_routing(kind, 301, TOP_K, EXPERTS)
+        dy, u, weights = randn(301, columns, dtype=dtype), randn(r.n, rank, dtype=dtype), randn(301, TOP_K, dtype=of)
+        c = randn(EXPERTS, columns, rank, dtype=dtype)
+        found = low_rank_gradients(dy, u, c, weights, r.v, r.offs, TOP_K, "kn", torch.float32, 0.5, True)
+        scaled = (u * weights.view(-1, 1)[r.v.long()]).to(dtype)
+        expected = low_rank_gradients(dy, scaled, c, None, r.v, r.offs, TOP_K, "kn", torch.float32, 0.5, True)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
 
 
 def test_what_is_no_number_stays_with_its_expert() -> None:
@@ -91,7 +107,7 @@ def test_what_is_no_number_stays_with_its_expert() -> None:
     c = randn(EXPERTS, 328, 16, dtype=torch.bfloat16)
     begin, end = (int(r.offs[i]) for i in (3, 4))
     dy[begin:end], u[begin:end], c[3] = (float("nan"),) * 3
-    du, dc = low_rank_gradients(dy, u, c, None, r.offs, 1, "kn", torch.bfloat16)
+    du, dc = low_rank_gradients(dy, u, c, None, None, r.offs, 1, "kn", torch.bfloat16)
     assert du[begin:end].isnan().all()
     assert dc[3].isnan().all()
     assert torch.cat((du[:begin], du[end:])).isfinite().all()

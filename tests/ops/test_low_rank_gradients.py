@@ -24,18 +24,23 @@ def routed(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 @pytest.mark.parametrize(("layout", "last"), [("nk", False), ("kn", False), ("kn", True)])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_both_gradients(tokens: int, gathered: bool, layout: str, last: bool, wanted: bool) -> None:
+@pytest.mark.parametrize("weighted", [True, False])
+def test_both_gradients(tokens: int, gathered: bool, layout: str, last: bool, wanted: bool, weighted: bool) -> None:
+    if weighted and not gathered:
+        return
     v, offs = routed(tokens)
     rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, R)
     factor = torch.randn((E, N, R) if layout == "kn" else (E, R, N))
     index = (v, offs, K) if gathered else (None, offs, 1)
-    du, df = low_rank_gradients(rows, u, factor if wanted else None, *index, layout, torch.float64, 0.5, last)
+    weights = torch.rand(tokens, K) if weighted else None
+    du, df = low_rank_gradients(rows, u, factor if wanted else None, weights, *index, layout, torch.float64, 0.5, last)
     each = rows[v.long() // K] if gathered else rows
+    scaled = u if weights is None else u * weights.view(-1, 1)[v.long()]
     expected_du, expected = torch.zeros_like(u, dtype=torch.float64), torch.zeros(E, N, R, dtype=torch.float64)
     for e in range(E):
         at, matrix = slice(int(offs[e]), int(offs[e + 1])), factor[e] if layout == "kn" else factor[e].t()
         expected_du[at] = each[at].double() @ matrix.double()
-        expected[e] = each[at].double().t() @ u[at].double() / 2
+        expected[e] = each[at].double().t() @ scaled[at].double() / 2
     torch.testing.assert_close(du.double(), expected_du if wanted else torch.zeros(0).double(), rtol=1e-5, atol=1e-5)
     expected = expected.permute(1, 2, 0) if last else expected if layout == "kn" else expected.transpose(1, 2)
     torch.testing.assert_close(df, expected, rtol=1e-5, atol=1e-5)
@@ -47,7 +52,11 @@ def test_operands_that_do_not_fit() -> None:
     form = ("kn", torch.float32, 1.0, False)
     for wrong in ((rows[:, 1:], u, factor), (rows, u[1:], factor), (rows, u[:, 1:], factor), (rows, u, factor[1:])):
         with pytest.raises(InputError, match="low_rank_gradients"):
-            low_rank_gradients(*wrong, v, offs, K, *form)
+            low_rank_gradients(*wrong, None, v, offs, K, *form)
     for form in (("kn", torch.int32, 1.0, False), ("nk", torch.float32, 1.0, True), ("??", torch.float32, 1.0, False)):
         with pytest.raises(InputError, match="low_rank_gradients"):
-            low_rank_gradients(rows, u, None, v, offs, K, *form)
+            low_rank_gradients(rows, u, None, None, v, offs, K, *form)
+    with pytest.raises(InputError, match="top_k_weights"):
+        low_rank_gradients(rows, u, None, torch.rand(3, K), v, offs, K, "kn", torch.float32)
+    with pytest.raises(InputError, match="top_k_weights"):
+        low_rank_gradients(torch.randn(4 * K, N), u, None, torch.rand(4, K), None, offs, 1, "kn", torch.float32)

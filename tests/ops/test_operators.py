@@ -252,7 +252,7 @@ SAMPLES = {
     "estmm": lambda: (random(T, D), random(T * K, H), rows()[0], None, rows()[2], K, "nk"),
     "esfk": lambda: (random(T, D), random(T * K, H), random(E, H, D), rows()[0], rows()[2], K, "nk", True),
     "low_rank_gradients": lambda: (
-        random(T, D), random(T * K, 2), random(E, D, 2), rows()[0], rows()[2], K, "kn", torch.bfloat16, 0.5, True
+        random(T, D), random(T * K, 2), random(E, D, 2), random(T, K), rows()[0], rows()[2], K, "kn", torch.bfloat16, 0.5, True
     ),
     "estmm_add": lambda: (random(E, H, D), random(T, D), random(T * K, H), rows()[0], None, rows()[2], K, "nk"),
     "ess_add": lambda: (random(E, D), random(T, D), rows()[0], rows()[2], K, random(T, K)),

@@ -14,6 +14,7 @@
 #include <hexa_fx/epilogue/low_rank_sm90.cuh>
 #include <hexa_fx/load/low_rank_sm90.cuh>
 #include <hexa_fx/mma/low_rank_sm90.cuh>
+#include <hexa_fx/ptx/dependent.cuh>
 
 namespace hexa::sm90 {
 
@@ -31,8 +32,8 @@ template <class C>
 CUTE_DEVICE void consume(LowRankSmem<C>& sm, const LowRankParams& p, const TmaDescriptor* map, int group) {
   LowRankLoop<C> loop(sm, group);
   const LowRankEpilogue<C> epilogue{sm, p, group};
-  Pipe pipe;
-  int expert = -1, slot = 0, turn = 0;
+  Pipe pipe, at_u;
+  int expert = -1, turn = 0;
   uint32_t phase = 0;
   Run<C::MaxExperts> at(sm.table, p.experts);
   for (; !at.done(); at.next()) {
@@ -44,9 +45,9 @@ CUTE_DEVICE void consume(LowRankSmem<C>& sm, const LowRankParams& p, const TmaDe
       if constexpr (C::Multiplies) Barrier::wait(&sm.factor_full, phase);
       phase ^= 1;
     }
-    loop.run(pipe, begins, slot);
+    loop.run(pipe, begins, at_u);
     if constexpr (C::Multiplies) epilogue.rows(at, loop.du, turn);
-    slot = slot + 1 >= C::Slots ? 0 : slot + 1;
+    at_u.template next<C::Slots>();
     turn ^= 1;
   }
   if (C::Sums && expert >= 0) epilogue.sums(expert, loop.dc);
@@ -63,9 +64,11 @@ CUTE_DEVICE void low_rank(const TmaDescriptor* map, const LowRankParams& p) {
       Barrier::init(&sm.full[i], 128);
       Barrier::init(&sm.empty[i], kConsumerWarps);
     }
+    for (int i = 0; i < C::Slots; ++i) Barrier::init(&sm.u_full[i], 128);
     Barrier::init(&sm.factor_full, 1);
     cutlass::arch::fence_barrier_init();
   }
+  release_next_launch();  // its blocks come where blocks of this one have ended
   if (threadIdx.x < 32) sm.table.fill(p.offs, p.experts);
   __syncthreads();
   if (group == 0) {

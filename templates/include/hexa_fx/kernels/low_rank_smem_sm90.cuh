@@ -6,11 +6,12 @@
 
 namespace hexa::sm90 {
 
-// Rank: R rounded up to 16, 32 or 64. Steps: of 128 columns. RankMajor: the factor is (E, R, N), not (E, N, R).
-template <class T_, int Rank_, int Steps_, int Stages_, bool Gather_, bool RankMajor_, bool Multiplies_, bool Sums_,
+// W: type of the weights of u's rows, void if there are none. Rank: R rounded up to 16, 32 or 64. Steps: of 128 columns. RankMajor: the factor is (E, R, N), not (E, N, R).
+template <class T_, class W_, int Rank_, int Steps_, int Stages_, bool Gather_, bool RankMajor_, bool Multiplies_, bool Sums_,
           int MaxExperts_>
 struct LowRankConfig {
   using T = T_;
+  using W = W_;
   using Element = Operand<T>;
   static constexpr int Rank = Rank_, Steps = Steps_, Stages = Stages_, MaxExperts = MaxExperts_;
   static constexpr bool Gather = Gather_, RankMajor = RankMajor_;
@@ -30,7 +31,7 @@ struct alignas(1024) LowRankSmem {
   alignas(1024) uint8_t u[C::Slots + !C::Sums][C::Sums ? kRunRows * C::Pitch : 1024];
   alignas(16) float other[2][C::Words][128];  // the second consumer's part of du, by turns
   alignas(16) uint64_t full[C::Stages];
-  uint64_t empty[C::Stages], factor_full;
+  uint64_t empty[C::Stages], u_full[C::Slots + 1], factor_full;
   RunTable<C::MaxExperts> table;
 };
 

@@ -2,7 +2,9 @@
 // or no column becomes zeros. Consumers fence for themselves.
 #pragma once
 #include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
+#include <hexa_fx/ptx/convert_sm90.cuh>
 #include <hexa_fx/ptx/copy_sm90.cuh>
+#include <hexa_fx/types/element.cuh>
 
 namespace hexa::sm90 {
 
@@ -55,10 +57,23 @@ struct LowRankGatherer {
     for (int at = threadIdx.x; at < kRunRows * kPieces; at += 128) {
       const int row = at / kPieces, piece = at % kPieces;
       const bool inside = row < rows && piece * kPiece < p.R;
-      const int from = inside ? row * (p.R / kPiece) + piece : 0;
-      const uint32_t to = row * C::Pitch + ((piece ^ (row * C::Pitch / kLineBytes & (kPieces - 1))) << 4);
-      cp_async_16(cast_smem_ptr_to_uint(sm.u[slot]) + to, u + from * kPieceBytes, inside ? kPieceBytes : 0);
+      const char* from = u + (inside ? row * (p.R / kPiece) + piece : 0) * kPieceBytes;
+      uint8_t* to = sm.u[slot] + row * C::Pitch + ((piece ^ (row * C::Pitch / kLineBytes & (kPieces - 1))) << 4);
+      if constexpr (is_same_v<typename C::W, void>) cp_async_16(cast_smem_ptr_to_uint(to), from, inside ? kPieceBytes : 0);
+      else *reinterpret_cast<uint4*>(to) = inside ? weighted(from, row0 + row) : uint4{};
     }
+    if constexpr (is_same_v<typename C::W, void>) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.u_full[slot]);
+    else Barrier::arrive(&sm.u_full[slot]);
+  }
+  // Rounded as a product of tensors is.
+  CUTE_DEVICE uint4 weighted(const char* from, int row) {
+    using T = typename C::T;
+    const float w = widen(__ldg(static_cast<const typename C::W*>(p.weights) + __ldg(p.v + row)));
+    uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
+    uint32_t* word = reinterpret_cast<uint32_t*>(&x);
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) word[i] = pack<T>(low<T>(word[i]) * w, high<T>(word[i]) * w);
+    return x;
   }
 };
 

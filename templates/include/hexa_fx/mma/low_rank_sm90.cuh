@@ -53,10 +53,11 @@ struct LowRankLoop {
     if (lane_id() == 0) Barrier::arrive(&sm.empty[stage]);
   }
 
-  // `begins`: sums begin with this tile.
-  CUTE_DEVICE void run(Pipe& pipe, bool begins, int slot) {
-    const uint32_t rows = cast_smem_ptr_to_uint(sm.rows[0][group]), u = cast_smem_ptr_to_uint(sm.u[slot]);
+  // `begins`: sums begin with this tile. `at_u`: where its rows of u are.
+  CUTE_DEVICE void run(Pipe& pipe, bool begins, const Pipe& at_u) {
+    const uint32_t rows = cast_smem_ptr_to_uint(sm.rows[0][group]), u = cast_smem_ptr_to_uint(sm.u[at_u.index]);
     const uint32_t factor = cast_smem_ptr_to_uint(sm.factor);
+    if constexpr (C::Sums) Barrier::wait(&sm.u_full[at_u.index], at_u.phase);
     fence();
     int previous = 0;
     CUTE_UNROLL

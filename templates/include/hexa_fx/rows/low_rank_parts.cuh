@@ -2,6 +2,7 @@
 // as the factor lies in memory. Zeros for experts without rows.
 #pragma once
 #include <hexa_fx/load/vector.cuh>
+#include <hexa_fx/ptx/dependent.cuh>
 #include <hexa_fx/scheduler/runs.cuh>
 #include <hexa_fx/types/low_rank.cuh>
 
@@ -23,6 +24,7 @@ struct LowRankParts {
     __shared__ Table table;
     if (threadIdx.x < 32) table.fill(p.offs, p.experts);
     __syncthreads();
+    wait_for_last_launch();
     if constexpr (kOrder == FactorOrder::experts_last) tile(p, table);
     else eight(p, table);
   }
@@ -39,8 +41,10 @@ struct LowRankParts {
     for (int j = 0; j < kChunk; ++j) out[j] = 0.f;
     for (int block = blocks.first; block <= blocks.last; ++block) {
       if (tiles < p.blocks && run_begin(block, tiles, p.blocks) == run_begin(block + 1, tiles, p.blocks)) continue;  // it had none
+      const float* from = p.parts + static_cast<long long>(block + expert) * p.N * p.R + at;
+      Raw<float> raw{load_written16(from, true), load_written16(from + 4, true)};
       float part[kChunk];
-      load_chunk<true, true>(part, p.parts + static_cast<long long>(block + expert) * p.N * p.R + at);
+      unpack<float>(part, raw);
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) out[j] += part[j];
     }

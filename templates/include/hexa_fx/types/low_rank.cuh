@@ -4,14 +4,15 @@
 namespace hexa {
 
 struct LowRankParams {
-  const int* v;      // (n,) slot of every row, or null: rows are in expert order
-  const int* offs;   // (E + 1,)
-  const void* rows;  // (T, N) or (n, N)
-  const void* u;     // (n, R)
-  void* du;          // (n, R)
-  void* dc;          // (E, N, R), (E, R, N), or (N, R, E)
-  float* parts;      // (blocks + E, N, R) sums of experts' rows, a block's at a time
-  long long stride;  // of rows
+  const int* v;         // (n,) slot of every row, or null: rows are in expert order
+  const int* offs;      // (E + 1,)
+  const void* rows;     // (T, N) or (n, N)
+  const void* u;        // (n, R)
+  const void* weights;  // by slot: what rows of u are multiplied by, or null
+  void* du;             // (n, R)
+  void* dc;             // (E, N, R), (E, R, N), or (N, R, E)
+  float* parts;         // (blocks + E, N, R) sums of experts' rows, a block's at a time
+  long long stride;     // of rows
   int n, experts, N, R;
   int blocks;                   // of the launch that makes the parts
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
