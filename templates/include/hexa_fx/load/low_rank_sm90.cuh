@@ -1,5 +1,5 @@
-// Four warps that gather tiles of 64 rows and those of u beside them: eight threads a line of a row, sixteen rows at a time. What is no row
-// or no column becomes zeros. Consumers fence for themselves.
+// Four warps that gather tiles of 64 rows, and rows of u beside them: eight threads a line of a row, sixteen rows at a time. What is
+// no row or no column becomes zeros. Consumers fence for themselves.
 #pragma once
 #include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
 #include <hexa_fx/ptx/convert_sm90.cuh>
