@@ -147,7 +147,9 @@ def _function_of_number(name: str) -> Callable[[Any], Any]:
 
 
 def _formatted(number: Any, how: str) -> str:
-    number.node.str()  # notes what is said
+    """A part of a longer text, a line of a log mostly: of a float that is no decision, as texts of float tensors are none."""
+    if not number.node.is_float():
+        number.node.str()  # notes that this very number is said
     return format(plain(number), how)
 
 

@@ -130,9 +130,7 @@ class RecordedNumber:
             self.recorder.note_decision(compared)
 
     def str(self) -> str:
-        """What code says in a log, say: of a float that is no decision, as texts of float tensors are none."""
-        if not self.is_float():
-            self._compare()
+        self._compare()
         return repr(self.value)
 
     _graph_repr = __str__ = str
