@@ -21,7 +21,7 @@ struct LowRankParts {
   };
 
   static __device__ void run(const LowRankParams& p) {
-    __shared__ Table table;
+    static __shared__ Table table;
     if (threadIdx.x < 32) table.fill(p.offs, p.experts);
     __syncthreads();
     wait_for_last_launch();
@@ -70,8 +70,8 @@ struct LowRankParts {
 
   // grid (64 of an expert's numbers, 64 experts): they change places in shared memory.
   static __device__ void tile(const LowRankParams& p, const Table& table) {
-    __shared__ float turned[kSide][kSide + 1];
-    __shared__ Blocks blocks[kSide];
+    static __shared__ float turned[kSide][kSide + 1];
+    static __shared__ Blocks blocks[kSide];
     const int size = p.N * p.R, at0 = blockIdx.x * kSide, expert0 = blockIdx.y * kSide;
     if (threadIdx.x < kSide && expert0 + int(threadIdx.x) < p.experts)
       blocks[threadIdx.x] = blocks_of(p, table, expert0 + threadIdx.x);

@@ -2,21 +2,20 @@
 // expert's rows keeps its sums for many tiles. An expert may lie in the runs of several blocks. What block b has of expert e goes to place
 // b + e, which is no other pair's: along the tiles, either goes up.
 #pragma once
-#include <hexa_fx/ptx/lanes.cuh>
 
 namespace hexa {
 
 inline constexpr int kRunRows = 64;  // of a tile
 
-CUTE_DEVICE int run_begin(int block, int tiles, int blocks) { return int(static_cast<long long>(block) * tiles / blocks); }
+__device__ inline int run_begin(int block, int tiles, int blocks) { return int(static_cast<long long>(block) * tiles / blocks); }
 
 // The block whose run has this tile.
-CUTE_DEVICE int block_of_tile(int tile, int tiles, int blocks) {
+__device__ inline int block_of_tile(int tile, int tiles, int blocks) {
   return int((static_cast<long long>(tile + 1) * blocks + tiles - 1) / tiles) - 1;
 }
 
-CUTE_DEVICE int run_tiles(const int* offs, int expert) {
-  return sm90::ceil_div(__ldg(offs + expert + 1) - __ldg(offs + expert), kRunRows);
+__device__ inline int run_tiles(const int* offs, int expert) {
+  return (__ldg(offs + expert + 1) - __ldg(offs + expert) + kRunRows - 1) / kRunRows;
 }
 
 // Offsets of experts, and how many tiles are before each.
@@ -25,17 +24,18 @@ struct RunTable {
   int offs[MaxExperts + 1], tiles[MaxExperts + 1];
 
   // Called by one warp.
-  CUTE_DEVICE void fill(const int* from, int experts) {
+  __device__ void fill(const int* from, int experts) {
+    const int lane = threadIdx.x % 32;
     int done = 0;
     for (int base = 0; base <= experts; base += 32) {
-      const int e = base + sm90::lane_id();
+      const int e = base + lane;
       if (e <= experts) offs[e] = __ldg(from + e);
       const int own = e < experts ? run_tiles(from, e) : 0;
       int sum = own;
-      CUTE_UNROLL
+#pragma unroll
       for (int d = 1; d < 32; d *= 2) {
         const int before = __shfl_up_sync(~0u, sum, d);
-        if (sm90::lane_id() >= d) sum += before;
+        if (lane >= d) sum += before;
       }
       if (e <= experts) tiles[e] = done + sum - own;
       done += __shfl_sync(~0u, sum, 31);
@@ -48,7 +48,7 @@ template <int MaxExperts>
 struct Run {
   const RunTable<MaxExperts>& table;
   int tile, end, expert = 0;
-  CUTE_DEVICE Run(const RunTable<MaxExperts>& table, int experts) : table(table) {
+  __device__ Run(const RunTable<MaxExperts>& table, int experts) : table(table) {
     tile = run_begin(blockIdx.x, table.tiles[experts], gridDim.x);
     end = run_begin(blockIdx.x + 1, table.tiles[experts], gridDim.x);
     for (int hi = experts; hi - expert > 1;) {
@@ -57,13 +57,13 @@ struct Run {
       else hi = mid;
     }
   }
-  CUTE_DEVICE bool done() const { return tile >= end; }
-  CUTE_DEVICE void next() {
+  __device__ bool done() const { return tile >= end; }
+  __device__ void next() {
     ++tile;
     while (tile < end && table.tiles[expert + 1] <= tile) ++expert;
   }
-  CUTE_DEVICE int row0() const { return table.offs[expert] + (tile - table.tiles[expert]) * kRunRows; }
-  CUTE_DEVICE int rows() const { return min(kRunRows, table.offs[expert + 1] - row0()); }
+  __device__ int row0() const { return table.offs[expert] + (tile - table.tiles[expert]) * kRunRows; }
+  __device__ int rows() const { return min(kRunRows, table.offs[expert + 1] - row0()); }
 };
 
 }  // namespace hexa
