@@ -20,6 +20,7 @@ from hexa_fx.codegen.family_low_rank import (
     PARTS,
     RANKS,
     STEP_COLUMNS,
+    TILE_ROWS,
     WEIGHTS,
     holds,
     padded_rank,
@@ -131,7 +132,8 @@ def takes(o: LowRank) -> bool:
 def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     """du (n, r) and dC; None for what is not wanted."""
     planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
-    blocks, wide, steps, table = planning.card.multiprocessors, padded_rank(o.rank), steps_of(columns), _table(experts)
+    wide, steps, table = padded_rank(o.rank), steps_of(columns), _table(experts)
+    blocks = min(planning.card.multiprocessors, o.n // TILE_ROWS + experts)  # as many as there can be tiles
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
     dc = parts = None
     if o.u is not None:
