@@ -19,12 +19,13 @@ from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.closures import functions_of, kept_by_functions
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.lookup import CALLED, Answer, lookup
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.read_values import CACHED
-from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.isolation.users_code import module_name
 
 _DATA = (
     bool,
@@ -58,7 +59,7 @@ class SideEffects:
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
         self._block, self._namespaces = block, _with_homes(namespaces)
         self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
-        self._global = Contents(_reached(self._namespaces))
+        self._global = Contents(_reached(self._namespaces, block))
         self._watched = {*self._held.holders(), *self._global.holders()}
         self._arrays = [(a, a.copy()) for a in (*self._held.items(), *self._global.items()) if _is_array(a)]
         self._streams = Streams(block)
@@ -200,16 +201,17 @@ def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(all_of_them.values())
 
 
-def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
-    """The namespaces, the lists, dicts, objects and classes in them, the lists and dicts in these, and what functions keep."""
+def _reached(namespaces: list[dict[str, Any]], block: nn.Module) -> Iterator[Holder]:
+    """The namespaces, the lists, dicts, objects and classes in them, the lists and dicts in these, and what functions keep, those
+    that modules hold too."""
     seen: set[int] = set()
+    kept: set[int] = set()
+    yield from kept_by_functions(functions_of(block), kept)
     for namespace in namespaces:
         where = module_name(namespace).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in namespace.copy().items():
-            if isinstance(value, types.FunctionType) and id(value) not in seen and is_users(value.__module__ or ""):
-                seen.add(id(value))
-                yield from (Holder(name, kept) for kept in (vars(value), *(value.__closure__ or ())) if kept)
+            yield from kept_by_functions([(name, value)], kept)
             if name.startswith("__") or id(value) in seen or not _may_hold(value):
                 continue
             seen.add(id(value))

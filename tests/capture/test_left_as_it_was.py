@@ -541,6 +541,57 @@ def test_a_cache_that_a_rewritten_block_reads_stays() -> None:
     assert operators_run(optimized, (x,))
 
 
+def counter() -> tuple[Callable[[torch.Tensor], None], Callable[[], str]]:
+    """A function that counts in its closure, and one that tells what."""
+    array, numbers, calls = np.zeros(E), [0.0], 0
+
+    def count(load: torch.Tensor) -> None:
+        nonlocal calls
+        array[:] += load.numpy()
+        numbers.append(float(load[0]))
+        calls += 1
+
+    return count, lambda: str((array, numbers, calls))
+
+
+def with_a_function(router: nn.Module, count: Callable[[torch.Tensor], None]) -> None:
+    router.keep = lambda m, load: count(load)
+
+
+def with_a_list_of_functions(router: nn.Module, count: Callable[[torch.Tensor], None]) -> None:
+    router.listed = [functools.partial(count)]
+    router.keep = lambda m, load: m.listed[0](load)
+
+
+def with_a_hook(router: nn.Module, count: Callable[[torch.Tensor], None]) -> None:
+    router.keep = lambda m, load: None
+    router.router.register_forward_hook(lambda m, args, logits: count(logits.detach().softmax(-1).sum(0)))
+
+
+def with_a_method(router: nn.Module, count: Callable[[torch.Tensor], None]) -> None:
+    class Counted(Beside):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = self.router(x)
+            count(logits.detach().softmax(-1).sum(0))
+            return logits
+
+    router.__class__ = Counted
+
+
+@pytest.mark.parametrize("way", [with_a_function, with_a_list_of_functions, with_a_hook, with_a_method])
+def test_what_functions_that_a_router_holds_count_in(way: Callable[..., None]) -> None:
+    count, told = counter()
+    block, x = Block(lambda m, load: None), torch.randn(24, D)
+    block.router = Beside(block.router, lambda m, load: None)
+    way(block.router, count)
+    before = told()
+    optimized = hexa_fx.optimize_(block, x)
+    assert optimized.report.rewritten, optimized.report
+    assert told() == before
+    assert operators_run(optimized, (x,))
+    assert told() != before
+
+
 OFFSETS = np.zeros(E)
 
 
