@@ -44,10 +44,9 @@ from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.cover.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
-from hexa_fx.passes.detect.combine import PADDED
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.inputs.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike, with_many_tokens
+from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
@@ -143,8 +142,8 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         if analysis.rewritten or analysis.settled:
             return analysis
         tried.append((example, analysis))
-        if len(tried) == 1 and any(refusal.reason == PADDED for refusal in analysis.refusals.values()):
-            left = chain(left, with_many_tokens(example))
+        if len(tried) == 1:
+            left = chain(left, after_refusal({refusal.reason for refusal in analysis.refusals.values()}, example))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
     recorded = [(e, a) for e, a in tried if not any(isinstance(r, _NotRecorded) for r in a.refusals.values())]

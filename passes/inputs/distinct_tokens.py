@@ -9,7 +9,7 @@ and everything else stay as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
+from hexa_fx.passes.detect.combine import APART, PADDED
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 
@@ -56,9 +57,26 @@ def examples(observation: Observation) -> Iterator[Observation]:
         yield from [_with_repetitions_replaced(observation, fresh[0]), *fresh]
 
 
-def with_many_tokens(observation: Observation) -> Iterator[Observation]:
-    """One like it with a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none."""
-    yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
+def after_refusal(reasons: Collection[str], observation: Observation) -> Iterator[Observation]:
+    """Others that may show what these ``reasons`` say is missing.
+
+    One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
+    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart.
+    """
+    matrix = _matrix(observation)
+    if PADDED in reasons:
+        yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
+    if APART in reasons and matrix is not None and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
+        experts = number_of_experts(observation.module)
+        inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
+        args, kwargs = inputs.at(max(_ENOUGH, experts or 0), 1, matrix.dtype)
+        yield replace(observation, args=args, kwargs=kwargs)
+
+
+def _is_of_sequences(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
+    """Whether a tensor may hold a row of floats for each sequence of ``tokens``, (B, S, D)."""
+    floats = tensor.is_floating_point() and 2 <= tensor.dim() <= tokens.dim() and tokens.dim() > 2
+    return floats and tensor.shape[0] == tokens.shape[0] and tensor.shape[:-1].numel() < tokens.shape[:-1].numel()
 
 
 def mostly_alike(observation: Observation) -> bool:

@@ -15,6 +15,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
+from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
 from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.match import MoEMatch
@@ -138,13 +139,20 @@ def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:
     return found
 
 
+def _tokens(match: MoEMatch) -> torch.fx.Node:
+    """A node with a row for every token. Where sequences have one token each, one of fewer dimensions may have a row for those."""
+    roles = match.body.steps.values() if isinstance(match.body, FreeBody) else ()
+    sources = [match.source, *(role.source for role in roles if isinstance(role, TokenRows))]
+    return max(sources, key=lambda node: record_of(node).value.dim())
+
+
 def _form(match: MoEMatch) -> Form:
-    tokens = record_of(match.source).value
+    tokens = record_of(_tokens(match)).value
     count = tokens.numel() // tokens.shape[-1]
     routing = match.routing
     sources = (routing.index, *routing.before, *routing.after, *routing.keep)
     each = {node: n for source in sources for node, n in _numbers_of_token(source, count)}
-    return Form(match.source, tuple(each), tuple(each.values()))
+    return Form(_tokens(match), tuple(each), tuple(each.values()))
 
 
 def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[torch.fx.Node, int]]:
@@ -156,7 +164,7 @@ def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[torc
 
 def _last(match: MoEMatch, order: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
     """The node after which the tokens and all of the routing are known; None if that is only with the region."""
-    needed = {match.source, *match.routing.nodes}
+    needed = {_tokens(match), *match.routing.nodes}
     places = [place for place, node in enumerate(order) if node in needed]
     return order[max(places)] if len(places) == len(needed) else None
 

@@ -9,6 +9,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.ops.ranks import repeated_in_groups
 from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.common import TopKGate, experts
 from tests.zoo.compare import compare, operators_run, perturb
 from tests.zoo.variant import D, E, I, K
 
@@ -128,3 +129,48 @@ def test_repeated_in_groups() -> None:
     assert repeated_in_groups(values, torch.zeros(2, 3, D)).tolist() == [[1, 2]] * 3 + [[3, 4]] * 3
     assert repeated_in_groups(values[:0], torch.zeros(0, 3, D)).shape == (0, 2)
     assert repeated_in_groups(values, torch.zeros(2, 0, D)).shape == (0, 2)
+
+
+class Modulated(nn.Module):
+    """An expert whose hidden channels are scaled and shifted by what its tokens are conditioned on, as by a step of diffusion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.modulation, self.down = nn.Linear(D, I), nn.Linear(D, 2 * I), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.modulation(condition).chunk(2, -1)
+        return self.down(nn.functional.silu(self.up(x) * (1 + scale) + shift))
+
+
+class OnSequences(nn.Module):
+    """All tokens of a sequence are given the same condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(Modulated)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        flat, each = x.reshape(-1, D), condition[:, None].expand_as(x).reshape(-1, D)
+        weights, index = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(flat[token], each[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+def test_conditions_of_whole_sequences() -> None:
+    torch.manual_seed(0)
+    block = OnSequences().double()
+    optimized = hexa_fx.optimize(
+        block,
+        (torch.randn(2, 7, D).double(), torch.randn(2, D).double()),
+        hexa_fx.HexaConfig(own_code_when_small=False),
+    )
+    assert optimized.report.rewritten, str(optimized.report)
+    for batch, length in ((3, 5), (1, 1), (1, 9)):
+        given = torch.randn(batch, length, D).double(), torch.randn(batch, D).double()
+        assert operators_run(optimized, given)
+        found = compare(block, optimized, given, train=True)
+        assert found.within(1e-10), found
