@@ -44,7 +44,7 @@ class Saturated(ListMoE):
     steps = 3
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.steps = min(self.steps + 1, 5)
+        self.steps = min(self.steps + 1, 50)
         return super().forward(hidden)
 
 

@@ -55,6 +55,16 @@ class Once(Mixture):
         return self.mix(x)[2] * self.scale
 
 
+class Saturates(Mixture):
+    """Counts its first two calls."""
+
+    steps = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = min(self.steps + 1, 5)
+        return self.mix(x)[2] * self.steps
+
+
 class FromFirstTokens(Mixture):
     """What it keeps is of the first tokens that it gets."""
 
@@ -117,6 +127,17 @@ def test_what_a_first_call_sets_up_is_there_in_the_others(kind: type[nn.Module])
         assert bool(operators_run(opt, (_x(7),))) is (scale == 0.5)
         found = compare(block, opt, (_x(7),), train=True)
         assert found.within(1e-10), found
+
+
+def test_a_number_that_first_calls_bring_to_its_end() -> None:
+    block, opt = _optimized(Saturates)
+    for tokens in (5, 7, 9, 7):
+        torch.testing.assert_close(opt(_x(tokens)), block(_x(tokens)))
+        assert opt.steps == block.steps
+    assert operators_run(opt, (_x(7),))
+    opt.steps = block.steps = 1
+    torch.testing.assert_close(opt(_x(5)), block(_x(5)))
+    assert opt.steps == block.steps == 2
 
 
 def test_what_is_of_the_first_tokens_is_refused_where_it_is_read() -> None:
