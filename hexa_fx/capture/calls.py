@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
 import sys
+import types
 from typing import Any
 
 import torch
@@ -77,6 +79,7 @@ SYMBOLIC_FUNCTIONS = {
 
 
 _MEMORY = frozenset("untyped_storage storage storage_offset".split())
+_PYTHON = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, nn.Module)
 
 
 class UnreadableTensor(Exception):
@@ -124,6 +127,8 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
         )
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
         return name not in _TEXTS or args[0].is_floating_point()
+    if any(isinstance(given, _PYTHON) for given in (*args, *kwargs.values())):
+        raise UnreadableTensor(_HANDED.format(name))
     if _holds_tensor(args) or _holds_tensor(kwargs):
         return False
     return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)
@@ -207,10 +212,18 @@ _AS_A_KEY = (
 )
 
 
+_HANDED = (
+    "it hands Python code to {}(), and no recorded graph says what that computes; with both results and torch.where() in place of "
+    "torch.cond(), say, it can be rewritten"
+)
+
+
 def why_not_recorded(error: Exception) -> str:
     """A sentence about an error that a block raises while it is recorded: of numbers that are symbolic then, what to do instead."""
     if isinstance(error, UnreadableTensor):
         return str(error)
+    if type(error).__name__ == "UncapturedHigherOrderOpError":  # its compiler followed the call into the recorder
+        return _HANDED.format("torch.cond")
     return _AS_A_KEY if "unhashable type: non-nested Sym" in str(error) else f"{type(error).__name__}: {error}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,8 @@ class Selections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
+            return func(*args, **kwargs)
         if name in overlooked.COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         result = func(*args, **kwargs)

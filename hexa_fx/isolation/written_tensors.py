@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from hexa_fx.isolation.module_snapshot import fill, is_like
@@ -127,6 +128,8 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if is_compiling():  # what torch.cond() compiles writes to none
+            return func(*args, **kwargs)
         self.before(name, args, kwargs)
         result = func(*args, **kwargs)
         if name not in _NOT_MADE:
