@@ -97,13 +97,10 @@ def _shape(spec: KernelSpec) -> LaunchShape:
 
 
 def _values(spec: KernelSpec) -> dict[str, object]:
+    order = "rank_major" if spec.layout == "nk" else "rank_minor"
     return {
         "rank_major": spec.layout == "nk",
-        "order": "experts_last"
-        if spec.option("experts_last")
-        else "rank_major"
-        if spec.layout == "nk"
-        else "rank_minor",
+        "order": "experts_last" if spec.option("experts_last") else order,
         "multiplies": _multiplies(spec.op),
         "sums": _sums(spec.op),
         "experts": expert_tables(spec),

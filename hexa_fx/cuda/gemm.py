@@ -96,9 +96,8 @@ def esmm_low_rank(*args: Any) -> Tensor:
     weight, layout = as_stored(base.weight, base.layout)
     c = (c if layout == base.layout else c.transpose(1, 2)).contiguous()
     base = base._replace(weight=weight, layout=layout)
-    if _few_rows(base.rows, base.offs) or not _hopper(
-        base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)
-    ):
+    few = _few_rows(base.rows, base.offs)
+    if few or not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
         return _with_second(esmm(*base), u, c, base.offs, layout)
     return sm90.esmm(EsmmLowRank(base, u, c))
 

@@ -37,7 +37,7 @@ from hexa_fx.ir import Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.operands import Esmm, Estmm
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import columns_of, flip, row_count
 
 FEWEST_ROWS = 32
 """Rows an expert on average from which these kernels were measured: they take 0.4 to 0.9 of the time of tiles of the family
@@ -49,18 +49,15 @@ class LowRank(NamedTuple):
     """What the kernels are given.
 
     Args:
-        op: which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both.
         rows: (T, N) gathered by v, or (n, N).
         v, offs, top_k: as operators have them.
         u: (n, r), or None where only du is wanted.
         factor: (E, r, N) or (E, N, r), or None where only dC is wanted.
         layout: of the factor or its gradient, ``nk`` the former.
-        n, rank: n and r.
         weights: by slot, that rows of u are multiplied by, or None for 1.
         dtype, scale, experts_last: of dC, see `hexa_fx.ops.low_rank_gradients`.
     """
 
-    op: str
     rows: Tensor
     v: Tensor | None
     offs: Tensor
@@ -68,12 +65,28 @@ class LowRank(NamedTuple):
     u: Tensor | None
     factor: Tensor | None
     layout: Layout
-    n: int
-    rank: int
     weights: Tensor | None = None
     dtype: torch.dtype | None = None
     scale: float = 1.0
     experts_last: bool = False
+
+    @property
+    def op(self) -> str:
+        """Which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both."""
+        return "esmm" if self.u is None else "estmm" if self.factor is None else BOTH
+
+    @property
+    def n(self) -> int:
+        """n."""
+        return row_count(self.rows, self.v)
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        if self.factor is not None:
+            return columns_of(self.factor, self.layout)
+        assert self.u is not None
+        return self.u.shape[1]
 
     @property
     def experts(self) -> int:
@@ -85,7 +98,7 @@ def esmm(o: Esmm) -> Tensor | None:
     """A product without a bias whose weight has a few columns; None if it is another one."""
     if o.bias is not None:
         return None
-    given = LowRank("esmm", o.x, o.v, o.offs, o.top_k, None, o.weight, o.layout, o.rows, o.columns)
+    given = LowRank(o.x, o.v, o.offs, o.top_k, None, o.weight, o.layout)
     return _products(given)[0] if takes(given) else None
 
 
@@ -96,20 +109,15 @@ def estmm(o: Estmm) -> Tensor | None:
     few_index, v = (o.x_index, o.g_index) if few_of_x else (o.g_index, o.x_index)
     if few_index is not None:
         return None
-    n, rank = few.shape
-    given = LowRank("estmm", rows, v, o.offs, o.top_k, few, None, layout, n, rank, None, rows.dtype)
+    given = LowRank(rows, v, o.offs, o.top_k, few, None, layout, dtype=rows.dtype)
     return _products(given)[1] if takes(given) else None
 
 
 def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
     """du and dC of one reading; None if the kernels do not take them."""
-    op, (n, rank), rows = "estmm" if o.factor is None else BOTH, o.u.shape, (o.rows, o.v, o.offs, o.top_k)
-    given = LowRank(op, *rows, o.u, o.factor, o.layout, n, rank, o.top_k_weights, o.dtype, o.scale, o.experts_last)
-    if o.dtype not in (torch.float32, o.rows.dtype) or not takes(given):
-        return None
-    if o.top_k_weights is not None and (
-        DTYPES[o.top_k_weights.dtype].name not in WEIGHTS or not o.top_k_weights.is_contiguous()
-    ):
+    stored = (o.dtype, o.scale, o.experts_last)
+    given = LowRank(o.rows, o.v, o.offs, o.top_k, o.u, o.factor, o.layout, o.top_k_weights, *stored)
+    if not takes(given):
         return None
     du, dc = _products(given)
     assert dc is not None
@@ -124,6 +132,10 @@ def takes(o: LowRank) -> bool:
     if not planning_of(o.offs).card.is_hopper or is_fixed() or (o.op == "estmm" and o.v is None):
         return False
     if experts > MAX_EXPERTS or o.n < FEWEST_ROWS * experts or columns <= RANKS[-1]:
+        return False
+    if o.dtype not in (None, torch.float32, o.rows.dtype):
+        return False
+    if o.weights is not None and (DTYPES[o.weights.dtype].name not in WEIGHTS or not o.weights.is_contiguous()):
         return False
     fits = holds(o.op, columns, o.rank, _table(experts)) and all(t.is_contiguous() for t in few)
     return fits and not unsupported(o.rows, *few, experts=experts)
