@@ -21,28 +21,13 @@ from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.closures import functions_of, kept_by_functions
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
-from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_object, items, objects_in
+from hexa_fx.isolation.held_objects import LITERALS, MISSING, MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.lookup import CALLED, Answer, lookup
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import module_name
 
-_DATA = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    types.NoneType,
-    torch.dtype,
-    torch.device,
-    torch.Tensor,
-    *KINDS,
-    tuple,
-    set,
-    frozenset,
-)
+_DATA = (*LITERALS, torch.Tensor, *KINDS, tuple, set, frozenset)
 _MOST = 256
 _LARGEST_ARRAY = 1 << 16
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})

@@ -14,16 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+LITERALS = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device)
+"""Values that are nothing but themselves."""
+
 PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    types.NoneType,
-    torch.dtype,
-    torch.device,
+    *LITERALS,
     enum.Enum,
     type,
     types.FunctionType,

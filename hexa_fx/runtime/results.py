@@ -18,6 +18,7 @@ from hexa_fx.ir import Container, ContainerItem, Counter, Destination, ModuleAtt
 from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.held_objects import MISSING, step
 from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.runtime.guards import GuardMiss
 
 
@@ -83,7 +84,17 @@ def values_left(module: nn.Module, destinations: Iterable[Destination]) -> tuple
     )
 
 
-def shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[Holder]:
+def state_of(module: nn.Module, stored: Iterable[Destination], changed: Sequence[str]) -> ModuleState:
+    """What calls of a rewritten block may change, as it is now.
+
+    Args:
+        stored: where they put results.
+        changed: names of parameters that they write to.
+    """
+    return ModuleState(module, _shared_holders(module, stored), changed)
+
+
+def _shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[Holder]:
     """The lists, deques, dicts and objects among ``destinations`` that modules need not hold, each once.
 
     These are globals, and objects. Those that are gone are left out.

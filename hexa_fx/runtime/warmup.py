@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.results import shared_holders
+from hexa_fx.runtime.results import state_of
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +64,9 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Runs forward, and backward if the block is in train mode."""
-    forward = block.forward
-    changed = forward.changed[block.training] if isinstance(forward, HexaForward) else ()
-    state = ModuleState(block, _shared_holders(block), changed)
+    forward, mode = block.forward, block.training
+    of_results = (forward.stored[mode], forward.changed[mode]) if isinstance(forward, HexaForward) else ((), ())
+    state = state_of(block, *of_results)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         stack.callback(state.restore)
@@ -80,13 +78,6 @@ def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         wanted = [p for p in block.parameters() if p.requires_grad]
         if block.training and results and wanted:
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
-
-
-def _shared_holders(block: nn.Module) -> Iterator[Holder]:
-    """The globals that the rewritten forward of the block adds to; what this run adds is taken out again."""
-    forward = block.forward
-    if isinstance(forward, HexaForward):
-        yield from shared_holders(block, forward.stored[block.training])
 
 
 def _leaf(value: Any) -> Any:

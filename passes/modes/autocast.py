@@ -18,12 +18,11 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
-from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.modes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of
-from hexa_fx.runtime.results import shared_holders, values_left
+from hexa_fx.runtime.results import state_of, values_left
 from hexa_fx.runtime.signature import ArgumentNames
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def _autocast_dtypes(
     if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
         return {}
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
-    before = ModuleState(block, shared_holders(block, rewritten.stored), rewritten.changed)
+    before = state_of(block, rewritten.stored, rewritten.changed)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # a block in 16 bits has its own dtype and the autocast dtype in one
     tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))

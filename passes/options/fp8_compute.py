@@ -16,12 +16,11 @@ from torch import nn
 
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import observe
 from hexa_fx.passes.options.canonical_nodes import with_changed_nodes
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, uninstall
-from hexa_fx.runtime.results import shared_holders
+from hexa_fx.runtime.results import state_of
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def _outputs(
 ) -> list[torch.Tensor]:
     """All floating-point outputs in float32. The module keeps what it had, and so do globals that it adds to."""
     forward = install(block, *((form, None) if block.training else (None, form)))
-    state = ModuleState(block, shared_holders(block, form.stored), form.changed)
+    state = state_of(block, form.stored, form.changed)
     try:
         outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), gradients=False)
     finally:

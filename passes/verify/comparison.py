@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import float64_bytes
@@ -54,8 +53,7 @@ class Comparison:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
         training = bool(subject.module.training)
-        shared = results.shared_holders(subject.module, forward.stored[training])
-        self.state = ModuleState(subject.module, shared, forward.changed[training])
+        self.state = results.state_of(subject.module, forward.stored[training], forward.changed[training])
         self.tolerance = tolerance_of(subject.dtype)
 
     def cases(self) -> tuple[VerificationCase, ...]:

@@ -145,11 +145,11 @@ class PerturbedRuns:
     def _outcome(
         self, call: Callable[..., Any], trial: Trial, leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
     ) -> Outcome | Exception:
-        module = trial.module
+        module, training = trial.module, bool(trial.module.training)
         if trial.state is None:
-            shared = results.shared_holders(module, self.forward.stored[bool(module.training)])
             known = self.state if self.state is not None and self.state.retaken() else None
-            trial.state = known or ModuleState(module, shared, self.forward.changed[bool(module.training)])
+            of_results = self.forward.stored[training], self.forward.changed[training]
+            trial.state = known or results.state_of(module, *of_results)
         state = trial.state
 
         def run() -> Outcome:
