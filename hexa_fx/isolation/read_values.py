@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import collections
 import copy
 import datetime
 import decimal
@@ -28,10 +27,8 @@ from torch import nn
 from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.hidden_sources import CLOCK, hidden_source
 from hexa_fx.isolation.lookup import CALLED, Answer
+from hexa_fx.isolation.moved import NAMED, Moved, movable
 from hexa_fx.isolation.users_code import is_users
-
-_NAMED = type(vars(collections.namedtuple("_", "field"))["field"])
-"""What lies in the class of a named tuple under the name of a field."""
 
 CONSTANT = (
     *(kind for kind in PLAIN if kind is not functools.partial),
@@ -57,7 +54,7 @@ CONSTANT = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    _NAMED,
+    NAMED,
     type(MISSING),
 )
 """Values that never change and are compared as they are; functions, classes and Python modules by identity."""
@@ -241,61 +238,6 @@ def _answers(cached: Any) -> Iterator[Answer]:
     for args in given:
         if _all_constant(args) and is_object(cached(*args)):
             yield Answer(args)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Stands in a pickle for a function, class or Python module: its name, and of a function what it does."""
-
-    name: str
-    code: Any
-
-    @classmethod
-    def of(cls, value: Any) -> Moved:
-        return cls(_name(value), _code(getattr(_function(value), "__code__", None)))
-
-    def is_like(self, value: Any) -> bool:
-        return isinstance(value, _MOVED) and Moved.of(value) == self
-
-
-_MOVED = (
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    property,
-    functools.cached_property,
-    _NAMED,
-)
-
-
-def movable(value: Any) -> Any:
-    """``value`` in a form that can be pickled and copied."""
-    if isinstance(value, _MOVED):
-        return Moved.of(value)
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(movable, value))
-    return {key: movable(item) for key, item in value.items()} if type(value) is dict else value
-
-
-def _function(value: Any) -> Any:
-    return getattr(value, "fget", None) or getattr(value, "func", None) or value
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, _NAMED):
-        return repr(value)  # its place in the tuple
-    function = _function(value)
-    return (
-        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', getattr(function, '__name__', ''))}"
-    )
-
-
-def _code(code: Any) -> Any:
-    if not isinstance(code, types.CodeType):
-        return None
-    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
-    return code.co_code, code.co_names, constants
 
 
 def _is_numpy(value: Any, kind: str) -> bool:

@@ -21,7 +21,8 @@ from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
-from hexa_fx.isolation.read_values import IsA, Names, movable, snapshot
+from hexa_fx.isolation.moved import movable
+from hexa_fx.isolation.read_values import IsA, Names, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
 from hexa_fx.runtime.paths import base_of
