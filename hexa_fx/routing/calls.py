@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 
@@ -138,7 +139,7 @@ class EndedReplay:
         Raises:
             InputError: this is a part of such a call.
         """
-        if not in_backward():
+        if is_compiling() or not in_backward():
             return
         number = _number()
         if any(first <= number < last for first, last in self.calls):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
@@ -69,7 +71,7 @@ def check_fit(layers: list[Layer], routing: RoutingLog) -> None:
     """Whether a log is of these layers.
 
     Raises:
-        InputError: it is of others, of other experts or k, or holds ids that no router gives.
+        InputError: it is of others, of other experts or k, or holds ids that no router gives, or that no two layers get of one.
     """
     if not isinstance(routing, RoutingLog):
         raise InputError(
@@ -99,6 +101,21 @@ def check_fit(layers: list[Layer], routing: RoutingLog) -> None:
                 f"the log sends token {token} to expert {expert} of {layer.path} more than once, "
                 "which its router never does; mark tokens whose ids are not known, such as those of a cached prefix, with live="
             )
+    for number, other in _of_one_choice(layers):
+        if not torch.equal(routing.ids[:, number], routing.ids[:, other]):
+            raise InputError(
+                f"{layers[number].path} and {layers[other].path} get the experts of one choice, and the log holds others for one "
+                "of them"
+            )
+
+
+def _of_one_choice(layers: list[Layer]) -> Iterator[tuple[int, int]]:
+    """Pairs of layers whose router chooses once for both."""
+    known: dict[tuple[nn.Module, object], int] = {}
+    for number, layer in enumerate(layers):
+        first = known.setdefault((layer.router, layer.site.columns), number)
+        if first != number:
+            yield first, number
 
 
 def _repeating(site: RoutingSite, routing: RoutingLog, number: int) -> int | None:

@@ -23,6 +23,11 @@ from hexa_fx.routing.tap import RoutingTap
 
 log = logging.getLogger(__name__)
 
+_EAGER = (
+    "routing is recorded and replayed in eager mode only; run the model without torch.compile, which transformers' generate uses "
+    "by itself for static caches on a GPU unless it gets disable_compile=True"
+)
+
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingLog]:
@@ -100,6 +105,7 @@ class _Session:
             handles.append(module.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
         for number, layer in enumerate(self.layers):
+            layer.forward.called.append(_check_eager)  # compiled code skips hooks that were added since, but not this
             handles.append(layer.router.register_forward_pre_hook(_Hook(self._tap(number))))
             handles.append(layer.router.register_forward_hook(_Hook(self._untap), prepend=True, always_call=True))
         try:
@@ -109,21 +115,20 @@ class _Session:
                 handle.remove()
             while self._taps:  # of a call that was interrupted
                 self._taps.pop().__exit__(None, None, None)
-            for layer in self.layers if self.replay else ():
-                ended = next((told for told in layer.forward.called if isinstance(told, EndedReplay)), EndedReplay())
+            for layer in self.layers:
+                layer.forward.called.remove(_check_eager)
+            for called in [layer.forward.called for layer in self.layers] if self.replay else ():
+                ended = next((told for told in called if isinstance(told, EndedReplay)), EndedReplay())
                 ended.add(self.calls)
-                layer.forward.called = [ended] if ended.calls else []
+                called += [ended] if ended.calls and ended not in called else []
 
     # -- the model's calls -----------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_compiling():
+            raise InputError(_EAGER)
         if in_backward():
             return
-        if is_compiling():
-            raise InputError(
-                "routing is recorded and replayed in eager mode only; run the model without torch.compile, which transformers' "
-                "generate uses by itself for static caches on a GPU unless it gets disable_compile=True"
-            )
         with self._lock:
             if self._depth and self._thread != threading.get_ident():
                 raise InputError(
@@ -253,6 +258,12 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type, tuple[Callable[..., None]]]:
         return type(self), (_nothing,)
+
+
+def _check_eager() -> None:
+    """Raises `InputError` under a compiler."""
+    if is_compiling():
+        raise InputError(_EAGER)
 
 
 def _nothing(*args: Any) -> None:

@@ -55,7 +55,7 @@ def find_sites(
     """
     for path, levels in around.items():
         forward, paths = _installed(model, path), modules_around(model, path)
-        tried = [_Level(level, paths.index(level.path)) for level in levels if level.path in paths]
+        tried = [_Level(forward, level, paths.index(level.path)) for level in levels if level.path in paths]
         for training in (True, False):
             site = None if (twin := same_as[path]) is None else _installed(model, twin).sites.get(training)
             if isinstance(site, RoutingSite) and site.above == 0:
@@ -119,22 +119,25 @@ class _Seen:
 
 
 class _Level:
-    """A module that may hold the router, ``above`` modules around the block, with a call of it."""
+    """A module that may hold the router, ``above`` modules around the block of ``forward``, with a call of it."""
 
-    def __init__(self, call: Observation, above: int) -> None:
-        self.call, self.above, self.module = call, above, call.module
+    def __init__(self, forward: HexaForward, call: Observation, above: int) -> None:
+        self.forward, self.call, self.above, self.module = forward, call, above, call.module
         self.args, self.kwargs = probe_inputs(call.args, call.kwargs, TOKENS)
         self.known: list[_Seen] = []
         self.state: ModuleState  # of the mode that is tried
 
     def run(self, trial: Trial) -> Reached | None:
         """What the operator gets; None if it is not called."""
+        self.forward.called.append(trial.arrive)
         try:
             with random_state_kept(0), torch.no_grad(), trial:
                 self.module(*self.args, **self.kwargs)
         except Exception:
             if trial.reached is None:
                 raise
+        finally:
+            self.forward.called.remove(trial.arrive)
         self.state.restore()  # routers may count their calls, and anneal by it
         if trial.reached is None and trial.index is not None:
             return Reached(trial.index, None)

@@ -26,6 +26,8 @@ class Reached(Exception):
 class Trial(TorchFunctionMode):
     """Notes the choosing calls of a run, with ids of some of them forced, until the block's operator is called.
 
+    Operators count from `arrive` on, which is to be called before the block: those before are of other blocks in the same module.
+
     Args:
         forced: ids (rows, n) by call; for a call among groups the ids of experts.
         groups: which of these are calls among groups of ``experts``.
@@ -36,6 +38,7 @@ class Trial(TorchFunctionMode):
     experts: int = 0
     seen: dict[Choice, Tensor] = field(default_factory=dict)
     reached: Reached | None = None
+    arrived: bool = False
     index: Tensor | None = None
     """The ids of a block that runs operator by operator, which gets the gate values only at its end."""
 
@@ -45,7 +48,7 @@ class Trial(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operator = str(getattr(func, "_schema", "")).partition("(")[0]
+        operator = str(getattr(func, "_schema", "")).partition("(")[0] if self.arrived else ""
         if operator in _LAYERS:
             self._end(args[1], args[2])
         if operator == "hexa::reindex" and self.index is None:
@@ -64,6 +67,10 @@ class Trial(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.seen[choice] = call.ids(result)
         return result
+
+    def arrive(self) -> None:
+        """The block is called now."""
+        self.arrived = True
 
     def _end(self, index: Tensor, weights: Tensor | None) -> NoReturn:
         self.reached = self.reached or Reached(index, weights)  # the first one, where the block's code caught it

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import hexa_fx
 from hexa_fx import RoutingLog
 from hexa_fx.errors import InputError
 from hexa_fx.routing.calls import read_call
-from tests.routing.test_replay import CONFIG, Block, gradients, optimized_of, random_log
+from tests.routing.test_replay import CONFIG, Block, by_topk, gradients, optimized_of, random_log
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +244,67 @@ def test_hooks_that_always_run_do_so_while_routers_are_looked_for():
         optimized(torch.randn(5, 8))
     assert log.tokens == 5
     assert depth == [0]
+
+
+class Routed(nn.Module):
+    """Experts that are told where tokens go."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(4))
+
+    def forward(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Around(nn.Module):
+    """Routers of two blocks, or one of both."""
+
+    def __init__(self, routers):
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(8, 4) for _ in range(routers))
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x):
+        chosen = [by_topk(router(x)) for router in self.routers]
+        return sum(block(x, *chosen[number % len(chosen)]) for number, block in enumerate(self.blocks))
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+def test_two_blocks_whose_routers_lie_in_one_module(routers):
+    torch.manual_seed(0)
+    x = torch.randn(12, 8)
+    model = hexa_fx.optimize_(Around(routers).eval(), x, CONFIG)
+    with hexa_fx.record_routing(model) as log:
+        model(x)
+    chosen = [by_topk(router(x))[0] for router in model.routers]
+    assert torch.equal(log.ids.long(), torch.stack([chosen[0], chosen[-1]], 1))
+    other = RoutingLog(log.ids.roll(1, 0))
+    with hexa_fx.replay_routing(model, other), hexa_fx.record_routing(model) as seen:
+        model(x)
+    assert torch.equal(seen.ids, other.ids)
+    other.ids[:, 1] = other.ids[:, 1].roll(1, 0)
+    refused = pytest.raises(InputError, match=r"blocks\.0 and blocks\.1 get the experts of one choice")
+    with refused if routers == 1 else nullcontext(), hexa_fx.replay_routing(model, other):
+        model(x)
+
+
+def test_a_call_that_was_compiled_before_a_context_is_an_error_in_it():
+    """Compiled code skips hooks that were added since. A replay that has ended leaves nothing that breaks a graph."""
+    torch.compiler.reset()
+    model, x = hexa_fx.optimize_(nn.Sequential(Block(by_topk)).eval(), torch.randn(12, 8), CONFIG), torch.randn(5, 8)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    with pytest.raises(InputError, match="eager mode only"), hexa_fx.record_routing(model):
+        compiled(x)
+    log = RoutingLog(torch.tensor([[[0, 1]]] * 5))
+    with pytest.raises(InputError, match="eager mode only"), hexa_fx.replay_routing(model, log):
+        compiled(x)
+    with hexa_fx.replay_routing(model, log):
+        model(x)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+    torch.compiler.reset()
