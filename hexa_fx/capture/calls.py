@@ -28,17 +28,20 @@ SETS_DATA = "__set_data__"
 """What ``tensor.data = ...`` is called here, as all settings of properties have one name, and `torch.Tensor.set_`."""
 
 _UNRECORDED = frozenset(
-    "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device __repr__ "
-    "__format__ __hash__ is_complex is_autocast_enabled get_autocast_dtype "
+    "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device "
+    "__hash__ is_complex is_autocast_enabled get_autocast_dtype "
     "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
     "_is_view is_pinned __set__ __set_data__ __delete__ register_hook register_post_accumulate_grad_hook retain_grad".split()
 )
 
 
-_TEXTS = frozenset({"__repr__", "__format__"})
-"""What makes a text of a tensor: of whole numbers, such as ids, it says them to the host."""
+TEXTS = frozenset({"__repr__", "__format__"})
+"""What makes a text of a tensor: it says its numbers to the host."""
 
-DECISIONS = _TEXTS | frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
+DECISIONS = TEXTS | frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
+
+KEPT = frozenset({"item", "tolist", "__bool__"})
+"""Decisions whose result a graph's node keeps."""
 
 _OPERATORS = {
     "__getitem__": operator.getitem,
@@ -126,7 +129,7 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
             f"it asks for the memory behind tensors ({name}()), of which a graph says nothing; ask for sizes instead"
         )
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
-        return name not in _TEXTS or args[0].is_floating_point()
+        return True
     if any(isinstance(given, _PYTHON) for given in (*args, *kwargs.values())):
         raise UnreadableTensor(_HANDED.format(name))
     if _holds_tensor(args) or _holds_tensor(kwargs):
@@ -242,3 +245,11 @@ def without_numpy(value: Any) -> Any:
     """A number of numpy, which torch takes as a number of Python's, as one; anything else unchanged."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.number | numpy.bool_) else value
+
+
+_TYPE_AS_DTYPE = {bool: torch.bool, float: torch.float64, int: torch.int64}
+
+
+def as_constant(value: Any) -> Any:
+    """A value as it stands in a graph: types of numbers as dtypes, and numbers of numpy's as Python's."""
+    return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else without_numpy(value)

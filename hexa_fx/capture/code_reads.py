@@ -21,9 +21,19 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout")}
+ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout", "errors")}
 """What code asks if a tensor's dtype is read while it runs, since it compares ``something.dtype``, or if torch is called while it
 runs, since it catches errors."""
+
+ITEMS = "[]"
+"""What code puts something into if it sets items, or calls what adds or takes some."""
+
+CELL = "cell_contents"
+
+_CHANGES = frozenset(
+    "append extend insert remove pop clear sort reverse appendleft extendleft popleft rotate popitem setdefault update add discard "
+    "fill __setitem__ __delitem__".split()
+)
 
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})
 
@@ -38,11 +48,13 @@ class CodeReads:
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
             object; and what it asks only if it comes to that (`ONLY_IF`).
+        puts: names of the attributes and globals that it sets; `CELL` if it sets a variable of a function around it, and `ITEMS`.
     """
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
     asks: frozenset[str]
+    puts: frozenset[str]
 
     @property
     def hidden(self) -> str:
@@ -66,7 +78,7 @@ def code_reads(code: types.CodeType) -> CodeReads:
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
-    return CodeReads(tuple(chains), tuple(imports), frozenset(_asked(instructions)))
+    return CodeReads(tuple(chains), tuple(imports), frozenset(_asked(instructions)), frozenset(_put(instructions)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,6 +113,17 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
         i.opname == "IS_OP" and _are_variables(instructions[max(at - 2, 0) : at]) for at, i in enumerate(instructions)
     ):
         yield "identity"
+
+
+def _put(instructions: list[Instruction]) -> Iterator[str]:
+    for instruction in instructions:
+        name = str(instruction.argval)
+        if instruction.opname in ("STORE_ATTR", "STORE_GLOBAL"):
+            yield name
+        elif instruction.opname == "STORE_DEREF":
+            yield CELL
+        elif instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or name in _CHANGES:
+            yield ITEMS
 
 
 def _are_variables(operands: list[Instruction]) -> bool:

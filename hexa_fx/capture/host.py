@@ -24,7 +24,9 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
+from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.isolation.users_code import module_name
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
@@ -206,6 +208,20 @@ def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable
     return leaf
 
 
+def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
+    """What the arguments of a call hold, to see whether it puts something into one; `MISSING` where that would not be seen.
+
+    That is in an object, and in place of a plain value in a list or dict (``changeable``).
+    """
+    if isinstance(value, (dict, list, tuple)):
+        yield from value if isinstance(value, dict) else ()
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held(item, not isinstance(value, tuple))
+    else:
+        plain = changeable and type(value) in (bool, int, float, str)
+        yield MISSING if plain or (is_object(value) and not isinstance(value, CONSTANT)) else id(value)
+
+
 def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
@@ -217,7 +233,7 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
             recorder.leave(recorder.scopes[-1])
-        start = recorder.count
+        start, given = recorder.count, [*_held((args, *kwargs.values()))]
         recorder.scopes.append(path)
         try:
             result = original(module, *args, **kwargs)
@@ -225,7 +241,9 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             with torch._C.DisableTorchFunction():
                 recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
-            output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list, dict)) else None
+            stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
+            is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict))
+            output = recorder.lift(result) if is_read else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
         return result
 

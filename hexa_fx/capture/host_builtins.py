@@ -10,6 +10,7 @@ import torch
 
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
+from hexa_fx.capture.texts import noted_text
 
 
 def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
@@ -147,10 +148,8 @@ def _function_of_number(name: str) -> Callable[[Any], Any]:
 
 
 def _formatted(number: Any, how: str) -> str:
-    """A part of a longer text, a line of a log mostly: of a float that is no decision, as texts of float tensors are none."""
-    if not number.node.is_float():
-        number.node.str()  # notes that this very number is said
-    return format(plain(number), how)
+    """A part of a longer text, a line of a log mostly: of a float that is a decision only if code goes by it alone."""
+    return noted_text(format(plain(number), how), not number.node.is_float(), number.node.compare)
 
 
 METHODS: dict[str, Callable[..., Any]] = {

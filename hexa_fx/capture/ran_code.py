@@ -75,6 +75,10 @@ class RanCode:
         """All that ran."""
         return [code for code, _, _ in self._ran.values()]
 
+    def putting(self, name: str) -> set[str]:
+        """The modules whose code sets something of that name (`CodeReads.puts`)."""
+        return {scope for code, scopes, _ in self._ran.values() if name in code_reads(code).puts for scope in scopes}
+
     def whole_numbers(self) -> frozenset[int]:
         """Those that the code names."""
         return frozenset().union(*(whole_numbers(code) for code, _, _ in self._ran.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS
+from hexa_fx.capture.code_reads import ITEMS
 from hexa_fx.capture.ran_code import is_ours
 from hexa_fx.ir import Container, PythonRead, SourceLocation
 from hexa_fx.isolation.held_objects import is_collection, items
@@ -19,6 +20,8 @@ from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Keys
 
 _DEEPEST = 12
+_UNTOLD = (types.ModuleType, types.CellType, types.SimpleNamespace, type)
+"""What holds values that code sets without a trace."""
 
 
 @dataclass
@@ -93,15 +96,30 @@ class ReadEdges:
             if is_collection(edge.value) and (held or not edge.value) and not any(type(item) in KINDS for item in held):
                 yield edge.value
 
-    def handed(self, settings: Mapping[tuple[int, str], Collection[str]]) -> Iterator[tuple[str, str]]:
-        """Of attributes that the run itself set to what is no tensor, before they were read: who set one, and who read it.
+    def handed(
+        self, settings: Mapping[tuple[int, str], Collection[str]], putting: Callable[[str], Collection[str]]
+    ) -> Iterator[tuple[str, str]]:
+        """Of what the run may have set to something other than tensors, before it was read: who set it, and who read it.
 
         Args:
             settings: who set an attribute, by the module's id and name.
+            putting: who sets what goes by a name (`hexa_fx.capture.code_reads.CodeReads.puts`), of which nothing else tells.
         """
+        read = dict[tuple[int, str], set[str]]()
         for edge in self:
             if edge.own and not isinstance(edge.value, torch.Tensor):
                 yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
+                read.setdefault((id(edge.value), ITEMS), set()).update(edge.scopes if _takes_items(edge.value) else ())
+        for _, _, edge, by in self._walked():
+            if edge.key == "__dict__":
+                by = frozenset().union(by, *(other.scopes for other in self.of(edge.holder).values()))
+            if _takes_items(edge.value) or edge.key == "__dict__":
+                read.setdefault((id(edge.value), ITEMS), set()).update(by)
+            elif isinstance(edge.holder, _UNTOLD) and isinstance(edge.key, str):
+                read.setdefault((id(edge.holder), edge.key), set()).update(by)
+        for (_, name), scopes in read.items():
+            setting = putting(name)
+            yield from itertools.product(scopes.intersection(setting) if name == ITEMS else setting, scopes)
 
     def values(self) -> Collection[PythonRead]:
         """Everything that was read, by every way to it from a module or a Python module."""
@@ -142,3 +160,9 @@ class ReadEdges:
             is_root = id(edge.value) in self.modules or isinstance(edge.value, types.ModuleType)
             if not is_root and id(edge.value) not in above and len(path) < _DEEPEST:
                 yield from self._walk(root, path, edge.value, by, (*above, id(holder)))
+
+
+def _takes_items(value: Any) -> bool:
+    """Whether something can be put into it without a trace."""
+    changes = is_collection(value) and not isinstance(value, (tuple, frozenset))
+    return changes or type(value).__module__ == "numpy"

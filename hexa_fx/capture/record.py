@@ -141,7 +141,7 @@ def _capture(
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
-        handed = frozenset(reads.edges.handed(settings.scopes))
+        handed = frozenset(reads.edges.handed(settings.scopes, reads.ran.putting))
         stored = _stored(block, snapshot, settings, recorder, reads)
         accesses = collecting.accesses(recorder) if collecting else ()
         kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}

@@ -19,9 +19,12 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.capture import functional
 from hexa_fx.capture.calls import (
     DECISIONS,
+    KEPT,
     METADATA,
     SETS_DATA,
     SYMBOLIC_FUNCTIONS,
+    TEXTS,
+    as_constant,
     as_plain,
     check_readable,
     exchanges,
@@ -37,6 +40,7 @@ from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
+from hexa_fx.capture.texts import noted_text
 from hexa_fx.isolation.held_objects import fields_of
 
 
@@ -49,8 +53,7 @@ class Recorder(TorchFunctionMode):
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     functions: list[ModuleCall] = field(default_factory=list)
-    sees_gradients: bool = True
-    """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
+    sees_gradients: bool = True  # whether the run is made with gradients, so that the code's own ``no_grad`` shows
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
     leave: Callable[[str], None] = lambda scope: None
@@ -89,8 +92,7 @@ class Recorder(TorchFunctionMode):
         self._index[node], self.count = self.count, self.count + 1
         return node
 
-    def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:
-        """Records a call on symbolic numbers."""
+    def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:  # on symbolic numbers
         return self.add("call_function", function, args, {}, value)
 
     def note_decision(self, node: torch.fx.Node | None) -> None:
@@ -147,7 +149,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, tuple):
             items = map(self.lift, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else without_numpy(value)
+        return as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
         """As `lift`. A dataclass, a namespace or a mapping of a class of its own becomes a node that calls its class."""
@@ -261,8 +263,9 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
-        kept = value if name in ("item", "tolist", "__bool__") else None
-        node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
+        node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in KEPT else None)
+        if name in TEXTS:
+            return noted_text(value, not args[0].is_floating_point(), lambda: self.note_decision(node))
         if not (type(value) in (int, float) if name == "item" else name == "tolist" and args[0].is_floating_point()):
             self.note_decision(node)  # else the host is yet to use it
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
@@ -282,7 +285,8 @@ class Recorder(TorchFunctionMode):
         if name == "unbind":  # also what iterating over a tensor calls: the host now knows how many rows there are
             self.note_decision(node)
         if written is not None:
-            return self._note_write(written, node, result)
+            self._note_write(written, node)
+            return result
         if isinstance(result, (bool, int, float)):
             self.note_decision(node)
             return result
@@ -290,11 +294,7 @@ class Recorder(TorchFunctionMode):
             result = result.view_as(result)  # of dropout in eval mode say: who uses which, only identity tells
         return self._wrap_result(result, node)
 
-    def _note_write(self, written: torch.Tensor, node: torch.fx.Node, result: Any) -> Any:
+    def _note_write(self, written: torch.Tensor, node: torch.fx.Node) -> None:
         record_of(node).writes = True
         self._bind(written, node)
         self.written[memory_of(written)] = (node, id(written))
-        return result
-
-
-_TYPE_AS_DTYPE = {bool: torch.bool, float: torch.float64, int: torch.int64}

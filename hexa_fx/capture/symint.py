@@ -20,6 +20,7 @@ import torch.fx
 
 from hexa_fx.capture.instructions import instructions_of
 from hexa_fx.capture.records import record_of
+from hexa_fx.capture.texts import noted_text
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -90,7 +91,7 @@ class RecordedNumber:
         """
         subscript = _is_subscript(sys._getframe(2))
         if self.node is not None and (self.node.target is operator.mod or subscript or is_of_sizes(self.node)):
-            self._compare(subscript)
+            self.compare(subscript)
         else:
             self.recorder.note_decision(self.node)
         return int(self.value)
@@ -99,7 +100,7 @@ class RecordedNumber:
 
     def guard_float(self, *_: object) -> float:
         if self.node is not None and is_of_sizes(self.node):
-            self._compare()
+            self.compare()
         else:
             self.recorder.note_decision(self.node)
         return float(self.value)
@@ -122,7 +123,7 @@ class RecordedNumber:
     def clone(self) -> RecordedNumber:
         return self
 
-    def _compare(self, subscript: bool = False) -> None:
+    def compare(self, subscript: bool = False) -> None:
         """Notes that the run went on with this very number."""
         if self.node is not None:
             compared = self.recorder.record_call(operator.eq, (self.node, self.value), True)
@@ -130,8 +131,7 @@ class RecordedNumber:
             self.recorder.note_decision(compared)
 
     def str(self) -> str:
-        self._compare()
-        return repr(self.value)
+        return noted_text(repr(self.value), True, self.compare)
 
     _graph_repr = __str__ = str
 

@@ -20,3 +20,8 @@ def gives_plain(call: ModuleCall) -> bool:
 def leaves_plain(captured: CapturedBlock, path: str) -> bool:
     """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
     return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
+
+
+def may_be_caught(captured: CapturedBlock, path: str) -> bool:
+    """Whether code around the submodule at ``path`` may catch an error that it raises on other tokens, and go on."""
+    return any(not is_within(scope, {path}) for scope in captured.asks.get("errors", ()))

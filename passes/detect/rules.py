@@ -11,7 +11,7 @@ import torch.fx
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in, operation
-from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
+from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain, may_be_caught
 from hexa_fx.passes.detect.in_numpy import refuse_numpy
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -26,7 +26,8 @@ def opaque_nodes(
     Those whose results are of a class of the user's cannot.
 
     Args:
-        decided: leave out calls that hand over plain values. What these decide, too, the code around them goes by as it was.
+        decided: leave out calls that hand over plain values, or errors. What these decide, too, the code around them goes by as it
+            was.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
@@ -34,7 +35,8 @@ def opaque_nodes(
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
         stays = nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end)
-        if stays and not (decided and (gives_plain(call) or leaves_plain(captured, call.path))):
+        hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
+        if stays and not (decided and hands_over):
             inside.update(order[call.start : call.end])
     return inside
 

@@ -81,7 +81,9 @@ class FromFirstTokens(Mixture):
 class Says(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, _, out, _ = self.mix(x)
-        log.debug(f"largest {probs.max().item():.2f}, mean {probs.mean().item()}")
+        log.debug(
+            f"largest {probs.max().item():.2f}, mean {probs.mean().item()} of {x.shape}, {len(x)}, {list(x.size())}"
+        )
         self.largest = round(probs.max().item(), 3)
         return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,9 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "float": float,
     "a key": lambda rare: {True: 1}.get(rare.item(), 0),
     "a text": lambda rare: str(rare.item()) == "True",
+    "a tensor's text": lambda rare: f"{rare.float()}" == "1.0",
+    "a part of its text": lambda rare: str(rare.double())[7] == "1",
+    "a float's text": lambda rare: f"{rare.double().item():.1f}" in ("1.0", "2.0"),
     "a list": lambda rare: rare.tolist(),
 }
 
@@ -51,7 +56,20 @@ GIVEN: dict[str, tuple[Callable[[Any, bool], Any], Callable[[Any, Any], Any]]] =
         lambda router, rare: setattr(router.block[0], "rare", rare),
         lambda router, _: router.block[0].rare,
     ),
+    "an item": (lambda router, rare: router.kept.update(rare=rare), lambda router, _: router.kept["rare"]),
+    "a namespace": (lambda router, rare: router.set_seen(rare), lambda router, _: router.seen.rare),
+    "a global": (lambda router, rare: set_global(rare), lambda router, _: SEEN),
+    "a list": (lambda router, rare: router.told.append(rare), lambda router, _: router.told[-1]),
+    "its dict": (lambda router, rare: vars(router).update(rare=rare), lambda router, _: router.rare),
+    "an error": (lambda router, rare: int("rare") if rare else None, lambda router, _: False),
+    "a list given": (lambda router, rare: None, lambda router, given: given),
 }
+SEEN = False
+
+
+def set_global(rare: bool) -> None:
+    global SEEN
+    SEEN = rare
 
 
 class Router(nn.Module):
@@ -59,9 +77,15 @@ class Router(nn.Module):
         super().__init__()
         self.block, self.give, self.rare = [block], GIVEN[how][0], False
         self.gate = nn.Linear(D, E)
+        self.kept, self.seen, self.told = {"rare": False}, types.SimpleNamespace(rare=False), deque([False], 1)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def set_seen(self, rare: bool) -> None:
+        self.seen.rare = rare
+
+    def forward(self, x: torch.Tensor, given: list[bool]) -> Any:
         weights, ids = self.gate(x).softmax(-1).topk(K, -1)
+        if self.give is GIVEN["a list given"][0]:
+            given.append(bool(is_rare(x)))
         return weights, ids, self.give(self, bool(is_rare(x)))
 
 
@@ -71,15 +95,27 @@ class GoesByIt(Mixture):
         self.router, self.take, self.rare = Router(self, how), GIVEN[how][1], False  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids, given = self.router(x)
+        told: list[bool] = []
+        weights, ids, given = self.router(x, told)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(ids == number)
             out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return 2 * out if self.take(self.router, given) else out
+        return 2 * out if self.take(self.router, told[0] if told else given) else out
 
 
-@pytest.mark.parametrize("block", [*map(Decides, WAYS), *map(GoesByIt, GIVEN)], ids=[*WAYS, *GIVEN])
+class Catches(GoesByIt):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except ValueError:
+            return x
+
+
+BLOCKS = {how: Catches(how) if how == "an error" else GoesByIt(how) for how in GIVEN} | {w: Decides(w) for w in WAYS}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_refused_and_right(block: nn.Module) -> None:
     block, x = block.double(), torch.randn(9, D, dtype=torch.float64)
     optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
