@@ -9,7 +9,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import low_rank_gradients, reindex
 
-E, K, N, R = 5, 3, 24, 4
+E, K, N, R = 9, 3, 24, 3
 
 
 def routed(tokens: int) -> tuple[Tensor, Tensor]:
@@ -26,10 +26,11 @@ def routed(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_both_gradients(tokens: int, gathered: bool, layout: str, last: bool, wanted: bool, weighted: bool) -> None:
+    """Of rows of u that torch's grouped products have padded, too, which a CPU takes where eight experts have rows."""
     if weighted and not gathered:
         return
     v, offs = routed(tokens)
-    rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, R)
+    rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, 4)[:, :R]
     factor = torch.randn((E, N, R) if layout == "kn" else (E, R, N))
     index = (v, offs, K) if gathered else (None, offs, 1)
     weights = torch.rand(tokens, K) if weighted else None
