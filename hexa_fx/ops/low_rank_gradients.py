@@ -122,7 +122,7 @@ def composed(*args: Any, by: Any = _OPS) -> tuple[Tensor, Tensor]:
         cast = df.to(o.dtype)
         return du, cast if o.scale == 1 else torch.mul(cast, o.scale)
     experts, columns, rank = df.shape
-    turned: Tensor = by.scaled_transpose(df.reshape(experts, columns * rank), o.dtype, o.scale)
+    turned: Tensor = by.scaled_transpose(df.contiguous().view(experts, columns * rank), o.dtype, o.scale)
     return du, turned.view(columns, rank, experts)
 
 

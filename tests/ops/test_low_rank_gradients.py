@@ -25,19 +25,22 @@ def routed(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("layout", "last"), [("nk", False), ("kn", False), ("kn", True)])
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_both_gradients(tokens: int, gathered: bool, layout: str, last: bool, wanted: bool, weighted: bool) -> None:
+@pytest.mark.parametrize("rank", [1, R])
+def test_both_gradients(
+    tokens: int, gathered: bool, layout: str, last: bool, wanted: bool, weighted: bool, rank: int
+) -> None:
     """Of rows of u that torch's grouped products have padded, too, which a CPU takes where eight experts have rows."""
     if weighted and not gathered:
         return
     v, offs = routed(tokens)
-    rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, 4)[:, :R]
-    factor = torch.randn((E, N, R) if layout == "kn" else (E, R, N))
+    rows, u = torch.randn(tokens if gathered else tokens * K, N), torch.randn(tokens * K, 4)[:, :rank]
+    factor = torch.randn((E, N, rank) if layout == "kn" else (E, rank, N))
     index = (v, offs, K) if gathered else (None, offs, 1)
     weights = torch.rand(tokens, K) if weighted else None
     du, df = low_rank_gradients(rows, u, factor if wanted else None, weights, *index, layout, torch.float64, 0.5, last)
     each = rows[v.long() // K] if gathered else rows
     scaled = u if weights is None else u * weights.view(-1, 1)[v.long()]
-    expected_du, expected = torch.zeros_like(u, dtype=torch.float64), torch.zeros(E, N, R, dtype=torch.float64)
+    expected_du, expected = torch.zeros_like(u, dtype=torch.float64), torch.zeros(E, N, rank, dtype=torch.float64)
     for e in range(E):
         at, matrix = slice(int(offs[e]), int(offs[e + 1])), factor[e] if layout == "kn" else factor[e].t()
         expected_du[at] = each[at].double() @ matrix.double()
