@@ -25,7 +25,7 @@ from hexa_fx.ops.sources import takes_sources
 from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
-from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
+from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions, is_scale
 from hexa_fx.runtime.traced_lora import DORA, KINDS, PATCHED, is_peft_s
 from hexa_fx.sources.adapters import View
 
@@ -254,7 +254,7 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
     dropout = noted.see(wrapper.lora_dropout._modules, name)
     norms = _norms_of(wrapper, name, variant, noted)
     plain = (variant is MISSING or norms is not None) and type(a) is type(b) is nn.Linear
-    plain &= isinstance(scale, (int, float))
+    plain &= is_scale(scale)
     plain &= noted.see(vars(wrapper), "cast_input_dtype_enabled") is not False and not vars(wrapper).get(
         "fan_in_fan_out"
     )
@@ -275,7 +275,7 @@ def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
                 f"adapter {name!r} of {path!r} drops numbers in training, which is no low-rank product: adapters that are there "
                 f"when the model is optimized may; {AGAIN}"
             )
-    return Low(path, name, a, b, float(scale), norms)
+    return Low(path, name, a, b, scale, norms)
 
 
 def _norms_of(wrapper: Any, name: str, variant: Any, noted: _Noted) -> Any:

@@ -22,14 +22,20 @@ class Low(NamedTuple):
     """An adapter of one layer: ``scale * B(A(x))``, and of DoRA a module with the norms that rows of the sum are to have.
 
     path: of PEFT's module.
+    scale: see `is_scale`.
     """
 
     path: str
     name: str
     a: nn.Linear
     b: nn.Linear
-    scale: float
+    scale: Any
     norms: Any = None
+
+
+def is_scale(value: Any) -> bool:
+    """Whether a product is multiplied by a number, or by a tensor of one, as PEFT has it in models whose adapters it exchanges."""
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 class AdaptedReader:
@@ -119,7 +125,7 @@ def _norms(low: Sequence[Low | None], now: Tensor) -> Tensor:
 
 
 def _addition(block: nn.Module, name: str, low: Sequence[Low | None], around: tuple[int, int]) -> Addition:
-    given = [each for each in low if each is not None]
+    given = [each for each in low if each is not None and not isinstance(each.scale, Tensor)]
     kinds = {(each.scale, each.a.weight.shape, each.b.weight.shape, each.a.weight.dtype) for each in given}
     alike = len(given) == len(low) and len(kinds) == 1
     if alike and is_compiling():

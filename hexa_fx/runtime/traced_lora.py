@@ -11,7 +11,7 @@ from torch import nn
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, GuardMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
+from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions, is_scale
 from hexa_fx.sources.adapters import View
 
 KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
@@ -95,14 +95,14 @@ def _low(layer: Any, path: str, name: str) -> Low:
         raise GuardMiss(
             f"adapter {name!r} of {path!r} is DoRA, of which the norms are not traced; it runs rewritten in eager mode"
         )
-    plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
+    plain = name not in layer.lora_variant and type(a) is type(b) is nn.Linear and is_scale(scale)
     plain = plain and getattr(layer, "cast_input_dtype_enabled", True) and not getattr(layer, "fan_in_fan_out", False)
     if not plain or a.bias is not None or b.bias is not None or _is_changed(a) or _is_changed(b):
         raise GuardMiss(f"adapter {name!r} of {path!r} is no plain LoRA (a bias or another kind of layer); {ADAPTED}")
     idle = type(dropout) is nn.Dropout and not (dropout.training and dropout.p)
     if type(dropout) is not nn.Identity and (not idle or _is_changed(dropout)):
         raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training; {AGAIN}")
-    return Low(path, name, a, b, float(scale))
+    return Low(path, name, a, b, scale)
 
 
 def _is_changed(module: Any) -> bool:

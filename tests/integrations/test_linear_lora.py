@@ -15,6 +15,7 @@ from tests.integrations.test_transformers import operators_run
 
 peft = pytest.importorskip("peft")
 from peft.helpers import rescale_adapter_scale  # noqa: E402
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap  # noqa: E402
 
 CONFIG = HexaConfig(own_code_when_small=False)
 E, D, H = 4, 8, 12
@@ -340,6 +341,22 @@ def test_a_compiler_gets_factors_in_one_graph_and_sees_what_is_active(tokens, gr
     torch.testing.assert_close(compiled(tokens), original(tokens))
     assert [code.count("= torch.ops.hexa.moe_ffn") for code in graphs.code] == [1, 1, 1]
     assert ["moe_ffn_sources" in code for code in graphs.code] == [True, False, True]
+
+
+def test_scales_that_are_tensors(tokens, graphs):
+    """PEFT makes them so, to exchange adapters of compiled models."""
+    original, optimized = both = pair(tokens, lora())
+    for model in both:
+        prepare_model_for_compiled_hotswap(model, target_rank=4)
+    compiled = torch.compile(optimized, backend=graphs)
+    for scale in (0.3, 2.0):
+        for layer in (
+            layer for model in both for layer in model.modules() if "default" in getattr(layer, "scaling", ())
+        ):
+            layer.scaling["default"].fill_(scale)
+        assert_same(original, optimized, tokens)
+        torch.testing.assert_close(compiled(tokens), original(tokens))
+    assert ["moe_ffn_sources" in code for code in graphs.code] == [True]
 
 
 def test_a_compiler_goes_through_adapters_that_were_there_before(tokens, graphs):
