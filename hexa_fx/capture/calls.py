@@ -27,6 +27,9 @@ METADATA = frozenset(
 SETS_DATA = "__set_data__"
 """What ``tensor.data = ...`` is called here, as all settings of properties have one name, and `torch.Tensor.set_`."""
 
+SETS_GRADIENT = "requires_grad_"
+"""What ``tensor.requires_grad = ...`` is called, too."""
+
 _UNRECORDED = frozenset(
     "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device "
     "__hash__ is_complex is_autocast_enabled get_autocast_dtype "
@@ -140,6 +143,8 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
 def name_of(func: Any) -> str:
     """By what name a function that a mode is told of goes."""
     name = getattr(func, "__name__", "")
+    if func == vars(torch._C.TensorBase)["requires_grad"].__set__:
+        return SETS_GRADIENT
     return SETS_DATA if name == "set_" or func == vars(torch._C.TensorBase)["data"].__set__ else name
 
 

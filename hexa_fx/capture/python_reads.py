@@ -251,8 +251,8 @@ class PythonReads:
 
     def note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and id(tensor) not in self._met):
-            return  # the recorder tells of the first by another name, or as of a write; the second is of a tensor made meanwhile
+        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
+            return  # the recorder tells of the first by another name, or as of a write, and records the second
         self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
 
     def note_of_gradients(self, scopes: set[str]) -> None:

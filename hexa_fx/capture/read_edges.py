@@ -76,6 +76,10 @@ class ReadEdges:
         """The tensors that were read, which are neither parameters nor buffers."""
         return (edge.value for edge in self if isinstance(edge.value, torch.Tensor))
 
+    def is_held(self, value: Any) -> bool:
+        """Whether ``value`` was read, and the run itself had not put it there."""
+        return any(edge.value is value and not edge.own for edge in self)
+
     def is_read_once(self, holder: Any, name: str, scopes: frozenset[str]) -> bool:
         """Whether nobody but the code of ``scopes`` read an attribute, and only once."""
         edge = self.get(holder, name)

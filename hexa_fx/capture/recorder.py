@@ -22,6 +22,7 @@ from hexa_fx.capture.calls import (
     KEPT,
     METADATA,
     SETS_DATA,
+    SETS_GRADIENT,
     SYMBOLIC_FUNCTIONS,
     TEXTS,
     as_constant,
@@ -56,20 +57,22 @@ class Recorder(TorchFunctionMode):
     sees_gradients: bool = True  # whether the run is made with gradients, so that the code's own ``no_grad`` shows
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
-    leave: Callable[[str], None] = lambda scope: None
-    """Told when the code of a module hands over to another's, with the module's path."""
-    asked: Callable[[Any, str], None] = lambda tensor, attribute: None
-    """Told when the code asks something of a tensor that is no number of it; with None and ``""`` before it calls torch."""
+    leave: Callable[[str], None] = lambda scope: (
+        None
+    )  # told when the code of a module hands over to another's, with its path
+    asked: Callable[[Any, str], None] = lambda tensor, attribute: (
+        None
+    )  # told what else than numbers; (None, "") for a call of torch
     asked_gradients: Callable[[set[str]], None] = lambda scopes: None
     """Told, once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
     before_call: Callable[[str, Any, Any], None] = lambda *call: None  # told of every call, by name and arguments
-    functions_running: list[set[str]] = field(default_factory=list)
-    """Of every `autograd.Function` whose forward runs, outermost first, what `asked_gradients` will be told."""
+    functions_running: list[set[str]] = field(
+        default_factory=list
+    )  # what `asked_gradients` will be told of each, outermost first
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.scopes = [""]
-        self.count = 0
+        self.scopes, self.count = [""], 0
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
@@ -212,7 +215,10 @@ class Recorder(TorchFunctionMode):
                 return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):
             self._ask(plain_args[0] if plain_args else None, name)
-            return func(*plain_args, **plain_kwargs)
+            result = func(*plain_args, **plain_kwargs)
+            if name == SETS_GRADIENT and memory_of(args[0]) not in self._memory.lasting:
+                self._bind(args[0], self.add("call_method", name, self.lift(args), self.lift(kwargs), args[0]))
+            return result
         if name in SYMBOLIC_FUNCTIONS:
             return self._number_function(SYMBOLIC_FUNCTIONS[name], args)
         if name in ("size", "numel", "nelement", "stride", "__len__"):

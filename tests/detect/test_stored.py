@@ -191,3 +191,26 @@ def test_buffers_that_the_code_exchanges_are_exchanged() -> None:
         torch.testing.assert_close(dict(opt.named_buffers()), dict(model.named_buffers()))
     gradients = [torch.autograd.grad(block.last.square().sum(), block.router.weight)[0] for block in (opt, model)]
     torch.testing.assert_close(*gradients)
+
+
+class StartsGradients(Block):
+    """Keeps leaves, which it makes of what it has computed and of what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        self.seen.requires_grad = True
+        probs, _, out, _ = self.mix(self.seen)
+        self.aux_loss = probs.detach().clone()
+        self.aux_loss.requires_grad_()
+        return out * x.requires_grad_()
+
+
+def test_gradients_start_where_the_code_has_them_start():
+    model, opt = optimized(StartsGradients)
+    assert opt.report.rewritten, opt.report
+    given = [torch.randn(7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    for block, x in zip((model, opt), given):
+        (block(x).sum() + block.aux_loss.sum()).backward()
+    torch.testing.assert_close(given[1].grad, given[0].grad)
+    for name in ("seen", "aux_loss"):
+        torch.testing.assert_close(getattr(opt, name).grad, getattr(model, name).grad)
