@@ -254,7 +254,7 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
         root[target] = nn.Identity() if around else block.get_submodule(target)
     for target in read:
         owner, _, leaf = target.rpartition(".")
-        root[target] = _shape_of(getattr(block.get_submodule(owner), leaf))
+        root[target] = _shape_of(getattr(block.get_submodule(owner), leaf, None))
     made = torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
     made.graph.owning_module = None  # else the graph, a cycle, would keep the user's modules until garbage is collected
     return made

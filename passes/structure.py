@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -53,6 +53,7 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
 def _key(observation: Observation) -> Hashable:
     block = observation.module
     tensors = [item for kind in ("_parameters", "_buffers") for item in named_tensors(block, kind, every=True).items()]
+    tensors += kept_tensors(block).items()
     return (
         tuple((name, type(module), _hooks(module)) for name, module in named_modules(block, every=True)),
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),

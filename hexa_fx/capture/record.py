@@ -36,6 +36,7 @@ from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.isolation.hidden_sources import WEIGHT
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
+from hexa_fx.isolation.module_tree import kept_tensors
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
@@ -122,9 +123,7 @@ def _capture(
     monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
-    """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how;
-    ``is_watched``: whether changes of an object are seen to after the run.
-    """
+    """``monitor`` and ``collecting`` see whose code left what a first run did; changes of what ``is_watched`` are seen to later."""
     bound = _bind_arguments(block, args, kwargs)
     reads = PythonReads(block)
     with (
@@ -134,22 +133,18 @@ def _capture(
         reads.objects.restored(),
         parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.before_call,
     ):
-        _connect(recorder, reads, monitor, collecting)
         with noted_settings(recorder) as settings, reads.noted():
-            reads.was_set = settings.has
-            reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
+            _connect(recorder, reads, settings, monitor, collecting)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.leave("")
         output = recorder.lift_result(result)
         handed = frozenset(reads.edges.handed(settings.scopes, reads.ran.putting))
         stored = _stored(block, snapshot, settings, recorder, reads)
         accesses = collecting.accesses(recorder) if collecting else ()
-        kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
-        kept_before |= {id(tensor) for tensor in reads.edges.tensors()}
+        kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
         changed = *reads.objects.changed(reads.edges, is_watched), *_changed(given, monitor)
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
-    inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
     return CapturedBlock(
         block,
         path,
@@ -163,7 +158,7 @@ def _capture(
         changed,
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
-        _met_among(inside, recorder),
+        _met_among({*map(id, tree_leaves([bound.args, bound.kwargs]))}, recorder),
         reads=_unexplained(reads, collecting, stored),
         handed=handed,
         collections=tuple(reads.edges.collections()),
@@ -185,9 +180,15 @@ def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> No
 
 
 def _connect(
-    recorder: Recorder, reads: PythonReads, monitor: SideEffectMonitor | None, collecting: Collecting | None
+    recorder: Recorder,
+    reads: PythonReads,
+    settings: Settings,
+    monitor: SideEffectMonitor | None,
+    collecting: Collecting | None,
 ) -> None:
-    """Tells the recorder what notes reads and leaving, and those in which module's code it is."""
+    """Tells the recorder what notes reads, settings and leaving, and those in which module's code it is."""
+    reads.was_set = settings.has
+    reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
     reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
     recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
     recorder.leave = monitor.leave if monitor else recorder.leave
@@ -224,7 +225,7 @@ def _trial(
 ) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
-    parameters |= block.named_buffers(remove_duplicate=False)
+    parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,

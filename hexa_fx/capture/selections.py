@@ -25,6 +25,8 @@ _CHOICES = frozenset("topk argmax sort argsort multinomial".split())
 _OF_POSITIONS = frozenset(("remainder", "__mod__"))
 _LOOK_UPS = frozenset("__getitem__ gather index_select take take_along_dim embedding".split())
 _CUTS = frozenset("split chunk tensor_split hsplit".split())
+_TO_NUMPY = frozenset({"numpy", "__array__"})
+"""What takes numbers out of torch, by which numpy may choose."""
 _INTEGERS = (torch.int64, torch.int32)
 _WHOLE_NUMBERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
 
@@ -93,9 +95,4 @@ def _selects(name: str, args: Any, result: Any) -> bool:
     codes = name in _OF_POSITIONS and getattr(args[0], "dtype", torch.int64) not in _INTEGERS
     if name in SELECTIONS and not codes:
         return True
-    return numbers_intervals(name, args, result) or _takes_to_numpy(name, args)
-
-
-def _takes_to_numpy(name: str, args: Any) -> bool:
-    """Whether a function takes whole numbers out of torch, of which numpy may choose by index."""
-    return name in ("numpy", "__array__") and not args[0].is_floating_point()
+    return numbers_intervals(name, args, result) or name in _TO_NUMPY

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,10 +72,10 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     saved: int | None
     after_saved: int | None
     try:
-        state = ModuleState(captured.block)
-        with tensors_restored(captured.block):  # of code that is left as it is in the mode that the model is in
-            saved = _measured(captured, state, captured.block.forward)
-            after_saved, why = _measured(captured, state, new, new.weights), ""
+        # of code that is left as it is in the mode that the model is in
+        with tensors_restored(captured.block), _state_restored(captured.block):
+            saved = _measured(captured, captured.block.forward)  # and sets up what a first call does
+            after_saved, why = _measured(captured, new, new.weights), ""
     except Exception as error:  # the block's own: it cannot run with gradients, say
         log.debug("memory of %s was not measured", captured.path, exc_info=error)
         saved = after_saved = None
@@ -112,19 +112,19 @@ def tokens_of(captured: CapturedBlock, case: FfnCase | None) -> int:
 # -- memory kept for backward ------------------------------------------------------------------------------------------
 
 
-def _measured(
-    captured: CapturedBlock, state: ModuleState, forward: Callable[..., Any], weights: Sequence[torch.Tensor] = ()
-) -> int:
-    """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises.
-
-    Args:
-        state: of the block, to which it is put back.
-    """
+@contextmanager
+def _state_restored(block: nn.Module) -> Iterator[None]:
+    state = ModuleState(block)
     try:
-        with random_state_kept(), torch.enable_grad():
-            return _kept(captured, forward, weights)
+        yield
     finally:
         state.restore()
+
+
+def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises."""
+    with random_state_kept(), torch.enable_grad():
+        return _kept(captured, forward, weights)
 
 
 def _stored(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:

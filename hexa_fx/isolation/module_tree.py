@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 
 def named_modules(root: nn.Module, every: bool = False) -> list[tuple[str, nn.Module]]:
@@ -56,3 +59,17 @@ def named_tensors(root: nn.Module, registry: str, every: bool = False) -> dict[s
 def tensors_of(root: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers, each of both once."""
     return [tensor for registry in ("_parameters", "_buffers") for tensor in named_tensors(root, registry).values()]
+
+
+def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that modules hold as plain attributes, by name: each the only one there on its memory, so that its name tells it."""
+    kept = {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in named_modules(root)
+        for name, value in vars(module).items()
+        if type(value) is torch.Tensor and value.layout == torch.strided
+    }
+    held = tree_leaves([vars(module) for module in modules_of(root)]) if kept else []
+    plain = (leaf for leaf in held if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided)
+    lying = Counter(tensor.untyped_storage()._cdata for tensor in plain)
+    return {name: tensor for name, tensor in kept.items() if lying[tensor.untyped_storage()._cdata] == 1}

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors
 from hexa_fx.isolation.moved import movable
 from hexa_fx.isolation.read_values import IsA, Names, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
@@ -169,6 +169,7 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
     read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
     called = called_in(rewritten.graph)
     named = {**named_tensors(block, "_parameters", every=True), **named_tensors(block, "_buffers", every=True)}
+    named |= kept_tensors(block)
     floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
     return {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
 

@@ -142,9 +142,9 @@ class Resolution:
         """Where a parameter or buffer lies, and its dtype; nothing if it is no longer there, as under an adapter."""
         path_of_owner, _, name = path.rpartition(".")
         owner = self._modules.get(path_of_owner)
-        registries = () if owner is None else (owner._parameters, owner._buffers)
+        registries = () if owner is None else (owner._parameters, owner._buffers, vars(owner))
         registry, now = next(((held, held[name]) for held in registries if held.get(name) is not None), ({}, None))
-        if now is None:
+        if not isinstance(now, torch.Tensor):
             return None
         if now.dtype != dtype:
             raise GuardMiss(

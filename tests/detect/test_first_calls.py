@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from typing import Any
@@ -78,6 +79,39 @@ class FromFirstTokens(Mixture):
         return self.mix(x - self.mean)[2]
 
 
+class Grows(Mixture):
+    """Keeps a table of as many rows as it needed so far."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table") or len(self.table) < len(x):
+            self.table = torch.arange(len(x), dtype=x.dtype)[:, None].cos()
+        return self.mix(x * self.table[: len(x)])[2]
+
+
+class Average(Mixture):
+    """Keeps an average as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(D, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.mean.dtype) - self.mean
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.mix(x.double())[2]
+
+
+class TwoNames(Average):
+    """Keeps the same tensor by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = [self.mean]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x + self.mean)[2]
+
+
 class Says(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, _, out, _ = self.mix(x)
@@ -142,11 +176,27 @@ def test_a_number_that_first_calls_bring_to_its_end() -> None:
     assert opt.steps == block.steps == 2
 
 
-def test_what_is_of_the_first_tokens_is_refused_where_it_is_read() -> None:
-    block, opt = _optimized(FromFirstTokens)
-    assert "neither a parameter nor a buffer" in opt.report.blocks[0].reason
-    for tokens in (5, 7):
+@pytest.mark.parametrize("kind", [FromFirstTokens, Grows, Average])
+def test_tensors_that_modules_hold_as_attributes_are_read_in_every_call(kind: type[nn.Module]) -> None:
+    block, opt = _optimized(kind)
+    name = "table" if kind is Grows else "mean"
+    assert getattr(opt, name, None) is None or kind is Average
+    for tokens in (5, 9, 7):
         torch.testing.assert_close(opt(_x(tokens)), block(_x(tokens)))
+    for changed in (lambda held: held + 1, torch.Tensor.float):
+        for each in (block, opt):
+            setattr(each, name, changed(getattr(each, name)))
+        assert operators_run(copy.deepcopy(opt), (_x(7),)) or getattr(opt, name).dtype == torch.float32
+        found = compare(block, opt, (_x(7),), train=True)
+        assert found.within(1e-10), found
+        torch.testing.assert_close(getattr(opt, name), getattr(block, name))
+    for tokens in (12, 7):
+        torch.testing.assert_close(opt(_x(tokens)), block(_x(tokens)))
+
+
+def test_a_tensor_that_lies_elsewhere_too_is_refused() -> None:
+    (report,) = hexa_fx.explain(TwoNames().double(), _x(9)).blocks
+    assert "neither a parameter nor a buffer" in report.reason
 
 
 def test_numbers_may_be_rounded_and_said() -> None:

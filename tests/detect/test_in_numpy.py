@@ -157,3 +157,23 @@ def test_places_of_choices_that_come_back_from_numpy_are_refused_where_they_left
     assert "goes on with them in numpy" in block.reason
     assert block.location is not None
     assert "chosen = ids.numpy()" in linecache.getline(__file__, block.location.line)
+
+
+class Chooses(Places):
+    """Numpy chooses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = self.router(x).softmax(-1)
+        ids = torch.from_numpy(probs.detach().numpy().argsort(-1)[:, -2:].copy())
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * probs[token, ids[token, slot], None])
+        return out
+
+
+def test_choices_of_numpy_are_refused_where_its_numbers_leave_torch() -> None:
+    (block,) = hexa_fx.explain(Chooses(), torch.randn(21, D)).blocks
+    assert "takes a host decision (if, while, item()) on the data" in block.reason
+    assert block.location is not None
+    assert ".numpy()" in linecache.getline(__file__, block.location.line)

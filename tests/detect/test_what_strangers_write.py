@@ -240,7 +240,9 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ScaledNorm], ids=lambda kind: kind.__name__
+)
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     block = kind().double()
@@ -302,8 +304,6 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     [
         (TwoAlike, "some experts share a parameter: experts.1.fc1.weight is experts.0.fc1.weight"),
         (Folded, "it adds up what several experts give"),
-        (ScaledRows, "neither a parameter nor a buffer"),
-        (ScaledNorm, "neither a parameter nor a buffer"),
         (Swapped, "and would be lost"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
