@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -45,7 +46,8 @@ class RoutingLog:
         if found.dim() != 3:
             raise InputError(f"a routing log holds ids (tokens, layers, k); got {list(found.shape)}")
         count = found.shape[1]
-        self.lengths = (found.shape[0],) if lengths is None else _numbers("lengths", lengths)
+        self._added = list[tuple[Tensor, Sequence[int]]]()  # what calls left since it was last read
+        self._lengths = (found.shape[0],) if lengths is None else _numbers("lengths", lengths)
         if sum(self.lengths) != found.shape[0] or min(self.lengths, default=0) < 0:
             raise InputError(
                 f"the log holds {found.shape[0]} tokens, and its sequences are {list(self.lengths[:9])} long: {sum(self.lengths)}"
@@ -59,7 +61,7 @@ class RoutingLog:
             found = found.masked_fill(self.live[:, None, None], 0)
         self._check(found)
         most = max(self.num_experts or (int(found.max()) + 1 if found.numel() else 1,))
-        self.ids = found.to(smallest_dtype(most), copy=True)  # what checked it holds, whatever becomes of the array
+        self._ids = found.to(smallest_dtype(most), copy=True)  # what checked it holds, whatever becomes of the array
 
     def _check(self, ids: Tensor) -> None:
         count = ids.shape[1]
@@ -105,6 +107,24 @@ class RoutingLog:
             live += [torch.arange(len(array) + rest, device="cpu") >= len(array)]
         return cls(torch.cat(pieces), wanted, live=torch.cat(live), **options)
 
+    @property
+    def ids(self) -> Tensor:
+        """(N, L, k) ids in the smallest dtype that holds them."""
+        self._settle()
+        return self._ids
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        self._settle()
+        return self._lengths
+
+    def _settle(self) -> None:
+        """Puts what calls left behind what is there; a copy in every call would be quadratic in their number."""
+        if self._added:
+            (ids, lengths), self._added = zip(*self._added), []
+            self._ids, self._lengths = torch.cat([self._ids, *ids]), (*self._lengths, *chain.from_iterable(lengths))
+
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self.lengths)
@@ -125,11 +145,10 @@ class RoutingLog:
         Raises:
             InputError: there is no sequence of such a number.
         """
-        if missing := [int(number) for number in sequences if not -len(self) <= int(number) < len(self)]:
-            raise InputError(f"the log has no sequence {missing[0]}; it holds {len(self)}")
-        pieces = [self._range(int(number)) for number in sequences]
-        rows = torch.cat([torch.arange(*piece, device="cpu") for piece in (pieces or [(0, 0)])])
-        return self._taken(rows, [stop - start for start, stop in pieces])
+        rows, numbers = self._rows(), [*map(int, sequences)]
+        if missing := [number for number in numbers if not -len(rows) <= number < len(rows)]:
+            raise InputError(f"the log has no sequence {missing[0]}; it holds {len(rows)}")
+        return self._of([rows[number] for number in numbers], [self.lengths[number] for number in numbers])
 
     def joined(self, batch: int) -> RoutingLog:
         """A log of ``batch`` sequences, from one in which every call left a piece of each: ``generate`` runs the prompts, then one
@@ -141,19 +160,16 @@ class RoutingLog:
         if batch < 1 or len(self) % batch or self._left - {batch}:
             left = f"; calls left {', '.join(map(str, sorted(self._left)))} each" if self._left else ""
             raise InputError(f"{len(self)} pieces are not those of {batch} sequences{left}")
-        order = [piece for row in range(batch) for piece in range(row, len(self), batch)]
-        whole = self.select(order)
-        lengths = [sum(self.lengths[row::batch]) for row in range(batch)]
-        return whole._taken(torch.arange(whole.tokens, device="cpu"), lengths)
+        rows, lengths = self._rows(), [sum(self.lengths[row::batch]) for row in range(batch)]
+        return self._of([piece for row in range(batch) for piece in rows[row::batch]], lengths)
 
     def truncated(self, lengths: Sequence[int]) -> RoutingLog:
         """A log of the first ``lengths[i]`` tokens of every sequence, such as those before the end-of-text token."""
         wanted = _numbers("lengths", lengths)
         if len(wanted) != len(self) or min(wanted, default=0) < 0:
             raise InputError(f"{len(self)} sequences are cut to as many lengths, none negative; got {list(wanted)}")
-        kept = [min(new, old) for new, old in zip(wanted, self.lengths)]
-        pieces = [torch.arange(self._range(i)[0], self._range(i)[0] + n, device="cpu") for i, n in enumerate(kept)]
-        return self._taken(torch.cat(pieces), kept)
+        pieces = [rows[:length] for rows, length in zip(self._rows(), wanted)]
+        return self._of(pieces, [*map(len, pieces)])
 
     def save(self, path: str | Path) -> None:
         """Writes the log as a NumPy archive (``.npz``), whose entries docs/routing_replay.md lists."""
@@ -198,8 +214,7 @@ class RoutingLog:
 
     def extend(self, ids: Tensor, lengths: Sequence[int]) -> None:
         """Adds the sequences of a call: (n, L, k) ids and their lengths."""
-        self.ids = torch.cat([self.ids, ids.to(self.ids.dtype).cpu()])
-        self.lengths = (*self.lengths, *lengths)
+        self._added.append((ids.to(self._ids.dtype).cpu(), lengths))
         self._left.add(len(lengths))
 
     def __eq__(self, other: object) -> bool:
@@ -214,11 +229,13 @@ class RoutingLog:
         layers, k = self.ids.shape[1:]
         return f"RoutingLog({len(self)} sequences, {self.tokens} tokens, {layers} layers, k={k}, {self.nbytes} bytes)"
 
-    def _range(self, number: int) -> tuple[int, int]:
-        start = sum(self.lengths[:number])
-        return start, start + self.lengths[number]
+    def _rows(self) -> Sequence[Tensor]:
+        """The numbers of each sequence's tokens."""
+        return torch.arange(self.tokens, device="cpu").split(list(self.lengths)) if self.lengths else ()
 
-    def _taken(self, rows: Tensor, lengths: Sequence[int]) -> RoutingLog:
+    def _of(self, pieces: Sequence[Tensor], lengths: Sequence[int]) -> RoutingLog:
+        """A log of tokens by their numbers."""
+        rows = torch.cat([torch.empty(0, dtype=torch.long, device="cpu"), *pieces])
         live = None if self.live is None else self.live[rows]
         return RoutingLog(self.ids[rows], lengths, self.num_experts, self.top_k, self.layers, live)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -95,6 +97,10 @@ class _Session:
     _handled: BaseException | None = None
     _again: ModelCall | None = None
     _taps: list[RoutingTap] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._dtype, self._width = self.routing.ids.dtype, self.routing.ids.shape[2]
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -159,7 +165,10 @@ class _Session:
                 f"the call has {call.tokens} tokens without padding, and the log has {self.routing.tokens - start} left of "
                 f"{self.routing.tokens}"
             )
-        ends, own = _ends(self.routing.lengths, start, stop), _ends(call.lengths, 0, call.tokens, start)
+        if len(self._ends) != len(self.routing.lengths):
+            self._ends = [*accumulate(self.routing.lengths)]
+        ends = {*self._ends[bisect(self._ends, start) : bisect(self._ends, stop)]}
+        own = {start + end for end in accumulate(call.lengths) if end}
         if min(len(self.routing.lengths), len(call.lengths)) > 1 and ends != own:
             place = min(ends ^ own) - start
             raise InputError(
@@ -185,9 +194,9 @@ class _Session:
                 f"the routing of {', '.join(missing)} was not {self._done}: its router did not run through its module's call"
             )
         if not self.replay:
-            width = self.routing.ids.shape[2]
             padded = [
-                nn.functional.pad(self.noted[n], (0, width - self.noted[n].shape[1])) for n in range(len(self.layers))
+                nn.functional.pad(self.noted[n], (0, self._width - self.noted[n].shape[1]))
+                for n in range(len(self.layers))
             ]
             self.routing.extend(torch.stack(padded, 1), call.lengths)
 
@@ -230,14 +239,12 @@ class _Session:
         tap.finish(failed=output is None)
 
     def _note(self, number: int) -> Callable[[Tensor], None]:
-        dtype = self.routing.ids.dtype
-
         def note(ids: Tensor) -> None:
             if number in self.noted:
                 raise InputError(
                     f"{self.layers[number].path} ran twice in one call of the model, which a log cannot tell apart"
                 )
-            self.noted[number] = ids.to(dtype)
+            self.noted[number] = ids.to(self._dtype)
 
         return note
 
@@ -268,13 +275,3 @@ def _check_eager() -> None:
 
 def _nothing(*args: Any) -> None:
     """Does nothing."""
-
-
-def _ends(lengths: tuple[int, ...], start: int, stop: int, offset: int = 0) -> set[int]:
-    """Ends of sequences behind a place of all tokens, up to another."""
-    ends, place = set(), 0
-    for length in lengths:
-        place += length
-        if start < place <= stop:
-            ends.add(place + offset)
-    return ends

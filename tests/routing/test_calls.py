@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
@@ -148,6 +149,30 @@ def test_a_copy_that_is_made_inside_a_context_is_outside_of_it(qwen, other, copi
             torch.testing.assert_close(made(ids).logits, expected)
             model(ids)
         torch.testing.assert_close(made(ids).logits, expected)
+
+
+class Copied(TorchDispatchMode):
+    """Counts what lists of tensors are copied to."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.elements += result.numel() if func is torch.ops.aten.cat.default else 0
+        return result
+
+
+def test_a_log_of_many_calls_copies_each_once():
+    """As those of a long generation: what the calls before left is copied in none of them."""
+    log, calls = RoutingLog(torch.empty(0, 1, 2, dtype=torch.long), (), 8), torch.randint(8, (100, 4, 1, 2))
+    assert [log.joined(2).lengths, log.select([]).lengths, log.truncated([]).lengths] == [(0, 0), (), ()]
+    with Copied() as copied:
+        for ids in calls:
+            log.extend(ids, [1] * 4)
+        joined = log.joined(4)
+    assert joined.lengths == (100,) * 4
+    assert torch.equal(joined.ids.long(), calls.transpose(0, 1).reshape(-1, 1, 2))
+    assert copied.elements < 3 * log.ids.numel()
 
 
 def test_a_log_does_not_follow_the_array_that_it_was_made_of():
