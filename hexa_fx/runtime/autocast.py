@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
 from hexa_fx.isolation.held_objects import fields_of
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import AGAIN, GuardMiss
 
 
 def kind_of(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
@@ -42,7 +42,7 @@ def dtypes_under_autocast(
     found = known.get(kind)
     if found is None:
         inputs = ", ".join(str(dtype).removeprefix("torch.") for dtype in kind[1:])
-        raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known")
+        raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known; {AGAIN}")
     return found
 
 

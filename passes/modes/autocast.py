@@ -91,7 +91,7 @@ def _mixtures(leaves: list[Any], autocast: torch.dtype) -> Iterator[tuple[torch.
     floating = [dtype is not None and dtype.is_floating_point for dtype in own]
     yield tuple(own)
     cast = tuple(autocast if wanted else dtype for dtype, wanted in zip(own, floating))
-    if not 1 < sum(floating) <= 3 or not {*itertools.compress(own, floating)} <= {torch.float32, autocast}:
+    if sum(floating) > 3 or not {*itertools.compress(own, floating)} <= {torch.float32, autocast}:
         yield cast
         return
     either = [(torch.float32, autocast) if wanted else (dtype,) for dtype, wanted in zip(own, floating)]
