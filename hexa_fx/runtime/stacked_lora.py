@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.adapted_weight import AdaptedWeight
+from hexa_fx.ops.library import without_autocast
 from hexa_fx.ops.row_scaled import row_norms
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
@@ -46,6 +48,12 @@ class AdaptedReader:
 
     def __call__(self, *args: Any) -> AdaptedWeight:
         base = self.weight(*args)
+        with (
+            nullcontext() if is_compiling() else without_autocast()
+        ):  # which refuses the other 16-bit dtype in torch.cat
+            return self._added_to(base)
+
+    def _added_to(self, base: Any) -> AdaptedWeight:
         if any(addition.norms is not None for addition in self.additions):
             return self._normed(base)
         if len(self.additions) == 1:

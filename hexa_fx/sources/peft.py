@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hexa_fx.ops.adapted_weight import say_once
+from hexa_fx.ops.library import without_autocast
 from hexa_fx.sources.adapters import Adapter, Adapters
 
 _METHOD = "_activate_lora"
@@ -131,8 +133,9 @@ def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor, float]
     if len(factors) == 1:
         left, right, scale = factors[0]
         return left, right, scale
-    left, right = torch.cat([scale * lhs for lhs, _, scale in factors], 2), torch.cat([rhs for _, rhs, _ in factors], 1)
-    return left, right, 1.0
+    with nullcontext() if is_compiling() else without_autocast():  # which refuses the other 16-bit dtype in torch.cat
+        left = torch.cat([scale * lhs for lhs, _, scale in factors], 2)
+        return left, torch.cat([rhs for _, rhs, _ in factors], 1), 1.0
 
 
 class _Wrapper:

@@ -45,7 +45,7 @@ class Block(nn.Module):
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(x.dtype))
         return out
 
 
@@ -300,6 +300,15 @@ def test_an_optimizer_step_and_a_loaded_adapter(tokens, tmp_path):
         model.load_adapter(tmp_path, "loaded")
         model.set_adapter("loaded")
     assert_same(original, optimized, tokens)
+
+
+def test_autocast_to_the_other_16_bits_than_the_adapters(tokens):
+    tokens = tokens.bfloat16()
+    original = peft.get_peft_model(nn.Sequential(Block()).bfloat16(), lora(), autocast_adapter_dtype=False)
+    optimized = hexa_fx.optimize(original, tokens, CONFIG)
+    with torch.autocast("cpu", torch.float16):
+        torch.testing.assert_close(optimized(tokens), original(tokens), rtol=0.1, atol=0.1)
+        assert operators_run(optimized, (tokens,))
 
 
 class Graphs:

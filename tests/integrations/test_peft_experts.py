@@ -216,11 +216,15 @@ def test_gradient_checkpointing():
     assert_same(original, optimized, ids)
 
 
-def test_autocast():
-    original, optimized, ids = (
-        part.float() if isinstance(part, nn.Module) else part for part in pair("optimize first")
-    )
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize(("dtype", "to"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast(dtype, to):
+    """Of two adapters, whose factors lie side by side, which torch.cat refuses the other 16-bit dtype."""
+    original, optimized, ids = pair("optimize first")
+    for model in (original, optimized):
+        model.add_adapter("other", lora(seed=1))
+        model.base_model.set_adapter(["default", "other"])
+        model.to(dtype)
+    with torch.autocast("cpu", to):
         expected, found = original(ids).logits, optimized(ids).logits
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
