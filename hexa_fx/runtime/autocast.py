@@ -42,7 +42,8 @@ def dtypes_under_autocast(
     found = known.get(kind)
     if found is None:
         inputs = ", ".join(str(dtype).removeprefix("torch.") for dtype in kind[1:])
-        raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known; {AGAIN}")
+        helps = f"; {AGAIN}" if known else ""
+        raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known{helps}")
     return found
 
 
