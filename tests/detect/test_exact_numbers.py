@@ -74,12 +74,7 @@ def test_certain_counts_and_places_are_refused(asked: Callable[..., Any]) -> Non
     torch.manual_seed(0)
     (block,) = hexa_fx.explain(Asking(asked).double().eval(), tokens(24)).blocks
     assert block.status == "refused"
-    sentences = (
-        "exact number of tokens",
-        "stands at a certain place",
-        "on the data, not on the routing",
-    )  # of a choice of its own
-    assert any(sentence in block.reason for sentence in sentences), block.reason
+    assert "exact number of tokens" in block.reason or "stands at a certain place" in block.reason, block.reason
     assert block.location is not None
 
 
