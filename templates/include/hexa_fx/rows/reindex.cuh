@@ -6,6 +6,7 @@
 // Slots are dealt to blocks, and within a block to warps, in contiguous chunks: chunk order is slot order, which makes the
 // sort stable. `count` writes counts (blocks, E+1); `place` sums them and writes the rows. One block does both at once.
 #pragma once
+#include <hexa_fx/ptx/scan.cuh>
 
 namespace hexa {
 
@@ -74,13 +75,7 @@ struct Reindex {
       int carry = 0;
       for (int b0 = 0; b0 < bins; b0 += 32) {
         const int b = b0 + lane;
-        const int own = b < bins ? total[b] : 0;
-        int inclusive = own;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const int other = __shfl_up_sync(0xffffffffu, inclusive, d);
-          inclusive += lane >= d ? other : 0;
-        }
+        const int own = b < bins ? total[b] : 0, inclusive = sum_up_to_lane(own, lane);
         if (b < bins) {
           const int start = carry + inclusive - own;
           first[b] += start;

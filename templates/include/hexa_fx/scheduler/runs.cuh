@@ -2,6 +2,7 @@
 // expert's rows keeps its sums for many tiles. An expert may lie in the runs of several blocks. What block b has of expert e goes to place
 // b + e, which is no other pair's: along the tiles, either goes up.
 #pragma once
+#include <hexa_fx/ptx/scan.cuh>
 
 namespace hexa {
 
@@ -30,15 +31,9 @@ struct RunTable {
     for (int base = 0; base <= experts; base += 32) {
       const int e = base + lane;
       if (e <= experts) offs[e] = __ldg(from + e);
-      const int own = e < experts ? run_tiles(from, e) : 0;
-      int sum = own;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int before = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += before;
-      }
-      if (e <= experts) tiles[e] = done + sum - own;
-      done += __shfl_sync(~0u, sum, 31);
+      const int own = e < experts ? run_tiles(from, e) : 0, upto = sum_up_to_lane(own, lane);
+      if (e <= experts) tiles[e] = done + upto - own;
+      done += __shfl_sync(~0u, upto, 31);
     }
   }
 };

@@ -1,5 +1,6 @@
 // The rows of every expert cut into segments of at most kRows: the tile map, made on the device from offs.
 #pragma once
+#include <hexa_fx/ptx/scan.cuh>
 
 namespace hexa {
 
@@ -26,13 +27,7 @@ __device__ Unit find_unit(const int* offs, int experts, int index, int scale, in
   for (int e0 = 0; e0 < experts; e0 += 32) {
     const int e = e0 + lane;
     const int begin = e < experts ? __ldg(offs + e) : 0, end = e < experts ? __ldg(offs + e + 1) : 0;
-    int upto = e < experts ? (end - begin + kRows - 1) / kRows * scale + extra : 0;
-    const int own = upto;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, upto, d);
-      upto += lane >= d ? other : 0;
-    }
+    const int own = e < experts ? (end - begin + kRows - 1) / kRows * scale + extra : 0, upto = sum_up_to_lane(own, lane);
     const unsigned past = __ballot_sync(0xffffffffu, before + upto > index);
     if (past) {
       const int owner = __ffs(past) - 1;

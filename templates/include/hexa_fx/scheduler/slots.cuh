@@ -1,5 +1,6 @@
 // The slots of few tokens sorted by expert, in every block for itself: the rows of every expert, in parts of at most kRows.
 #pragma once
+#include <hexa_fx/ptx/scan.cuh>
 
 namespace hexa {
 
@@ -114,12 +115,7 @@ struct SortedSlots {
     unsigned own = 0;
 #pragma unroll 1
     for (int e = begin; e < end; ++e) own += counted(e);
-    unsigned upto = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const unsigned other = __shfl_up_sync(0xffffffffu, upto, d);
-      upto += lane >= d ? other : 0;
-    }
+    const unsigned upto = sum_up_to_lane(own, lane);
     unsigned before = upto - own;
 #pragma unroll 1
     for (int e = begin; e < end; ++e) {

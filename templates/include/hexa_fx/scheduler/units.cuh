@@ -2,6 +2,7 @@
 // takes units that follow one another, about as many as any other, so that most of its units have the same rows.
 #pragma once
 #include <hexa_fx/ptx/packed.cuh>
+#include <hexa_fx/ptx/scan.cuh>
 
 namespace hexa {
 
@@ -55,12 +56,7 @@ struct Units {
     int before = 0;
     for (int e0 = 0; e0 < experts; e0 += 32) {
       const int e = e0 + lane, own = e < experts ? (offs[e + 1] - offs[e] + kRows - 1) / kRows * tiles : 0;
-      int upto = own;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, upto, d);
-        upto += lane >= d ? other : 0;
-      }
+      const int upto = sum_up_to_lane(own, lane);
       if (e < experts) first[e] = before + upto - own;
       before += __shfl_sync(0xffffffffu, upto, 31);
     }
