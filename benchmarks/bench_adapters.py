@@ -7,7 +7,7 @@ weights themselves, ``frozen`` has gradients of the input and the routing weight
 ``peft`` is PEFT on ``grouped_mm``; all but the last are optimized by hexa_fx. Times as in bench_moe_layer.py. `products` are
 that layer's launches one by one, with the second product in the accumulator and without; narrow ones with a few tiles. `model` has
 `--layers` layers, in train mode: a step is forward, loss and backward, with adapters on attention, or on attention and experts.
-Peaks are above what was allocated before, with gradients there already.
+Peaks are above what was allocated before, with gradients there already; a model that does not fit has no time.
 `--shrink 32 --device cpu --tokens 64` tries the script without a GPU.
 """
 
@@ -178,11 +178,15 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
             def step(model: Any = model) -> None:
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
-            step()
-            seconds, peak = timed(step, options.rounds)
-            row: Row = {"question": "model", "impl": implementation, "adapters": adapted}
-            yield row | {"ms": round(1e3 * seconds, 1), "peak_mib": peak} | over(alone, (seconds, peak))
-            alone = seconds, peak
+            row: Row = {"question": "model", "layers": options.layers, "impl": implementation, "adapters": adapted}
+            try:
+                step()
+                seconds, peak = timed(step, options.rounds)
+            except torch.OutOfMemoryError:
+                yield row | {"ms": None, "peak_mib": None, "left_out": "does not fit"}
+            else:
+                yield row | {"ms": round(1e3 * seconds, 1), "peak_mib": peak} | over(alone, (seconds, peak))
+                alone = seconds, peak
             del model, step
 
 

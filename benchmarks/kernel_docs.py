@@ -210,11 +210,14 @@ def adapters(folder: Path) -> str:
 
 
 def adapted_steps(folder: Path) -> str:
-    """A step of a model, by implementation and where its adapters are."""
-    head = ["MoE layers", "adapters on", "ms", "peak (MiB)"]
+    """A step of a model, by its layers, the implementation and where its adapters are."""
+    head = ["layers", "experts by", "adapters on", "ms", "peak (MiB)"]
     rows = [row for row in _adapted(folder) if row["question"] == "model"]
-    lines = [[row["impl"], row["adapters"], f"{row['ms']:.1f}", f"{row['peak_mib']:,.0f}"] for row in rows]
-    return table(head, lines)
+
+    def measured(row: dict[str, Any]) -> tuple[str, str]:
+        return (row["left_out"], "") if row["ms"] is None else (f"{row['ms']:.1f}", f"{row['peak_mib']:,.0f}")
+
+    return table(head, [[row["layers"], row["impl"], row["adapters"], *measured(row)] for row in rows])
 
 
 def _adapted(folder: Path) -> list[dict[str, Any]]:
