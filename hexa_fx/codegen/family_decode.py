@@ -16,6 +16,7 @@ from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_reindex import ID_TYPES
 from hexa_fx.codegen.family_rows import FLOATS, check_activation
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.tiles_sm90 import FAST_MEMORY
 
 GEMM, DOWN, COMBINE = "decode_gemm", "decode_down", "decode_combine"
 THREADS, COMBINE_THREADS = 256, 128
@@ -37,7 +38,10 @@ MOST_SUMMED_COLUMNS = 32
 LONG_LINES = 4096
 """K from which on decode_gemm sums rows faster than decode_down."""
 MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 1
-"""Up to 2^2 and 2^1 rows an expert on average summed products are faster than general ones, with short and with long lines."""
+"""Up to 2^2 and 2^1 rows an expert on average summed products are faster than general ones, with short and with long lines. On
+cards of `FAST_MEMORY` those with long lines are up to 2^2, too, in parts of 16 rows: Mixtral at 9 to 16 tokens takes 1 % less
+time there, and 0.2 % more on an H100.
+"""
 MOST_SLOTS = 32
 """Up to so many slots, and one for an expert, others are: with rows that are not summed, or two tiles of columns a block."""
 _OVERHEAD = 1024
@@ -110,7 +114,7 @@ def very_few(slots: int, experts: int) -> bool:
 
 
 def choose_summed(
-    arch: int, bucket: int, experts: int, slots: int, columns: int, k: int
+    card: str, arch: int, bucket: int, experts: int, slots: int, columns: int, k: int
 ) -> DecodeTile | DownTile | None:
     """The tile of a product whose blocks give so many columns of all tokens, and sum them; None where there is none that serves.
 
@@ -127,9 +131,9 @@ def choose_summed(
         stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
         fast = bucket <= MOST_SHORT_BUCKET and (down.tiles == 1 or very_few(slots, experts))
         return replace(down, stages=stages) if stages >= _FEWEST_STAGES and fast else None
-    if bucket > MOST_LONG_BUCKET:
+    if bucket > MOST_LONG_BUCKET + (FAST_MEMORY in card):
         return None
-    tile = DecodeTile(ROWS[0], 1, 0)
+    tile = DecodeTile(ROWS[bucket > MOST_LONG_BUCKET], 1, 0)
     for limit in (half, whole):
         stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots, True)) // _stage_bytes(tile.rows, 1))
         if stages > _FEWEST_STAGES:

@@ -160,7 +160,7 @@ def _summed_columns(card: Card, o: DecodeProjection, slots: DecodeSlots) -> int:
     if o.layout != "nk":
         return 0
     columns = ceil_div(n, 8 * card.multiprocessors) * 8
-    tile = choose_summed(card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
+    tile = choose_summed(card.name, card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
     return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
 
 

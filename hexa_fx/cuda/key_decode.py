@@ -71,7 +71,7 @@ class DecodeKey(NamedTuple):
         """The tile that nobody measured. There is one, or the product is not planned (`hexa_fx.cuda.decode`)."""
         sizes = (self.card.arch, self.bucket, self.experts, self.slots)
         if self.summed:
-            summed = choose_summed(*sizes, self.summed, self.inner)
+            summed = choose_summed(self.card.name, *sizes, self.summed, self.inner)
             assert summed is not None, "asked before"
             return summed
         found = choose_tile(*sizes, self.layout == "nk")

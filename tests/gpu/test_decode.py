@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hexa_fx.codegen import family_decode
 from hexa_fx.codegen.family_decode import DecodeTile
-from hexa_fx.cuda import calls, decode, layer
+from hexa_fx.codegen.tiles_sm90 import FAST_MEMORY
+from hexa_fx.cuda import calls, decode, key_decode, layer
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.activations import activation_forward
@@ -155,14 +156,22 @@ def test_tiles(tile: DecodeTile, layouts: str) -> None:
             check(made, operands(make_routing(kind, 90, 3, EXPERTS).index, 1104))
 
 
-SUMS = {"short": (2048, 776), "short, wide": (4096, 264), "long": (4096, 4104), "k ends in a stage": (2112, 1000)}
+SUMS = {
+    "short": (2048, 776),
+    "short, wide": (4096, 264),
+    "long": (4096, 4104),
+    "long, parts of 16 rows": (4096, 4104),
+    "k ends in a stage": (2112, 1000),
+}
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("shape", SUMS)
 def test_sums(monkeypatch: pytest.MonkeyPatch, shape: str, bias: bool) -> None:
     """The second product weights and sums rows; each run gives the same bits, in a graph too."""
-    monkeypatch.setattr(decode, "choose_summed", choose_summed)
+    card = FAST_MEMORY if "16" in shape else "any"
+    for module in (decode, key_decode):
+        monkeypatch.setattr(module, "choose_summed", lambda _, *sizes: choose_summed(card, *sizes))
     made, hidden = Layer(*SUMS[shape], bias=bias), SUMS[shape][0]
     for kind in ROUTINGS:
         for tokens, top_k in ((1, 4), (3, 12), (9, 4), (20, 2)):
