@@ -9,6 +9,7 @@ from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import expert_tables, whole_kib
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.formats.format import ceil_div
 
 FAMILY = "low_rank"
 BOTH = "low_rank_gradients"
@@ -19,7 +20,7 @@ STEP_COLUMNS = 128
 """Columns of the rows that pass through shared memory at a time, half of them for each consuming warpgroup."""
 
 TILE_ROWS = 64
-RANKS = (16, 32, 64)
+RANKS = (16, 32)
 """What ranks are rounded up to."""
 
 PART_NUMBERS = 256 * 8
@@ -42,20 +43,21 @@ def padded_rank(rank: int) -> int:
     return next((each for each in RANKS if rank <= each), 0)
 
 
-def steps_of(columns: int) -> int:
-    """Steps that columns pass in."""
-    return -(-columns // STEP_COLUMNS)
-
-
-def holds(op: str, columns: int, rank: int, experts: int) -> bool:
-    """Whether a kernel has registers for an expert's gradient (columns, rank), and shared memory for its factor.
+def steps_of(op: str, columns: int, rank: int, experts: int, most: int) -> int:
+    """Steps that columns pass in, of each of the launches that they are dealt to: as few as have registers for their part of an
+    expert's gradient, and shared memory for that of its factor. 0 if these are too many, or sizes no multiples of 8.
 
     Args:
         op: which products it gives.
+        columns, rank: of a factor.
         experts: that the tables hold.
+        most: launches.
     """
-    wide, steps = padded_rank(rank), steps_of(columns)
-    return wide > 0 and not columns % 8 and not rank % 8 and not any(_lacks(op, steps, wide, experts))
+    wide = padded_rank(rank)
+    if not wide or columns % 8 or rank % 8:
+        return 0
+    dealt = (ceil_div(ceil_div(columns, STEP_COLUMNS), launches) for launches in range(1, most + 1))
+    return next((steps for steps in dealt if not any(_lacks(op, steps, wide, experts))), 0)
 
 
 def stages_of(op: str, steps: int, wide: int, experts: int) -> int:
@@ -104,6 +106,9 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "multiplies": _multiplies(spec.op),
         "sums": _sums(spec.op),
         "experts": expert_tables(spec),
+        "tile_rows": TILE_ROWS,
+        "part_numbers": PART_NUMBERS,
+        "part_side": PART_SIDE,
     }
 
 
@@ -130,7 +135,7 @@ FAMILIES = (
         name=FAMILY,
         template="low_rank.cu.j2",
         ops=(BOTH, "esmm", "estmm", PARTS),
-        args=struct.Struct("8Pq5i2If0P"),
+        args=struct.Struct("10Pq6i2If0P"),
         shape=_shape,
         values=_values,
         check=_check,

@@ -22,7 +22,6 @@ from hexa_fx.codegen.family_low_rank import (
     STEP_COLUMNS,
     TILE_ROWS,
     WEIGHTS,
-    holds,
     padded_rank,
     stages_of,
     steps_of,
@@ -31,7 +30,7 @@ from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.gemm_sm90 import unsupported
 from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.operands import DTYPES, division, numbers_of
-from hexa_fx.cuda.planning import TensorMap, planning_of
+from hexa_fx.cuda.planning import Piece, TensorMap, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.fixed_order import is_fixed
@@ -39,9 +38,19 @@ from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.operands import Esmm, Estmm
 from hexa_fx.ops.rows import columns_of, flip, row_count
 
-FEWEST_ROWS = 32
-"""Rows an expert on average from which these kernels were measured: they take 0.4 to 0.9 of the time of tiles of the family
-gather_gemm_sm90.
+FEWEST_ROWS, MOST_ROWS = 32, 2048
+"""Rows an expert on average from which these kernels were measured, and below which they are the faster ones for dC alone."""
+
+_MOST_LAUNCHES = {
+    (BOTH, 16): (16, 16),
+    (BOTH, 32): (2, 1),
+    ("esmm", 16): (2, 1),
+    ("esmm", 32): (1, 0),
+    ("estmm", 16): (3, 0),
+    ("estmm", 32): (2, 0),
+}
+"""Launches in which they are faster than tiles of the family gather_gemm_sm90, by products and padded rank: of rows that are
+gathered, and of rows in order. With a rank of 64 those tiles have as many columns, and are the faster ones.
 """
 
 
@@ -93,6 +102,12 @@ class LowRank(NamedTuple):
         """E."""
         return self.offs.shape[0] - 1
 
+    @property
+    def steps(self) -> int:
+        """Of a launch; 0 where too many launches would be needed."""
+        most = _MOST_LAUNCHES.get((self.op, padded_rank(self.rank)), (0, 0))[self.v is None]
+        return steps_of(self.op, self.rows.shape[1], self.rank, _table(self.experts), most)
+
 
 def esmm(o: Esmm) -> Tensor | None:
     """A product without a bias whose weight has a few columns; None if it is another one."""
@@ -125,47 +140,54 @@ def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
 
 
 def takes(o: LowRank) -> bool:
-    """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows. For dC alone, rows that
-    are in order come faster by the copy engine.
-    """
-    columns, experts, few = o.rows.shape[1], o.experts, [t for t in (o.u, o.factor) if t is not None]
-    if not planning_of(o.offs).card.is_hopper or is_fixed() or (o.op == "estmm" and o.v is None):
+    """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows."""
+    experts, few = o.experts, [t for t in (o.u, o.factor) if t is not None]
+    if not planning_of(o.offs).card.is_hopper or is_fixed() or experts > MAX_EXPERTS or o.rows.shape[1] <= RANKS[-1]:
         return False
-    if experts > MAX_EXPERTS or o.n < FEWEST_ROWS * experts or columns <= RANKS[-1]:
+    if o.n < FEWEST_ROWS * experts or (o.op == "estmm" and o.n >= MOST_ROWS * experts):
         return False
     if o.dtype not in (None, torch.float32, o.rows.dtype):
         return False
     if o.weights is not None and (DTYPES[o.weights.dtype].name not in WEIGHTS or not o.weights.is_contiguous()):
         return False
-    fits = holds(o.op, columns, o.rank, _table(experts)) and all(t.is_contiguous() for t in few)
-    return fits and not unsupported(o.rows, *few, experts=experts)
+    return o.steps > 0 and all(t.is_contiguous() for t in few) and not unsupported(o.rows, *few, experts=experts)
 
 
 def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     """du (n, r) and dC; None for what is not wanted."""
     planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
-    wide, steps, table = padded_rank(o.rank), steps_of(columns), _table(experts)
+    table, wide, steps = _table(experts), padded_rank(o.rank), o.steps
+    each = steps * STEP_COLUMNS  # columns of a launch
     blocks = min(planning.card.multiprocessors, o.n // TILE_ROWS + experts)  # as many as there can be tiles
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
+    sums = None if du is None or columns <= each else o.rows.new_empty((o.n, o.rank), dtype=torch.float32)
     dc = parts = None
     if o.u is not None:
         shape = (o.rank, columns) if o.layout == "nk" else (columns, o.rank)
         dc = o.rows.new_empty((*shape, experts) if o.experts_last else (experts, *shape), dtype=o.dtype)
         parts = o.rows.new_empty((blocks + experts, columns, o.rank), dtype=torch.float32)
+
+    def piece(begin: int, end: int) -> Piece:
+        own = None if parts is None else parts.narrow(1, begin, end - begin)
+        du_sums = (sums if begin else None, sums if end < columns else None)
+        pointers = (o.v, o.offs, o.rows.narrow(1, begin, end - begin), o.u, o.weights, du, dc, own, *du_sums)
+        sizes = (o.n, experts, columns, o.rank, end - begin, blocks)
+        numbers = (o.rows.stride()[0], *sizes, *division(o.top_k), o.scale)
+        return pointers, numbers_of(get_family(FAMILY).args).pack(*numbers)
+
     dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
     spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
-    numbers = (o.rows.stride()[0], o.n, experts, columns, o.rank, blocks, *division(o.top_k), o.scale)
-    piece = ((o.v, o.offs, o.rows, o.u, o.weights, du, dc, parts), numbers_of(get_family(FAMILY).args).pack(*numbers))
     weights = {} if o.weights is None else {"weights": DTYPES[o.weights.dtype].name}
     kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table, **weights))
-    maps = (None if o.factor is None else _factor_map(o.factor, o.layout, wide),)
-    planning.launch(kernel, (blocks, 1, 1), (piece,), maps)
+    for begin in range(0, columns, each):
+        end = min(begin + each, columns)
+        planning.launch(kernel, (blocks, 1, 1), (piece(begin, end),), (_factor_map(o, begin, end, wide),))
     if dc is not None:
         finish = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
         finish = finish.with_options(experts_last=o.experts_last, experts=table)
         side = PART_SIDE if o.experts_last else PART_NUMBERS
         grid = (ceil_div(columns * o.rank, side), ceil_div(experts, PART_SIDE) if o.experts_last else experts, 1)
-        planning.launch(kernel_of(finish), grid, (piece,))
+        planning.launch(kernel_of(finish), grid, (piece(0, columns),))
     return du, dc
 
 
@@ -173,10 +195,13 @@ def _table(experts: int) -> int:
     return next(size for size in TABLES if experts <= size)
 
 
-def _factor_map(factor: Tensor, layout: Layout, wide: int) -> TensorMap:
-    """Boxes of lines of 64 columns, `wide` of them; or, of (E, N, r), of a step's columns, each a line of `wide` numbers."""
+def _factor_map(o: LowRank, begin: int, end: int, wide: int) -> TensorMap | None:
+    """Of some columns. Boxes of lines of 64, `wide` of them; of (E, N, r), of a step's columns, each a line of `wide` numbers."""
+    if o.factor is None:
+        return None
+    factor = o.factor.narrow(2 if o.layout == "nk" else 1, begin, end - begin)
     experts, rows, inner = factor.shape
     by_expert, by_row, _ = factor.stride()
-    box = (STEP_COLUMNS // 2, wide, 1) if layout == "nk" else (wide, STEP_COLUMNS, 1)
+    box = (STEP_COLUMNS // 2, wide, 1) if o.layout == "nk" else (wide, STEP_COLUMNS, 1)
     args = (DTYPES[factor.dtype], (inner, rows, experts), (by_row, by_expert), box, box[0] * factor.element_size())
     return TensorMap(factor, args)

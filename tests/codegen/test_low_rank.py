@@ -55,8 +55,8 @@ def test_parts_of_all_blocks_are_added_up(
     for blocks in (1, 5, 132):
         parts, expected = made(ROWS[rows], blocks)
         dc = torch.full((COLUMNS, RANK, experts) if last else (experts, COLUMNS * RANK), float("nan"), dtype=dtype)
-        pointers = (0, offs.data_ptr(), 0, 0, 0, 0, dc.data_ptr(), parts.data_ptr())
-        packed = get_family(FAMILY).args.pack(*pointers, 0, 0, experts, COLUMNS, RANK, blocks, 0, 0, SCALE)
+        pointers = (0, offs.data_ptr(), 0, 0, 0, 0, dc.data_ptr(), parts.data_ptr(), 0, 0)
+        packed = get_family(FAMILY).args.pack(*pointers, 0, 0, experts, COLUMNS, RANK, COLUMNS, blocks, 0, 0, SCALE)
         side = PART_SIDE if last else PART_NUMBERS
         grid = (ceil_div(COLUMNS * RANK, side), ceil_div(experts, PART_SIDE) if last else experts, 1)
         argument = ctypes.create_string_buffer(packed, len(packed))

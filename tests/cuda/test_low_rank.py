@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen import render
-from hexa_fx.codegen.family_low_rank import BOTH, holds
+from hexa_fx.codegen.family_low_rank import BOTH, steps_of
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm
 from hexa_fx.cuda.low_rank import low_rank_gradients
@@ -32,15 +32,27 @@ def launched(columns: int, rank: int, rows: int, gathered: bool, dtype: torch.dt
 
 
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize(("columns", "rank"), [(2048, 16), (2816, 8), (640, 64), (1400, 32), (72, 16)])
-def test_one_reading(columns: int, rank: int, gathered: bool) -> None:
-    assert launched(columns, rank, 32 * E, gathered) == ["low_rank_gradients", "low_rank_parts"]
+@pytest.mark.parametrize(
+    ("columns", "rank", "launches"),
+    [
+        (2048, 16, 1),
+        (2816, 8, 1),
+        (640, 32, 1),
+        (1400, 32, 1),
+        (72, 16, 1),
+        (4096, 16, 2),
+        (7168, 16, 3),
+        (28672, 8, 10),
+    ],
+)
+def test_one_reading(columns: int, rank: int, launches: int, gathered: bool) -> None:
+    assert launched(columns, rank, 32 * E, gathered) == ["low_rank_gradients"] * launches + ["low_rank_parts"]
 
 
 @pytest.mark.parametrize(
     ("columns", "rank", "rows"),
-    [(4096, 16, 4096), (2048, 32, 4096), (2048, 72, 4096), (2048, 12, 4096), (2048, 16, 31 * E)],
-    ids=["more columns than registers", "more columns of that rank", "rank", "unaligned", "few rows"],
+    [(51200, 16, 4096), (4096, 32, 4096), (640, 40, 4096), (2048, 12, 4096), (2048, 16, 31 * E)],
+    ids=["more columns than launches", "more columns of that rank", "rank", "unaligned", "few rows"],
 )
 def test_two_readings(columns: int, rank: int, rows: int) -> None:
     assert not {"low_rank_gradients"} & set(launched(columns, rank, rows, True))
@@ -84,8 +96,17 @@ def test_in_a_fixed_order_launches_do_not_go_by_rows() -> None:
         assert launched(2048, 16, 4096, True)[:2] == ["esmm", "estmm"]
 
 
-def test_what_fits_into_registers() -> None:
-    assert holds(BOTH, 2944, 16, 256)
-    assert not holds(BOTH, 2952, 16, 256)
-    assert holds(BOTH, 1408, 32, 256)
-    assert not holds(BOTH, 1416, 32, 256)
+def test_columns_are_dealt_to_few_launches_evenly() -> None:
+    assert [steps_of(BOTH, columns, 16, 256, 3) for columns in (2944, 2952, 4096, 7168, 9216)] == [23, 12, 16, 19, 0]
+    assert [steps_of(BOTH, columns, 32, 256, 2) for columns in (1408, 1416, 2816, 2824)] == [11, 6, 11, 0]
+
+
+@pytest.mark.parametrize(("rows", "taken"), [(2047, True), (2048, False)])
+def test_a_gradient_alone_is_one_of_experts_with_few_rows(rows: int, taken: bool) -> None:
+    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    v, offs = empty(rows * E, of=torch.int32), empty(E + 1, of=torch.int32)
+    with cuda_choosing.collect(HOPPER) as specs:
+        gemm.estmm(empty(rows * E, 2048), empty(rows * E, 16), v, None, offs, 1, "nk")
+    assert ("low_rank" in {spec.family for spec in specs}) == taken

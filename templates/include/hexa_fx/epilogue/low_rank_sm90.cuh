@@ -29,14 +29,22 @@ struct LowRankEpilogue {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       if (row(half) >= at.rows()) continue;
-      T* out = static_cast<T*>(p.du) + int64_t(at.row0() + row(half)) * p.R;
+      const int64_t out = int64_t(at.row0() + row(half)) * p.R;
       CUTE_UNROLL
       for (int j = 0; j < C::Rank / 8; ++j) {
         const int i = 4 * j + 2 * half;
-        if (column(j) < p.R)
-          *reinterpret_cast<uint32_t*>(out + column(j)) = pack<T>(du[i] + other[i][thread], du[i + 1] + other[i + 1][thread]);
+        if (column(j) < p.R) store(out + column(j), du[i] + other[i][thread], du[i + 1] + other[i + 1][thread]);
       }
     }
+  }
+
+  CUTE_DEVICE void store(int64_t at, float x, float y) const {
+    if (p.before) {
+      const float2 sum = *reinterpret_cast<const float2*>(p.before + at);
+      x += sum.x, y += sum.y;
+    }
+    if (p.beyond) *reinterpret_cast<float2*>(p.beyond + at) = {x, y};
+    else *reinterpret_cast<uint32_t*>(static_cast<T*>(p.du) + at) = pack<T>(x, y);
   }
 
   // Rows of no expert are zeros.
@@ -54,7 +62,7 @@ struct LowRankEpilogue {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         const int n = k * 128 + group * 64 + row(half);
-        if (n >= p.N) continue;
+        if (n >= p.columns) continue;
         CUTE_UNROLL
         for (int j = 0; j < C::Rank / 8; ++j) {
           const int i = 4 * j + 2 * half;

@@ -3,7 +3,8 @@
 //   du[p, :] = rows[row(p), :] @ C[e(p)]                            (n, R): `Multiplies`
 //   dC[e]    = sum over rows p of e of rows[row(p), :]^T u[p, :]    (E, N, R): `Sums`, in parts that rows/low_rank_parts.cuh adds up
 //
-// Both together are the paper's fused backward of y = u C^T. They take as long as their rows take to come.
+// Both together are the paper's fused backward of y = u C^T. They take as long as their rows take to come. Where N columns are more than
+// a block has registers for, launches have some each: du goes from one to the next in float32.
 //
 // A block takes a run of tiles of 64 rows. A tile passes through shared memory once, 128 columns a step, and both products read it there:
 // a consumer warpgroup has 64 columns of every step. It keeps their part of dC in registers while the expert stays the same, and its part

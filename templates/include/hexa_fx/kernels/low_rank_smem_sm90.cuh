@@ -6,7 +6,7 @@
 
 namespace hexa::sm90 {
 
-// W: type of the weights of u's rows, void if there are none. Rank: R rounded up to 16, 32 or 64. Steps: of 128 columns.
+// W: type of the weights of u's rows, void if there are none. Rank: R rounded up to 16 or 32. Steps: of 128 columns.
 // RankMajor: the factor is (E, R, N), not (E, N, R).
 template <class T_, class W_, int Rank_, int Steps_, int Stages_, bool Gather_, bool RankMajor_, bool Multiplies_, bool Sums_,
           int MaxExperts_>
@@ -18,7 +18,7 @@ struct LowRankConfig {
   static constexpr bool Gather = Gather_, RankMajor = RankMajor_;
   static constexpr bool Multiplies = Multiplies_, Sums = Sums_;  // gives du, gives dC
   static constexpr int Words = Rank / 2;                         // of an accumulator of 64 rows, a thread
-  static constexpr int Pitch = Element::bytes(Rank);  // of R numbers in shared memory, swizzled as a line of 32, 64 or 128 bytes
+  static constexpr int Pitch = Element::bytes(Rank);       // of R numbers in shared memory, swizzled as a line of 32 or 64 bytes
   static constexpr int HalfBytes = kRunRows * kLineBytes;  // of a step: a consumer's columns
   static constexpr int FactorBytes = Multiplies ? Steps * 128 * Pitch : 0;
   // Of u: a tile's rows are read until its last step, when later tiles are on their way.

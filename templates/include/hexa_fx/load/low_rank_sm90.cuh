@@ -13,13 +13,12 @@ struct LowRankGatherer {
   static constexpr int kPiece = C::Element::kPiece;
   LowRankSmem<C>& sm;
   const LowRankParams& p;
-  Pipe pipe;
+  Pipe pipe, at_u;
 
   CUTE_DEVICE void run() {
     constexpr int kPasses = kRunRows / 16;
     const int r = threadIdx.x >> 3, c = threadIdx.x & 7;
     const uint32_t first = cast_smem_ptr_to_uint(sm.rows[0][0]) + swizzled(r, c), pieces = p.stride / kPiece;
-    int slot = 0;
     for (Run<C::MaxExperts> at(sm.table, p.experts); !at.done(); at.next()) {
       const int row0 = at.row0(), rows = at.rows();
       uint32_t from[kPasses];  // in 16 bytes
@@ -32,7 +31,7 @@ struct LowRankGatherer {
       for (int k = 0; k < C::Steps; ++k) {
         Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
         const uint32_t dst = opaque(first + pipe.index * (2 * C::HalfBytes));
-        const int columns = p.N - k * 128 - c * kPiece;
+        const int columns = p.columns - k * 128 - c * kPiece;
         CUTE_UNROLL
         for (int i = 0; i < kPasses; ++i) {
           const char* row = static_cast<const char*>(p.rows) + size_t(from[i]) * kPieceBytes;
@@ -41,16 +40,16 @@ struct LowRankGatherer {
           cp_async_16(to + C::HalfBytes, row + kLineBytes, r + 16 * i < rows && columns > 64 ? kPieceBytes : 0);
           from[i] += 2 * kLineBytes / kPieceBytes;
         }
-        if (C::Sums && k == 0) rows_of_u(slot, row0, rows);
+        if (C::Sums && k == 0) rows_of_u(row0, rows);
         cutlass::arch::cpasync_barrier_arrive_noinc(&sm.full[pipe.index]);
         pipe.template next<C::Stages>();
       }
-      slot = slot + 1 >= C::Slots ? 0 : slot + 1;
+      at_u.template next<C::Slots>();
     }
     cp_async_wait_all();
   }
 
-  CUTE_DEVICE void rows_of_u(int slot, int row0, int rows) {
+  CUTE_DEVICE void rows_of_u(int row0, int rows) {
     constexpr int kPieces = C::Pitch / kPieceBytes;  // a row
     const char* u = static_cast<const char*>(p.u) + C::Element::bytes(size_t(row0) * p.R);
 #pragma unroll 1
@@ -58,12 +57,12 @@ struct LowRankGatherer {
       const int row = at / kPieces, piece = at % kPieces;
       const bool inside = row < rows && piece * kPiece < p.R;
       const char* from = u + (inside ? row * (p.R / kPiece) + piece : 0) * kPieceBytes;
-      uint8_t* to = sm.u[slot] + row * C::Pitch + ((piece ^ (row * C::Pitch / kLineBytes & (kPieces - 1))) << 4);
+      uint8_t* to = sm.u[at_u.index] + row * C::Pitch + ((piece ^ (row * C::Pitch / kLineBytes & (kPieces - 1))) << 4);
       if constexpr (is_same_v<typename C::W, void>) cp_async_16(cast_smem_ptr_to_uint(to), from, inside ? kPieceBytes : 0);
       else *reinterpret_cast<uint4*>(to) = inside ? weighted(from, row0 + row) : uint4{};
     }
-    if constexpr (is_same_v<typename C::W, void>) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.u_full[slot]);
-    else Barrier::arrive(&sm.u_full[slot]);
+    if constexpr (is_same_v<typename C::W, void>) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.u_full[at_u.index]);
+    else Barrier::arrive(&sm.u_full[at_u.index]);
   }
   // Rounded as a product of tensors is.
   CUTE_DEVICE uint4 weighted(const char* from, int row) {

@@ -23,7 +23,7 @@ struct LowRankLoop {
   // Lines of R numbers, which lie across the contraction: eights of it, one behind the other.
   static CUTE_DEVICE uint64_t lines_operand(uint32_t at) {
     using GMMA::LayoutType;
-    constexpr auto kSwizzle = C::Rank == 16 ? LayoutType::B32 : C::Rank == 32 ? LayoutType::B64 : LayoutType::B128;
+    constexpr auto kSwizzle = C::Rank == 16 ? LayoutType::B32 : LayoutType::B64;
     constexpr uint32_t kHigh = uint32_t(kSwizzle) << 30 | (8 * C::Pitch) >> 4, kUnused = 1 << 16;
     return uint64_t(kHigh) << 32 | kUnused | at >> 4;
   }

@@ -12,7 +12,8 @@ enum class FactorOrder { rank_minor, rank_major, experts_last };  // (E, N, R), 
 
 template <class T, FactorOrder kOrder, int kMaxExperts>
 struct LowRankParts {
-  static constexpr int kThreads = 256, kSide = 64;
+  static constexpr int kThreads = 256;
+  static constexpr int kNumbers = kThreads * kChunk, kSide = 64;  // that a block takes of one expert; of numbers, and of experts
   using Table = RunTable<kMaxExperts>;
 
   // The blocks that had rows of an expert; none if the last is before the first.

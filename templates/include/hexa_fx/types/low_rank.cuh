@@ -12,8 +12,11 @@ struct LowRankParams {
   void* du;             // (n, R)
   void* dc;             // (E, N, R), (E, R, N), or (N, R, E)
   float* parts;         // (blocks + E, N, R) sums of experts' rows, a block's at a time
+  const float* before;  // (n, R) du of the columns before these, or null: there are none
+  float* beyond;        // (n, R) where du goes if more columns follow, else null
   long long stride;     // of rows
   int n, experts, N, R;
+  int columns;                  // of N, that this launch takes
   int blocks;                   // of the launch that makes the parts
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
   float scale;                  // of dC
