@@ -33,8 +33,8 @@ from hexa_fx.ops.operands import Esmm, Estmm
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-LAYER_MS, STEP_RATIO, STEP_PEAK_MIB = 5.6, 1.08, 512
-"""At most, on an H200: the adapted layer of Qwen3-30B; a step with adapters on experts too, over one on attention alone."""
+LAYER_MS, STEP_LAYERS, STEP_RATIO, STEP_PEAK_MIB = 5.6, 6, 1.08, 512
+"""At most, on an H200: the adapted layer of Qwen3-30B; a step of so many with adapters on experts too, over attention alone."""
 
 
 class Layer(nn.Module):
@@ -185,16 +185,18 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
             except torch.OutOfMemoryError:
                 yield row | {"ms": None, "peak_mib": None, "left_out": "does not fit"}
             else:
-                yield row | {"ms": round(1e3 * seconds, 1), "peak_mib": peak} | over(alone, (seconds, peak))
+                row |= {"ms": round(1e3 * seconds, 1), "peak_mib": peak}
+                yield row | over(alone, (seconds, peak), options.layers)
                 alone = seconds, peak
             del model, step
 
 
-def over(alone: tuple[float, float | None], both: tuple[float, float | None]) -> Row:
+def over(alone: tuple[float, float | None], both: tuple[float, float | None], layers: int) -> Row:
     """Time and peak with adapters on experts too, over those with adapters on attention alone, beside their bars."""
     if not alone[0]:
         return {}
-    row: Row = {"time_ratio": round(both[0] / alone[0], 3), "bar_ratio": STEP_RATIO, "bar_peak_mib": STEP_PEAK_MIB}
+    row: Row = {"time_ratio": round(both[0] / alone[0], 3)}
+    row |= {"bar_ratio": STEP_RATIO, "bar_peak_mib": STEP_PEAK_MIB} if layers == STEP_LAYERS else {}
     more = None if alone[1] is None or both[1] is None else round(both[1] - alone[1], 1)
     return row | {"more_peak_mib": more}
 
@@ -207,7 +209,7 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("questions", nargs="*", default=["layer", "model"])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=STEP_LAYERS)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
