@@ -19,9 +19,12 @@ from hexa_fx.isolation.module_snapshot import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
 
 _OPERATORS = "set setitem iadd isub imul itruediv ifloordiv idiv imod ipow iand ior ixor array".split()
-_EXCHANGES = ("__set__", "__set_data__")
+_EXCHANGES = ("__set__", "__set_data__", "set_")
+"""Functions that give a tensor other memory, or other properties, and write to none."""
 _WRITES = frozenset(("numpy", *_EXCHANGES, *(f"__{name}__" for name in _OPERATORS)))
 """Functions that write to a tensor, or give its memory to numpy, which may."""
+_ONLY_NAMED_SO = "requires_grad_"
+"""Not one, by its name: gradients are kept by `gradients_kept`."""
 _SMALL = 1 << 16
 _NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuffer"))
 """Functions that may give a tensor, or the memory of an array, that was there before."""
@@ -139,12 +142,13 @@ class _Writes(TorchFunctionMode):
     def before(self, name: str, args: Any, kwargs: Any) -> None:
         """Saves what a function of torch is about to write to."""
         target = kwargs.get("out")
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True:
+        in_place = name.endswith("_") and not name.endswith("__") and name != _ONLY_NAMED_SO
+        if name in _WRITES or in_place or kwargs.get("inplace") is True:
             target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
         elif kwargs.get("max_norm") is not None:  # of an embedding, which scales the rows that it looks up
             target = args[1]
         # properties other than data, or memory that holds the same
-        keeps_numbers = name == "__set__" or (name == "__set_data__" and _have_the_same_numbers(args))
+        keeps_numbers = name == "__set__" or (name in _EXCHANGES and _have_the_same_numbers(args))
         for tensor in target if isinstance(target, (list, tuple)) else (target,):
             if isinstance(tensor, Tensor):
                 self._about_to_write(tensor, name, keeps_numbers)
