@@ -6,14 +6,21 @@ import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.finite_checks import is_check_of_numbers, refuse_unless_of_outputs
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import (
+    RANDOM,
+    ancestors,
+    descendants,
+    effects,
+    is_float,
+    is_tensor,
+    operation,
+)
 from hexa_fx.passes.detect.size_decisions import (
     COUNTING,
     SIZES,
@@ -23,6 +30,7 @@ from hexa_fx.passes.detect.size_decisions import (
     refuse_exact_place,
     sizes_asked,
 )
+from hexa_fx.passes.detect.sparse_weights import asks_who_was_chosen
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -32,11 +40,6 @@ _SELECTIONS = frozenset(
 )
 _CHOICES = frozenset(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
-)
-_SPARSE = frozenset("scatter scatter_ scatter_add scatter_add_ index_put index_put_ set_item".split())
-"""What makes a tensor of zeros and routing weights, which is asked where it is not zero."""
-_PARTS = frozenset(
-    "getitem select unbind chunk split squeeze unsqueeze view reshape flatten transpose t permute".split()
 )
 ON_DATA = (
     "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or the decision "
@@ -111,6 +114,7 @@ def shape_branches(
     guards: list[ShapeBranch] = []
     experts = 1 + max((number for tag in tags.values() for number in tag.experts), default=0)
     after = descendants([output]) | {output}
+    follows = _follows_choices(captured.graph, tags, routing)
     for node in captured.graph.nodes:
         if node.op == "output" or not record_of(node).decision or node in opaque:
             continue
@@ -123,7 +127,7 @@ def shape_branches(
         if sizes:
             guards += _of_sizes(node, sizes, tags, (output,), after, routing)
             continue
-        asked = _asked(node, output)
+        asked = _asked(node, output, follows)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
         if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             if not of_experts <= after:
@@ -205,44 +209,39 @@ def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[
     )
 
 
-def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
+def _follows_choices(
+    graph: torch.fx.Graph, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    """What follows from choices by which experts get tokens, or the code takes items of lists, and from others made with the
+    parameters of these, as where a router runs twice. All others are of the data.
+    """
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    given = [node for node in nodes if tags[node].experts and not tags[node].weight]
+    items = [node for node in nodes if record_of(node).subscript or operation(node) == "__index__"]
+    choices = {node for node in nodes if node.op.startswith("call") and operation(node) in _CHOICES}
+    chosen = choices & ancestors([*given, *items, *routing])
+    again = choices & descendants([node for node in ancestors(chosen) if node.op == "get_attr"])
+    return descendants(chosen | again) | chosen | again
+
+
+def _asked(decision: torch.fx.Node, output: torch.fx.Node, follows: set[torch.fx.Node]) -> set[torch.fx.Node]:
     """The nodes whose values the decision reads, back to ``output``.
 
-    Not those that only determine sizes, or choices such as a later router's ids.
+    Not those that only determine sizes, or choices such as a later router's ids, which are among what ``follows`` from choices.
     """
     if operation(decision) == "unbind":  # asks for a size
         return set()
-    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node))
+    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node, follows))
 
 
-def _is_size_or_choice(node: torch.fx.Node) -> bool:
+def _is_size_or_choice(node: torch.fx.Node, follows: set[torch.fx.Node]) -> bool:
     if not node.op.startswith("call"):
         return False
     made = node.args[0] if operation(node) == "getitem" else node
     chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
-    if operation(node) in SIZES | _SPARSE or (chosen and is_tensor(node) and not is_float(node)):
+    if operation(node) in SIZES or (chosen and node in follows and is_tensor(node) and not is_float(node)):
         return True
-    return _asks_for_zeros(node) and _is_sparse(node.args[0])
-
-
-def _asks_for_zeros(node: torch.fx.Node) -> bool:
-    """Whether ``node`` asks where its argument is not zero, as ``gates[:, e] > 0`` and ``gates.nonzero()`` do."""
-    if operation(node) in ("nonzero", "argwhere", "count_nonzero"):
-        return True
-    compared = operation(node) in ("gt", "__gt__", "ne", "__ne__") and len(node.args) == 2
-    return compared and isinstance(node.args[1], (int, float)) and node.args[1] == 0
-
-
-def _is_sparse(value: Any) -> bool:
-    """Whether ``value`` is (part of) a matrix with zeros and other numbers in every row, as a matrix of routing weights is."""
-    while isinstance(value, torch.fx.Node) and is_float(value):
-        numbers = record_of(value).value
-        if numbers.dim() > 1 and bool(((numbers == 0).any(-1) & (numbers != 0).any(-1)).all()):
-            return True
-        if not value.op.startswith("call") or operation(value) not in _PARTS:
-            return False
-        value = value.args[0]
-    return False
+    return asks_who_was_chosen(node)
 
 
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:

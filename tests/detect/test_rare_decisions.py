@@ -139,3 +139,82 @@ def test_what_is_counted_before_anything_is_chosen_is_asked_in_every_call() -> N
     for _ in range(2):
         torch.testing.assert_close(optimized(x), block(x))
         x[0, :3] = 7.25
+
+
+class Skips(Mixture):
+    """Leaves experts out by their column of a matrix of weights, or by the weights of those who chose them."""
+
+    def __init__(
+        self, asks: Callable[[torch.Tensor], Any], summed: bool, scores: Callable[[torch.Tensor], Any]
+    ) -> None:
+        super().__init__()
+        self.asks, self.summed, self.scores = asks, summed, scores
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.scores(self.router(x)).topk(K, -1)
+        gates, out = torch.zeros(len(x), E).to(x).scatter(1, ids, weights), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            gate = (weights * (ids == number)).sum(-1) if self.summed else gates[:, number]
+            if self.asks(gate):
+                token = (ids == number).any(-1).nonzero()[:, 0]
+                out.index_add_(0, token, gate[token, None] * expert(x[token]))
+        return out
+
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+CHOSEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "(g > 0).any()": lambda g: (g > 0).any(),
+    "(g != 0).sum() != 0": lambda g: (g != 0).sum() != 0,
+    "g.sum().item() != 0": lambda g: g.sum().item() != 0,
+}
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("way", CHOSEN)
+def test_experts_are_left_out_where_nobody_chose_them(way: str, summed: bool) -> None:
+    block, x = Skips(CHOSEN[way], summed, softmax).double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    for rows in (x, x[:1]):
+        assert operators_run(optimized, (rows,))
+        torch.testing.assert_close(optimized(rows), block(rows))
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(
+    ("way", "scores"),
+    [(CHOSEN["(g > 0).any()"], lambda logits: logits + 4), (lambda g: g.mean().item() < 0.97, softmax)],
+    ids=["by their sign", "by their size"],
+)
+def test_what_is_asked_of_weights_themselves_is_refused(way: Any, scores: Any, summed: bool) -> None:
+    block, x = Skips(way, summed, scores).double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert ON_DATA in optimized.report.blocks[0].reason
+    for row in 100 * x:
+        torch.testing.assert_close(optimized(row[None]), block(row[None]))
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "argmax": lambda x: int(x.sum(0).argmax()) == D,
+    "of a row": lambda x: bool(x[0].argmax() == x[0].numel()),
+    "bincount": lambda x: torch.bincount((x > 4).long().flatten(), minlength=2)[1].item() > 0,
+    "one_hot": lambda x: torch.nn.functional.one_hot((x > 4).any().long(), 2)[1].item() == 1,
+}
+
+
+class Looks(Mixture):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mix(x)[2]
+        return 2 * out if LOOKS[self.way](x) else out
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_choices_by_which_no_expert_gets_tokens_are_of_the_data(way: str) -> None:
+    (report,) = hexa_fx.explain(Looks(way).double(), torch.randn(9, D, dtype=torch.float64)).blocks
+    assert ON_DATA in report.reason
