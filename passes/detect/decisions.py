@@ -12,15 +12,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.finite_checks import is_check_of_numbers, refuse_unless_of_outputs
-from hexa_fx.passes.detect.graph import (
-    RANDOM,
-    ancestors,
-    descendants,
-    effects,
-    is_float,
-    is_tensor,
-    operation,
-)
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
 from hexa_fx.passes.detect.size_decisions import (
     COUNTING,
     SIZES,

@@ -17,15 +17,15 @@ _POSITIVE = frozenset(
     "softmax sigmoid exp relu softplus abs square one_hot eq ne gt ge lt le zeros zeros_like new_zeros rand rand_like "
     "gumbel_softmax".split()
 )
-_STAY_POSITIVE = frozenset(
-    "topk sort max amax gather scatter scatter_ scatter_add scatter_add_ index_put index_put_ set_item after sum mean cumsum where "
+_SCATTERS = frozenset("scatter scatter_ scatter_add scatter_add_ index_put index_put_ set_item".split())
+_STAY_POSITIVE = _SCATTERS | frozenset(
+    "topk sort max amax gather after sum mean cumsum where "
     "masked_fill masked_fill_ index_select take_along_dim stack cat expand repeat normalize nan_to_num sqrt rsqrt "
     "reciprocal einsum matmul bmm mm".split()
 )
 """What gives no negative number of none."""
 _ARITHMETIC = frozenset("mul mul_ imul truediv div div_ itruediv add add_ iadd pow clamp clamp_min".split())
 """What gives none of none and of plain numbers that are not negative."""
-_SCATTERS = frozenset("scatter scatter_ scatter_add scatter_add_ index_put index_put_ set_item".split())
 
 
 def asks_who_was_chosen(node: torch.fx.Node) -> bool:
