@@ -28,6 +28,9 @@ LINE_BYTES = 128
 CHUNK_BYTES = 16 * LINE_BYTES
 """What a warp stores at a time: 16 rows."""
 
+INNER = 16
+"""Contraction of one wgmma of 16-bit operands."""
+
 ARGS = struct.Struct("14P2i2I11i2f0P")
 """hexa::sm90::GroupedParams, in its order."""
 
@@ -53,6 +56,7 @@ class GemmShape:
     transpose_weight: bool
     column_sums: bool
     low_rank: int
+    added_in_staging: bool
     borrow: bool
     staging_bytes: int
     max_experts: int
@@ -90,6 +94,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
         low_rank=int(spec.option("low_rank")),
+        added_in_staging=adds_in_staging(spec),
         borrow=_borrows(spec),
         staging_bytes=_chunks(spec) * CHUNK_BYTES,
         max_experts=expert_tables(spec),
@@ -108,6 +113,16 @@ def _registers(spec: KernelSpec) -> tuple[int, int]:
 def _borrows(spec: KernelSpec) -> bool:
     """Whether the gradient's epilogue works in a stage of the pipeline too: a large enough one, that both warpgroups share."""
     return spec.op == "esmm_act_backward" and not _pingpong(spec) and spec.bn == 256
+
+
+def adds_in_staging(spec: KernelSpec) -> bool:
+    """Whether the operands of a second product lie where the epilogue's chunks do: both of a warpgroup, of `INNER` columns. The
+    gradient's epilogue has h come there while the tile is multiplied.
+    """
+    rows = spec.bm if _pingpong(spec) else spec.bm // 2
+    room = 4 * _chunks(spec) * CHUNK_BYTES
+    fits = (rows + spec.bn) * INNER * _bits(spec) // 8 <= room
+    return spec.option("low_rank") == 1 and spec.op != "esmm_act_backward" and not _swapped(spec) and fits
 
 
 def _chunks(spec: KernelSpec) -> int:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import ARGS, LINE_BYTES
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, INNER, LINE_BYTES
 from hexa_fx.codegen.tiles_sm90 import TileSm90
 from hexa_fx.cuda.operands import DTYPES, Added, numbers_of
 from hexa_fx.cuda.planning import Piece, TensorMap
@@ -83,13 +83,18 @@ def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
     return rows_map(x, 32, tile.bn // 2 // halves) if tile.swapped else chunk_map(x)
 
 
-def added_maps(added: Added | None, layout: Layout, tile: TileSm90, mixed: bool = False) -> dict[str, TensorMap | None]:
-    """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns."""
+def added_maps(
+    added: Added | None, layout: Layout, tile: TileSm90, mixed: bool = False, in_staging: bool = False
+) -> dict[str, TensorMap | None]:
+    """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns,
+    up to a step of the contraction, or to one wgmma's part of it `in_staging`.
+    """
     if added is None:
         return {}
-    c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch)
-    up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2)
-    return {"p": rows_map(added.u, tile.row_box), "q": c, "grad": up}
+    inner = INNER if in_staging else line(added.u)
+    c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch, inner)
+    up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2, inner=inner)
+    return {"p": rows_map(added.u, tile.row_box, inner), "q": c, "grad": up}
 
 
 def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
@@ -101,12 +106,16 @@ def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
     return TensorMap(weight, (DTYPES[weight.dtype], shape, strides, box, LINE_BYTES, fetch))
 
 
-def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128) -> TensorMap:
-    """(E, N, K) in boxes of `columns` lines; (E, K, N) in boxes of 64 lines. `fetch`: bytes that come to L2 at a time."""
-    experts, rows, inner = weight.shape
+def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128, inner: int | None = None) -> TensorMap:
+    """(E, N, K) in boxes of `columns` lines; (E, K, N) in boxes of 64 lines. `fetch`: bytes that come to L2 at a time. `inner`: of
+    the contraction that a box holds, a line's elements or fewer.
+    """
+    inner = inner or line(weight)
+    experts, rows, width = weight.shape
     by_expert, by_row, _ = weight.stride()
-    box = (line(weight), columns if layout == "nk" else 64, 1)
-    args = (DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box, LINE_BYTES, fetch)
+    box = (inner, columns, 1) if layout == "nk" else (line(weight), inner, 1)
+    swizzle = box[0] * weight.element_size()
+    args = (DTYPES[weight.dtype], (width, rows, experts), (by_row, by_expert), box, swizzle, fetch)
     return TensorMap(weight, args)
 
 

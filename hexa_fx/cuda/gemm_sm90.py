@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import LINE_BYTES, MAX_EXPERTS
+from hexa_fx.codegen.family_gemm_sm90 import INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
 from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
@@ -35,8 +35,6 @@ from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
 FLOATS = (torch.bfloat16, torch.float16)
-INNER = 16
-"""Contraction of one wgmma of them."""
 
 
 def unsupported(*tensors: Tensor | None, experts: int) -> str:
@@ -85,13 +83,14 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     epilogue = {"activation": o.activation, "glu": o.glu, "bias": bias is not None, "options": options}
     (key, tile), halves = _tiled(op, x, *sizes, *static, **epilogue), 1 if o.glu == "none" else 2
     mixed = tile.swapped and halves == 2
+    in_staging = added is not None and adds_in_staging(kernel_for(key, tile).spec)
     maps = Maps(
         rows=None if o.v is not None else rows_map(x, tile.row_box),
         weight=mixed_map(w1, tile.fetch) if mixed else weight_map(w1, layout, tile.bn // 2, tile.fetch),
         up=None if o.w3 is None else weight_map(o.w3, layout, tile.bn // 2),
         out=None if out is None else result_map(out, tile, halves),
         act=None if act is None else result_map(act, tile, halves),
-        **added_maps(added, layout, tile, mixed),
+        **added_maps(added, layout, tile, mixed, in_staging),
     )
     leading = {"a_ld": x.stride()[0], "out_ld": o.width, "act_ld": 0 if act is None else inner}
     bias_ld = w1.shape[1] if layout == "nk" else w1.shape[2]

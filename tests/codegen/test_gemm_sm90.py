@@ -10,7 +10,7 @@ from cutlass_library import DataType, KernelScheduleType
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import shared_limit, validate
 from hexa_fx.codegen.family_block_sm90 import block_shape
-from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
+from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, adds_in_staging, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.codegen.tiles_sm90 import (
@@ -133,6 +133,23 @@ def test_a_row_product_that_adds_a_second_one_is_another_kernel_of_the_same_size
     assert "LowRank = 1" in adding.text
     assert "LowRank" not in render(spec).text
     assert adding.launch == render(spec).launch
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "beside"),
+    [
+        *(("esmm", {"low_rank": 1}, True), ("esmm_act", {"low_rank": 1, "cluster": 2}, True)),
+        *(("esmm", {"low_rank": 2}, False), ("esmm_act_backward", {"low_rank": 1}, False)),
+        *(("esmm", {"low_rank": 1, "swapped": True}, False), ("esmm", {"low_rank": 1, "experts": 1024}, False)),
+    ],
+    ids=["plain", "activation", "wide", "h lies there", "swapped", "one chunk a warp"],
+)
+def test_a_second_product_of_a_few_columns_takes_no_stage_where_there_is_room(
+    op: str, options: dict[str, object], beside: bool
+) -> None:
+    spec = spec_of(op, **({"bn": 128} if "swapped" in options else {})).with_options(**options)
+    assert gemm_shape(spec).added_in_staging == adds_in_staging(spec) == beside
+    assert ("AddedInStaging = true" in render(spec).text) == beside
 
 
 @pytest.mark.parametrize("op", ["estmm", "esfk"])

@@ -35,8 +35,8 @@ def launches(columns: int, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "rank"),
-    [(200, 0), (200, 16), (200, 328), (64, 16)],
-    ids=["plain", "second product", "of more steps than stages", "two tiles in the stages"],
+    [(200, 0), (200, 16), (200, 32), (200, 328), (64, 32)],
+    ids=["plain", "second product in staging", "in a stage", "of more steps than stages", "two tiles in the stages"],
 )
 def test_kernels_end_wherever_they_are_stopped(columns: int, rank: int) -> None:
     """Gathering warps that came late once waited for room that had been given back twice."""

@@ -4,7 +4,8 @@
 //   weight tile  dW[e]   = sum over rows p of e of P[row(p), :]^T Q[p, :]            ESTMM, with column sums of Q: ESS
 //
 // `low_rank` row tiles add U[p, :] @ C[e(p)] to the product before the epilogue: the first steps of the contraction are over U, rows in expert
-// order, and C, both by the copy engine, which fills up their last one with zeros, while gathered rows are still on their way.
+// order, and C, both by the copy engine, which fills up their last one with zeros, while gathered rows are still on their way. U of up to
+// sixteen columns takes no step where the epilogue has room for both, see mma/second_product_sm90.cuh.
 //
 // One persistent CTA an SM: warpgroup 0 loads (warps 0 and 1 gather, 2 hands gathered stages over, 3 runs the copy engine and the
 // queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to
@@ -67,6 +68,7 @@ struct TileConfig {
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
   static constexpr bool Once = false;               // weights leave L2 first: tiles of few rows, which take as long as these
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
+  static constexpr bool AddedInStaging = false;     // its operands lie where the epilogue's chunks do, and take no step
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
   static constexpr int Blocks = BM / (PingPong ? 64 : 128);  // of 64 rows, of a consumer warpgroup
@@ -82,11 +84,14 @@ enum Map { kRowsMap, kWeightMap, kUpMap, kPMap, kQMap, kHMap, kOutMap, kActMap, 
 // What a second product is read through: maps of weight tiles, which such kernels have none of. U, C, and C of up columns.
 inline constexpr Map kAddedRowsMap = kPMap, kAddedWeightMap = kQMap, kAddedUpMap = kGradMap;
 
-// Steps of the contraction of a row tile's second product.
+// Whether the second product takes steps of the contraction, and how many.
+template <class C>
+inline constexpr bool kAddedSteps = C::LowRank > 0 && !C::AddedInStaging;
+
 template <class C>
 CUTE_DEVICE int low_rank_steps(const GroupedParams& p) {
   static_assert(C::LowRank == 0 || !C::WeightOp, "the maps and sizes of the second product are those of weight tiles");
-  if constexpr (C::LowRank > 0) return ceil_div(p.R, int(C::BK));
+  if constexpr (kAddedSteps<C>) return ceil_div(p.R, int(C::BK));
   else return 0;
 }
 

@@ -3,6 +3,7 @@
 #include <hexa_fx/epilogue/gradient_sm90.cuh>
 #include <hexa_fx/epilogue/weight_sm90.cuh>
 #include <hexa_fx/mma/main_loop_sm90.cuh>
+#include <hexa_fx/mma/second_product_sm90.cuh>
 #include <hexa_fx/scheduler/ring_sm90.cuh>
 
 namespace hexa::sm90 {
@@ -17,9 +18,10 @@ struct Consumer {
   Pipe pipe;
   uint32_t h_phase = 0;
   int borrowed = -1;  // see GradEpilogue
+  SecondProduct<C> second;
 
   CUTE_DEVICE Consumer(Smem<C>& sm, const GroupedParams& p, const TmaDescriptor* maps, int group)
-      : sm(sm), p(p), maps(maps), group(group), box(sm, group) {}
+      : sm(sm), p(p), maps(maps), group(group), box(sm, group), second{sm, p, maps, group} {}
 
   CUTE_DEVICE int warp() const { return group * 4 + warp_in_group(); }
   CUTE_DEVICE int block_row(int m) const { return C::PingPong ? m * 64 : m * 128 + group * 64; }  // first row of block m
@@ -45,13 +47,22 @@ struct Consumer {
     auto begin = [&] {
       if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin();
       if constexpr (C::Borrow) give_back();
+      if constexpr (C::AddedInStaging) {
+        if (block_row(0) < t.rows) second.ask(t, box, [&](int m) { return block_row(m); });
+      }
+    };
+    auto last = [&](auto active) {
+      if constexpr (C::AddedInStaging) second.template add<active>(acc);
     };
     const int low_rank = low_rank_steps<C>(p);
     wait_turn();
     if (C::Blocks > 1 && block_row(C::Blocks - 1) < t.rows)
-      loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
-    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
-    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
+      loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin, last, 0, low_rank);
+    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin, last, 0, low_rank);
+    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin, last, 0, low_rank);
+    if constexpr (C::AddedInStaging) {
+      if (block_row(0) < t.rows) second.meet();
+    }
     if constexpr (C::Kind == Epilogue::activate_backward) {
       uint32_t places = folded(tiles);
       epilogue.run(acc, pipe, places);
@@ -84,8 +95,8 @@ struct Consumer {
     ColumnSum<C> sum;
     if (t.k_tiles == 0) clear(acc);
     const int odd = clear_tail(sm, pipe, t, group);
-    if (C::ColumnSums && sums) loop.template run<C::Blocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
-    else loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
+    if (C::ColumnSums && sums) loop.template run<C::Blocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, [](auto) {}, odd);
+    else loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, [](auto) {}, odd);
     const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
     if constexpr (C::AddGrad) {
       if (t.k_tiles == 0) return;

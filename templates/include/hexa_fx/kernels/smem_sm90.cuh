@@ -33,13 +33,20 @@ struct alignas(1024) Smem {
   uint64_t empty[C::Stages];
   uint64_t landed[C::Stages];  // gathered part arrived, not yet fenced
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
-  uint64_t fetched[kConsumerWarps][2];  // a warp's chunk of h arrived
+  uint64_t fetched[kConsumerWarps][2];  // a warp's chunk of h arrived, or a warpgroup's second product
   Tile tile[kTileSlots];
   // by expert, and by place in the queue; entry E: rows of no expert
   int offs[C::MaxExperts + 1];
   int m_tiles[C::MaxExperts + 2];  // exclusive prefix sum of row tiles. In a cluster of pairs << 11, plus tiles without a partner
   uint16_t expert_at[C::MaxExperts + 1];
 };
+
+// The first column of B's half that a row tile multiplies: of the weight, or of up's own one.
+template <class C>
+CUTE_DEVICE int first_column(const GroupedParams& p, const Tile& t, int half) {
+  const bool up_tensor = C::SplitWeight && half == 1;
+  return t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
+}
 
 // Where a warp is in a ring of slots.
 struct Pipe {

@@ -57,7 +57,7 @@ struct Copier {
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
       const TmaDescriptor* map = maps + (up_tensor ? Up : Weight);
-      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
+      const int n = first_column<C>(p, t, half);
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * kLineBytes;
       if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
       else {
@@ -82,7 +82,7 @@ struct Copier {
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
     const int blocks = ceil_div(t.rows, C::RowBox), bytes = blocks * (C::RowBox * kLineBytes), added = low_rank_steps<C>(p);
-    if constexpr (C::LowRank > 0) {
+    if constexpr (kAddedSteps<C>) {
       for (int k = 0; k < added; ++k) {
         uint64_t* bar = open<C::GatherRows>(bytes);
         load_rows(bar, t, k, blocks, kAddedRowsMap);

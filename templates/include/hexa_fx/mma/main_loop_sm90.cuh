@@ -19,9 +19,10 @@ struct MainLoop {
   // A stage is given back when the step behind it is queued; in weight tiles, when that step's first product is: this keeps the tensor
   // cores busy meanwhile, and loads get most of a step more to come. Row tiles are no faster with that.
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind the first step's
-  // multiplications. Of a weight tile's step 0 the first `odd` rows count. The first `low_rank` steps are of the second product.
-  template <int Active, bool Sum, class Acc, class Meanwhile>
-  CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile,
+  // multiplications. Of a weight tile's step 0 the first `odd` rows count. The first `low_rank` steps are of the second product; or `last` adds
+  // it behind all steps.
+  template <int Active, bool Sum, class Acc, class Meanwhile, class Last>
+  CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile, Last last,
                        int odd = 0, int low_rank = 0) {
     Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.a)), typename M::LayoutA{});
     Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.b)), typename M::LayoutB{});
@@ -54,7 +55,7 @@ struct MainLoop {
       k = 1;
     }
     if (Weight) mma.accumulate_ = GMMA::ScaleOut::One;
-    if constexpr (!Weight && C::LowRank > 0) {  // written out: kernels without it keep their code
+    if constexpr (!Weight && kAddedSteps<C>) {  // written out: kernels without it keep their code
       for (; k < low_rank; ++k) {
         Barrier::wait(&sm.full[pipe.index], pipe.phase);
         if constexpr (Active > 0) {
@@ -92,13 +93,19 @@ struct MainLoop {
         warpgroup_commit_batch();
       }
       if constexpr (Sum) sum.add(sm, pipe.index, warp, group);
-      if (C::LowRank == 0 && k == 0) meanwhile();
+      if (!kAddedSteps<C> && k == 0) meanwhile();
       if constexpr (!Weight) {
         if constexpr (Active > 0) warpgroup_wait<1>();
         if (previous >= 0) release(sm, previous);
       }
       previous = pipe.index;
       pipe.template next<C::Stages>();
+    }
+    if constexpr (C::AddedInStaging && Active > 0) {
+      last(Int<Active>{});
+      warpgroup_wait<1>();
+      release(sm, previous);
+      previous = -1;
     }
     if constexpr (C::PingPong) NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     if constexpr (Active > 0) {
