@@ -208,6 +208,7 @@ def _analyse_on(
             refusals[mode] = outcome
             continue
         found, rewritten[mode] = outcome
+        put_back(found.captured.held, found.captured.written)  # before the other mode notes what they hold
         request_kernels(found.captured, rewritten[mode], training=mode == "train")
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started

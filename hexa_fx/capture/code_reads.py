@@ -30,9 +30,17 @@ ITEMS = "[]"
 
 CELL = "cell_contents"
 
+ANYTHING = "*"
+"""What code puts something into if it sets attributes by other means than ``holder.name = value``."""
+
 _CHANGES = frozenset(
     "append extend insert remove pop clear sort reverse appendleft extendleft popleft rotate popitem setdefault update add discard "
-    "fill __setitem__ __delitem__".split()
+    "fill move_to_end subtract difference_update intersection_update symmetric_difference_update heapify heappush heappop "
+    "heapreplace heappushpop insort insort_left insort_right shuffle copyto put place putmask setitem delitem iadd iconcat ior "
+    "imul __setitem__ __delitem__ __iadd__ __ior__ __imul__ __iand__ __isub__ __ixor__".split()
+)
+_SETS_BY_TEXT = frozenset(
+    "setattr delattr vars __dict__ __setattr__ __delattr__ __setstate__ __init__ set_default_dtype set_default_device".split()
 )
 
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})
@@ -48,7 +56,8 @@ class CodeReads:
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
             object; and what it asks only if it comes to that (`ONLY_IF`).
-        puts: names of the attributes and globals that it sets; `CELL` if it sets a variable of a function around it, and `ITEMS`.
+        puts: names of the attributes and globals that it sets; `CELL` if it sets a variable of a function around it, `ITEMS`, and
+            `ANYTHING`.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -117,13 +126,20 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
 
 def _put(instructions: list[Instruction]) -> Iterator[str]:
     for instruction in instructions:
-        name = str(instruction.argval)
-        if instruction.opname in ("STORE_ATTR", "STORE_GLOBAL"):
+        name, kind = str(instruction.argval), instruction.opname
+        if kind in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_GLOBAL"):
             yield name
-        elif instruction.opname == "STORE_DEREF":
+        elif kind in ("STORE_DEREF", "DELETE_DEREF"):
             yield CELL
-        elif instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or name in _CHANGES:
+        elif kind in ("STORE_SUBSCR", "DELETE_SUBSCR") or name in _CHANGES or _is_in_place(instruction):
             yield ITEMS
+        elif name in _SETS_BY_TEXT:
+            yield ANYTHING
+
+
+def _is_in_place(instruction: Instruction) -> bool:
+    """Whether it is ``+=`` or the like, whose numbers come after those of ``+`` and the like."""
+    return instruction.opname == "BINARY_OP" and instruction.argval in range(13, 26)
 
 
 def _are_variables(operands: list[Instruction]) -> bool:

@@ -148,8 +148,8 @@ def _function_of_number(name: str) -> Callable[[Any], Any]:
 
 
 def _formatted(number: Any, how: str) -> str:
-    """A part of a longer text, a line of a log mostly: of a float that is a decision only if code goes by it alone."""
-    return noted_text(format(plain(number), how), not number.node.is_float(), number.node.compare)
+    """A part of a text that code makes of a number."""
+    return noted_text(format(plain(number), how), number.node.compare)
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import operator
+import os
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,16 +15,21 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS
-from hexa_fx.capture.code_reads import ITEMS
+from hexa_fx.capture.code_reads import ANYTHING, ITEMS
 from hexa_fx.capture.ran_code import is_ours
 from hexa_fx.ir import Container, PythonRead, SourceLocation
-from hexa_fx.isolation.held_objects import is_collection, items
+from hexa_fx.isolation.held_objects import is_collection, is_object, items
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Keys
 
 _DEEPEST = 12
-_UNTOLD = (types.ModuleType, types.CellType, types.SimpleNamespace, type)
-"""What holds values that code sets without a trace."""
+_OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_SETTERS = frozenset(
+    map(id, (setattr, delattr, vars, operator.setitem, operator.delitem, operator.iadd, operator.ior, operator.imul))
+)
+"""Functions in C that change what they are given, by whatever name code has them."""
+_CALLED = frozenset({"forward", "__class__", "__call__", "__mro__"})
+"""What is read of a module where it is called."""
 
 
 @dataclass
@@ -114,16 +122,36 @@ class ReadEdges:
             if edge.own and not isinstance(edge.value, torch.Tensor):
                 yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
                 read.setdefault((id(edge.value), ITEMS), set()).update(edge.scopes if _takes_items(edge.value) else ())
-        for _, _, edge, by in self._walked():
+        walked = [(edge, by) for _, _, edge, by in self._walked()]
+        yield from self._handed_by_text(walked, putting)
+        for edge, by in walked:
             if edge.key == "__dict__":
                 by = frozenset().union(by, *(other.scopes for other in self.of(edge.holder).values()))
             if _takes_items(edge.value) or edge.key == "__dict__":
                 read.setdefault((id(edge.value), ITEMS), set()).update(by)
-            elif isinstance(edge.holder, _UNTOLD) and isinstance(edge.key, str):
+            elif isinstance(edge.holder, os._Environ):  # which tells of no reads to those who set something there
+                yield from itertools.product(putting(ITEMS), by)
+            elif isinstance(edge.key, str) and not _tells(edge.holder, edge.key):
                 read.setdefault((id(edge.holder), edge.key), set()).update(by)
         for (_, name), scopes in read.items():
             setting = putting(name)
             yield from itertools.product(scopes.intersection(setting) if name == ITEMS else setting, scopes)
+
+    def _handed_by_text(
+        self, walked: Iterable[tuple[Edge, frozenset[str]]], putting: Callable[[str], Collection[str]]
+    ) -> Iterator[tuple[str, str]]:
+        """Of what may have been set by other means than ``holder.name = value``, which leave no name: anything in what the code of
+        those came to who have such means."""
+        setting = frozenset(putting(ANYTHING)).union(*(edge.scopes for edge in self if id(edge.value) in _SETTERS))
+        reached: dict[int, set[str]] = {module: {path} & setting for module, path in self.modules.items()}
+        changeable = [
+            (e, by) for e, by in walked if setting and e.key not in _CALLED and not isinstance(e.holder, tuple)
+        ]
+        for edge, by in changeable:
+            for value in (edge.value, type(edge.value)) if is_object(edge.value) else (edge.value,):
+                reached.setdefault(id(value), set()).update(by & setting)
+        for edge, by in changeable:
+            yield from itertools.product(reached.get(id(edge.holder), ()), by)
 
     def values(self) -> Collection[PythonRead]:
         """Everything that was read, by every way to it from a module or a Python module."""
@@ -169,4 +197,13 @@ class ReadEdges:
 def _takes_items(value: Any) -> bool:
     """Whether something can be put into it without a trace."""
     changes = is_collection(value) and not isinstance(value, (tuple, frozenset))
-    return changes or type(value).__module__ == "numpy"
+    return changes or isinstance(value, bytearray) or type(value).__module__ == "numpy"
+
+
+def _tells(holder: Any, name: str) -> bool:
+    """Whether its class tells when ``name`` is set in it: C code tells nobody."""
+    if isinstance(holder, (type, torch.Tensor, types.ModuleType, types.SimpleNamespace)):
+        return False
+    in_class = inspect.getattr_static(type(holder), name, None)
+    own_class = bool(type(holder).__flags__ & _OWN_CLASS) and not isinstance(in_class, types.GetSetDescriptorType)
+    return isinstance(holder, nn.Module) or own_class

@@ -271,7 +271,7 @@ class Recorder(TorchFunctionMode):
         value = func(*plain_args, **plain_kwargs)
         node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in KEPT else None)
         if name in TEXTS:
-            return noted_text(value, not args[0].is_floating_point(), lambda: self.note_decision(node))
+            return noted_text(value, lambda: self.note_decision(node))
         if not (type(value) in (int, float) if name == "item" else name == "tolist" and args[0].is_floating_point()):
             self.note_decision(node)  # else the host is yet to use it
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value

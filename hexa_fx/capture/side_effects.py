@@ -29,7 +29,7 @@ from hexa_fx.isolation.users_code import module_name
 
 _DATA = (*LITERALS, torch.Tensor, *KINDS, tuple, set, frozenset)
 _MOST = 256
-_LARGEST_ARRAY = 1 << 16
+_BYTES_OF_ARRAYS = 1 << 28
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
 
 
@@ -43,10 +43,12 @@ class SideEffects:
 
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
         self._block, self._namespaces = block, _with_homes(namespaces)
-        self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
-        self._global = Contents(_reached(self._namespaces, block))
+        inside = [*held_by_modules(block), *_of_outside_modules(block)]
+        outside = [*_reached(self._namespaces, block)]
+        self._held, self._global = Contents(inside), Contents(outside)
         self._watched = {*self._held.holders(), *self._global.holders()}
-        self._arrays = [(a, a.copy()) for a in (*self._held.items(), *self._global.items()) if _is_array(a)]
+        holders = (holder.value for holder in (*inside, *outside))
+        self._arrays = [(a, a.copy()) for a in _small_ones((*holders, *self._held.items(), *self._global.items()))]
         self._streams = Streams(block)
         self._caches = [(f, f.cache_info().currsize) for namespace in namespaces for f in _cached_in(namespace)]
         self._counts = False
@@ -152,9 +154,19 @@ def _equal(array: Any, before: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's that a run may change, and no larger than what code counts in."""
+    """Whether it is an array of numpy's that a run may change."""
     kind = getattr(sys.modules.get("numpy"), "ndarray", None)
-    return kind is not None and type(value) is kind and value.size <= _LARGEST_ARRAY and value.flags.writeable
+    return kind is not None and type(value) is kind and value.flags.writeable
+
+
+def _small_ones(values: Iterable[Any]) -> Iterator[Any]:
+    """The arrays among ``values``, each once and the smaller first, as far as there is room for copies."""
+    left, found = _BYTES_OF_ARRAYS, {id(value): value for value in values if _is_array(value)}
+    for array in sorted(found.values(), key=lambda array: int(array.nbytes)):
+        left -= array.nbytes
+        if left < 0:
+            return
+        yield array
 
 
 def _holds_codes(parameter: torch.Tensor) -> bool:

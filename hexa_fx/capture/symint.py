@@ -131,7 +131,7 @@ class RecordedNumber:
             self.recorder.note_decision(compared)
 
     def str(self) -> str:
-        return noted_text(repr(self.value), True, self.compare)
+        return noted_text(repr(self.value), self.compare)
 
     _graph_repr = __str__ = str
 

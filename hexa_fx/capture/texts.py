@@ -8,53 +8,19 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
 
 from hexa_fx.isolation.users_code import module_name
 
 _LOGS = frozenset("debug info warning warn error exception critical log".split())
-_NOT_NOTED = frozenset(
-    "__new__ __init__ __class__ __getattribute__ __setattr__ __delattr__ __dir__ __init_subclass__ __subclasshook__ __sizeof__ "
-    "__str__ __repr__ __format__ __add__".split()
-)
 
 
-class MadeText(str):
-    """A text that tells ``used`` when code does anything but put it into a longer one."""
-
-    used: Callable[[], None]
-
-    def __new__(cls, text: str, used: Callable[[], None]) -> MadeText:
-        made = str.__new__(cls, text)
-        made.used = used
-        return made
-
-
-def _noting(name: str) -> Callable[..., Any]:
-    method = getattr(str, name)
-
-    def noting(self: MadeText, *args: Any, **kwargs: Any) -> Any:
-        self.used()
-        return method(self, *args, **kwargs)
-
-    return noting
-
-
-for _name in dir(str):
-    if _name not in _NOT_NOTED and callable(getattr(str, _name)):
-        setattr(MadeText, _name, _noting(_name))
-
-
-def noted_text(text: str, at_once: bool, used: Callable[[], None]) -> str:
-    """A text that code makes of a number, which tells ``used`` when the code may go by it.
-
-    Args:
-        at_once: whether that is as soon as it is part of a longer text, too, unless that only goes to a logger.
+def noted_text(text: str, used: Callable[[], None]) -> str:
+    """A text that code makes of a number. Tells ``used`` that the code may go by it, unless that only goes to a logger: once it is
+    a part of a longer text, nothing tells of what becomes of it.
     """
-    if at_once and not _is_only_logged(sys._getframe(2)):
+    if not _is_only_logged(sys._getframe(2)):
         used()
-        return text
-    return MadeText(text, used)
+    return text
 
 
 def _is_only_logged(frame: FrameType | None) -> bool:

@@ -1,4 +1,4 @@
-"""What functions keep between their calls: in closures and attributes, and in the lists, objects and functions that lie there."""
+"""What functions keep between their calls: in closures, attributes and defaults, and in what lies in these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST = 4096
 
 
 def kept_by_functions(functions: Iterable[Named], seen: set[int]) -> Iterator[Holder]:
-    """Attributes and closures of functions of the user's, and what lies in these, each once.
+    """Attributes, closures and defaults of functions of the user's, and what lies in these, each once.
 
     Args:
         functions: each with a name for it. Anything else among them is left out.
@@ -63,7 +63,12 @@ def _keeps(value: Any) -> bool:
 
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, types.FunctionType):
-        return [*vars(value).values(), *(item for cell in value.__closure__ or () for _, item in contents(cell))]
+        given = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return [
+            *vars(value).values(),
+            *given,
+            *(item for cell in value.__closure__ or () for _, item in contents(cell)),
+        ]
     if isinstance(value, types.MethodType):
         return (value.__func__,)
     if isinstance(value, functools.partial):

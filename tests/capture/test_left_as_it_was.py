@@ -283,6 +283,9 @@ def test_weights_that_a_first_call_or_a_mode_folds_factors_into(way: str) -> Non
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
 
 
+LARGE = 70_000
+
+
 class Counts:
     """What a forward counts in, in objects and in the class."""
 
@@ -291,6 +294,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.load, self.array, self.number = torch.zeros(E), np.zeros(E), 0
+        self.large = np.zeros(LARGE)
 
 
 def in_cells() -> tuple[Callable[[torch.Tensor], None], Callable[[], Any]]:
@@ -306,6 +310,26 @@ def in_cells() -> tuple[Callable[[torch.Tensor], None], Callable[[], Any]]:
 
 COUNTS, BY_NAME = Counts(), {"load": torch.zeros(E), "calls": 0}
 count_in_cells, cells = in_cells()
+
+
+def in_large_array() -> tuple[Callable[[torch.Tensor], None], Callable[[], Any]]:
+    found = np.zeros(LARGE)
+
+    def count(more: torch.Tensor) -> None:
+        found[:E] += more.numpy()
+
+    return count, lambda: found[:E]
+
+
+count_in_large_array, large_array = in_large_array()
+
+
+DEFAULT = np.zeros(LARGE)
+
+
+def in_default(more: Any = None, found: Any = DEFAULT) -> Any:
+    found[:E] += 0.0 if more is None else more.numpy()
+    return found[:E]
 
 
 def counted(load: torch.Tensor) -> None:
@@ -334,6 +358,10 @@ OUTSIDE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], Any
     ),
     "a class": (change_class, lambda m: (Counts.shared, Counts.calls)),
     "cells": (lambda m, load: count_in_cells(load), lambda m: cells()),
+    "a large array in a cell": (lambda m, load: count_in_large_array(load), lambda m: large_array()),
+    "an object's large array": (lambda m, load: m.kept.large.__iadd__(1.0), lambda m: m.kept.large[:E]),
+    "a default": (lambda m, load: in_default(load), lambda m: in_default()),
+    "a copy's tensor": (lambda m, load: copy.copy(m.kept).load.add_(load), lambda m: m.kept.load),
     "a function": (lambda m, load: counted(load), lambda m: counted.calls),
     "a parameter's attribute": (
         lambda m, load: setattr(m.router.weight, "calls", m.router.weight.calls + 1),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +35,10 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a tensor's text": lambda rare: f"{rare.float()}" == "1.0",
     "a part of its text": lambda rare: str(rare.double())[7] == "1",
     "a float's text": lambda rare: f"{rare.double().item():.1f}" in ("1.0", "2.0"),
+    "a float in a text": lambda rare: f"load {rare.double().item():.3f}" == "load 1.000",
+    "a float in a text, formatted": lambda rare: "x" + format(rare.double().item(), ".2f") == "x1.00",
+    "a float in a key": lambda rare: {"x1.0": 1}.get(f"x{rare.double().item()}", 0),
+    "a tensor in a text": lambda rare: f"x{rare.double()}" == "x1.0",
     "a list": lambda rare: rare.tolist(),
 }
 
@@ -64,6 +71,61 @@ GIVEN: dict[str, tuple[Callable[[Any, bool], Any], Callable[[Any, Any], Any]]] =
     "an error": (lambda router, rare: int("rare") if rare else None, lambda router, _: False),
     "a list given": (lambda router, rare: None, lambda router, given: given),
 }
+PUT = setattr
+
+
+def ored(router: Any, rare: bool) -> None:
+    kept = router.kept
+    kept |= {"rare": rare}
+
+
+class Setting:
+    """Objects that routers set an attribute of, which tell of it by their class or not at all."""
+
+    rare = False
+
+
+def function() -> None:
+    pass
+
+
+function.rare = False  # type: ignore[attr-defined]
+_SETTERS: dict[str, Callable[[Any, bool], Any]] = {
+    "setattr": lambda seen, rare: setattr(seen, "".join("rare"), rare),
+    "another name of it": lambda seen, rare: PUT(seen, "rare", rare),
+    "object's": lambda seen, rare: object.__setattr__(seen, "rare", rare),
+    "a partial": lambda seen, rare: functools.partial(setattr, seen)("rare", rare),
+    "vars": lambda seen, rare: vars(seen).update(rare=rare),
+}
+_SEEN: dict[str, Callable[[Any], Any]] = {
+    "a namespace": lambda router: router.seen,
+    "an object": lambda router: router.object,
+}
+GIVEN |= {
+    f"{kind} by {way}": (
+        lambda router, rare, get=get, put=put: put(get(router), rare),
+        lambda router, _, get=get: get(router).rare,
+    )
+    for kind, get in _SEEN.items()
+    for way, put in _SETTERS.items()
+}
+GIVEN |= {
+    "a namespace in a copy": (
+        lambda router, rare: setattr(copy.copy(router.outer).seen, "rare", rare),
+        lambda router, _: router.outer.seen.rare,
+    ),
+    "a copy's dict": (
+        lambda router, rare: operator.setitem(copy.copy(router.outer).kept, "rare", rare),
+        lambda r, _: r.kept["rare"],
+    ),
+    "an update in place": (ored, lambda router, _: router.kept["rare"]),
+    "a class": (lambda router, rare: setattr(Setting, "rare", rare), lambda router, _: Setting.rare),
+    "a function": (lambda router, rare: setattr(function, "rare", rare), lambda router, _: function.rare),  # type: ignore[attr-defined]
+    "a parameter": (
+        lambda router, rare: setattr(router.gate.bias, "rare", rare),
+        lambda router, _: router.gate.bias.rare,
+    ),
+}
 SEEN = False
 
 
@@ -78,6 +140,8 @@ class Router(nn.Module):
         self.block, self.give, self.rare = [block], GIVEN[how][0], False
         self.gate = nn.Linear(D, E)
         self.kept, self.seen, self.told = {"rare": False}, types.SimpleNamespace(rare=False), deque([False], 1)
+        self.outer, self.object = types.SimpleNamespace(seen=self.seen, kept=self.kept), Setting()
+        self.gate.bias.rare = False
 
     def set_seen(self, rare: bool) -> None:
         self.seen.rare = rare
