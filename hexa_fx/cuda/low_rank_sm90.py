@@ -165,12 +165,14 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     if o.u is not None:
         shape = (o.rank, columns) if o.layout == "nk" else (columns, o.rank)
         dc = o.rows.new_empty((*shape, experts) if o.experts_last else (experts, *shape), dtype=o.dtype)
-        parts = o.rows.new_empty((blocks + experts, columns, o.rank), dtype=torch.float32)
+        parts = o.rows.new_empty((blocks + experts, min(columns, each), o.rank), dtype=torch.float32)
 
     def piece(begin: int, end: int) -> Piece:
-        own = None if parts is None else parts.narrow(1, begin, end - begin)
+        of_dc = (
+            None if dc is None else dc.narrow(0 if o.experts_last else 2 if o.layout == "nk" else 1, begin, end - begin)
+        )
         du_sums = (sums if begin else None, sums if end < columns else None)
-        pointers = (o.v, o.offs, o.rows.narrow(1, begin, end - begin), o.u, o.weights, du, dc, own, *du_sums)
+        pointers = (o.v, o.offs, o.rows.narrow(1, begin, end - begin), o.u, o.weights, du, of_dc, parts, *du_sums)
         sizes = (o.n, experts, columns, o.rank, end - begin, blocks)
         numbers = (o.rows.stride()[0], *sizes, *division(o.top_k), o.scale)
         return pointers, numbers_of(get_family(FAMILY).args).pack(*numbers)
@@ -182,12 +184,12 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     for begin in range(0, columns, each):
         end = min(begin + each, columns)
         planning.launch(kernel, (blocks, 1, 1), (piece(begin, end),), (_factor_map(o, begin, end, wide),))
-    if dc is not None:
-        finish = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
-        finish = finish.with_options(experts_last=o.experts_last, experts=table)
-        side = PART_SIDE if o.experts_last else PART_NUMBERS
-        grid = (ceil_div(columns * o.rank, side), ceil_div(experts, PART_SIDE) if o.experts_last else experts, 1)
-        planning.launch(kernel_of(finish), grid, (piece(0, columns),))
+        if dc is not None:  # at once, so that parts of all columns are never there together
+            finish = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
+            finish = finish.with_options(experts_last=o.experts_last, experts=table)
+            side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if o.experts_last else (PART_NUMBERS, experts)
+            grid = (ceil_div((end - begin) * o.rank, side), across, 1)
+            planning.launch(kernel_of(finish), grid, (piece(begin, end),))
     return du, dc
 
 

@@ -18,6 +18,9 @@ from tests.codegen.emulated import EmulatedKernel
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 COLUMNS, RANK, SCALE = 72, 24, 0.5
+LAUNCHES = ((0, 48), (48, 72))
+"""Columns of each."""
+
 ROWS = {
     "ragged": [70, 0, 1, 64, 129, 0, 500, 63],
     "one": [0, 0, 0, 1300, 0],
@@ -55,12 +58,19 @@ def test_parts_of_all_blocks_are_added_up(
     for blocks in (1, 5, 132):
         parts, expected = made(ROWS[rows], blocks)
         dc = torch.full((COLUMNS, RANK, experts) if last else (experts, COLUMNS * RANK), float("nan"), dtype=dtype)
-        pointers = (0, offs.data_ptr(), 0, 0, 0, 0, dc.data_ptr(), parts.data_ptr(), 0, 0)
-        packed = get_family(FAMILY).args.pack(*pointers, 0, 0, experts, COLUMNS, RANK, COLUMNS, blocks, 0, 0, SCALE)
-        side = PART_SIDE if last else PART_NUMBERS
-        grid = (ceil_div(COLUMNS * RANK, side), ceil_div(experts, PART_SIDE) if last else experts, 1)
-        argument = ctypes.create_string_buffer(packed, len(packed))
-        kernel.queue(0, grid, (ctypes.c_void_p * 1)(ctypes.addressof(argument)))
+        for begin, end in LAUNCHES:
+            own = parts.view(-1, COLUMNS, RANK)[:, begin:end].contiguous()
+            first = dc.data_ptr() + dc.element_size() * begin * (
+                RANK * experts if last else 1 if layout == "nk" else RANK
+            )
+            pointers = (0, offs.data_ptr(), 0, 0, 0, 0, first, own.data_ptr(), 0, 0)
+            packed = get_family(FAMILY).args.pack(
+                *pointers, 0, 0, experts, COLUMNS, RANK, end - begin, blocks, 0, 0, SCALE
+            )
+            side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if last else (PART_NUMBERS, experts)
+            argument = ctypes.create_string_buffer(packed, len(packed))
+            grid = (ceil_div((end - begin) * RANK, side), across, 1)
+            kernel.queue(0, grid, (ctypes.c_void_p * 1)(ctypes.addressof(argument)))
         found = dc.permute(2, 0, 1) if last else dc.view(experts, RANK, COLUMNS).transpose(1, 2)
         found = found if last or layout == "nk" else dc.view(experts, COLUMNS, RANK)
         assert torch.equal(found.float(), expected)

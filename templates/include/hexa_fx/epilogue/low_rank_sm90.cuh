@@ -56,7 +56,7 @@ struct LowRankEpilogue {
 
   // This block's part of an expert's sums.
   CUTE_DEVICE void sums(int expert, const float (&dc)[C::Steps][C::Words]) const {
-    float* part = p.parts + int64_t(blockIdx.x + expert) * p.N * p.R;
+    float* part = p.parts + int64_t(blockIdx.x + expert) * p.columns * p.R;
     CUTE_UNROLL
     for (int k = 0; k < C::Steps; ++k) {
       CUTE_UNROLL

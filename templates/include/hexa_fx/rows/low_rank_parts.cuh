@@ -1,5 +1,5 @@
 // The sums of experts' rows that blocks leave in parts (kernels/low_rank_sm90.cuh), added up in the order of the blocks, scaled, and stored
-// as the factor lies in memory. Zeros for experts without rows.
+// as the factor lies in memory. Zeros for experts without rows. Of N columns, those of the launch that made the parts.
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/ptx/dependent.cuh>
@@ -42,7 +42,7 @@ struct LowRankParts {
     for (int j = 0; j < kChunk; ++j) out[j] = 0.f;
     for (int block = blocks.first; block <= blocks.last; ++block) {
       if (tiles < p.blocks && run_begin(block, tiles, p.blocks) == run_begin(block + 1, tiles, p.blocks)) continue;  // it had none
-      const float* from = p.parts + static_cast<long long>(block + expert) * p.N * p.R + at;
+      const float* from = p.parts + static_cast<long long>(block + expert) * p.columns * p.R + at;
       Raw<float> raw{load_written16(from, true), load_written16(from + 4, true)};
       float part[kChunk];
       unpack<float>(part, raw);
@@ -56,9 +56,9 @@ struct LowRankParts {
   // grid (eights of an expert's numbers, by threads; experts). Threads side by side store what lies side by side.
   static __device__ void eight(const LowRankParams& p, const Table& table) {
     const int i = blockIdx.x * kThreads + threadIdx.x, ranks = p.R / kChunk;
-    if (i >= p.N * ranks) return;
+    if (i >= p.columns * ranks) return;
     const bool major = kOrder == FactorOrder::rank_major;
-    const int column = major ? i % p.N : i / ranks, rank = (major ? i / p.N : i % ranks) * kChunk;
+    const int column = major ? i % p.columns : i / ranks, rank = (major ? i / p.columns : i % ranks) * kChunk;
     float total[kChunk];
     sum(total, p, blocks_of(p, table, blockIdx.y), table.tiles[p.experts], blockIdx.y, column * p.R + rank);
     T* out = static_cast<T*>(p.dc) + static_cast<long long>(blockIdx.y) * p.N * p.R;
@@ -73,7 +73,7 @@ struct LowRankParts {
   static __device__ void tile(const LowRankParams& p, const Table& table) {
     static __shared__ float turned[kSide][kSide + 1];
     static __shared__ Blocks blocks[kSide];
-    const int size = p.N * p.R, at0 = blockIdx.x * kSide, expert0 = blockIdx.y * kSide;
+    const int size = p.columns * p.R, at0 = blockIdx.x * kSide, expert0 = blockIdx.y * kSide;
     if (threadIdx.x < kSide && expert0 + int(threadIdx.x) < p.experts)
       blocks[threadIdx.x] = blocks_of(p, table, expert0 + threadIdx.x);
     __syncthreads();

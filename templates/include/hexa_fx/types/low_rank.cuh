@@ -10,8 +10,8 @@ struct LowRankParams {
   const void* u;        // (n, R)
   const void* weights;  // by slot: what rows of u are multiplied by, or null
   void* du;             // (n, R)
-  void* dc;             // (E, N, R), (E, R, N), or (N, R, E)
-  float* parts;         // (blocks + E, N, R) sums of experts' rows, a block's at a time
+  void* dc;             // (E, N, R), (E, R, N), or (N, R, E), from the launch's columns on
+  float* parts;         // (blocks + E, columns, R) sums of experts' rows, a block's at a time
   const float* before;  // (n, R) du of the columns before these, or null: there are none
   float* beyond;        // (n, R) where du goes if more columns follow, else null
   long long stride;     // of rows
