@@ -60,7 +60,7 @@ from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify.cases import changes_itself
 from hexa_fx.passes.verify.left_over import decided_by_count
-from hexa_fx.passes.verify.settings import settings_of
+from hexa_fx.passes.verify.settings import settings_of, unlike
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Analyses the block on the example, or on others like it if its tokens cannot be told apart."""
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     tried: list[tuple[Observation, BlockAnalysis]] = []
-    left: Iterator[Observation] = examples(replace(observation, args=args, kwargs=kwargs))
+    left: Iterator[Observation] = examples(replace(observation, args=args, kwargs=kwargs, given=(args, kwargs)))
     while (example := next(left, None)) is not None:
         analysis = _analyse_example(example, config)
         if analysis.rewritten or analysis.settled:
@@ -280,7 +280,7 @@ def _check(
         with in_mode(observation.module, mode == "train"), at_block(observation.path, mode):
             same = [other for other in checks if captured[other].graph is captured[mode].graph]
             brief = any(checks[other].ok for other in same)
-            settings = settings_of(captured[mode], config, brief)
+            settings = settings_of(captured[mode], config, brief, unlike(observation.given, (args, kwargs)))
             code = mode, rewritten[mode].graph.python_code("self").src
             one = (o for o in same if captured[o] is captured[mode] or not checks[o].ok)
             known = differed.get(code) or next((checks[other] for other in one), None)

@@ -29,12 +29,13 @@ from hexa_fx.isolation.written_tensors import tensors_restored
 
 @dataclass(frozen=True)
 class Observation:
-    """A module's first call during the run, with copies of its arguments."""
+    """A module's first call during the run, with copies of its arguments; and what was ``given``, once others are in its place."""
 
     path: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    given: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)

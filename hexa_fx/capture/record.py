@@ -33,7 +33,7 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.held_objects import is_object
+from hexa_fx.isolation.held_objects import is_object, tensors_in
 from hexa_fx.isolation.hidden_sources import WEIGHT
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import kept_tensors
@@ -158,7 +158,7 @@ def _capture(
         changed,
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
-        _met_among({*map(id, tree_leaves([bound.args, bound.kwargs]))}, recorder),
+        _met_among({*map(id, tensors_in([*bound.args, *bound.kwargs.values()]))}, recorder),
         reads=_unexplained(reads, collecting, stored),
         handed=handed,
         collections=tuple(reads.edges.collections()),

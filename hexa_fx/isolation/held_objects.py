@@ -8,7 +8,7 @@ import functools
 import itertools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -97,6 +97,15 @@ def items(holder: Any) -> dict[Any, Any]:
             if value is not MISSING:
                 found[name] = value
     return found
+
+
+def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """The tensors among ``values``, and in the lists, dicts and objects there, those of classes that pytrees do not know too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif deepest and is_object(value):
+            yield from tensors_in(items(value).values(), deepest - 1)
 
 
 def objects_in(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Steps, Any]]:

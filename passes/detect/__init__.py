@@ -49,6 +49,7 @@ from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
+    given_inside,
     is_constant,
     is_cut_off,
     opaque_nodes,
@@ -122,6 +123,8 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     said = odd_expert(captured.block) or experts_in_groups(captured.block)
     if (said or refusal.reason == APART) and not chooses(captured):
         return Refuse(SOFT, refusal.node)
+    if (inside := given_inside(captured)) is not None:
+        return inside
     parameters = captured.named_tensors()
     said = said or beside_experts(captured, expert_groups(parameters), refusal.reason == APART)
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
@@ -231,7 +234,7 @@ def _match_of(
     )
     refuse_partial_looks(captured.graph, anew, tokens, pairs.token, replay)
     refuse_stored_intermediates(stored, tags, combine.node)
-    refuse_own_backward(combine.node, tags)
+    refuse_own_backward(combine.node, tags, last)
     return MoEMatch(
         captured,
         source,

@@ -86,7 +86,7 @@ def _signatures(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> d
     for node in captured.graph.nodes:
         if node.op == "output" or not in_one_expert(node, tags):
             continue
-        parts = (node.op, operation(node), in_words((node.args, node.kwargs), of_node))
+        parts = (node.op, operation(node), record_of(node).gradient, in_words((node.args, node.kwargs), of_node))
         found[node] = numbers.setdefault(parts, len(numbers))
     return found
 

@@ -150,7 +150,7 @@ class _Search:
         branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node)
         refuse_partial_looks(captured.graph, anew, count, pairs.token, self.replay)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
-        refuse_own_backward(combine.node, self.tags)
+        refuse_own_backward(combine.node, self.tags, end)
         idiom = "loop over experts, unusual expert"
         return MoEMatch(
             captured,

@@ -123,6 +123,9 @@ def refuse_stored_intermediates(
 
 
 _LONGEST_CONSTANT = 64
+GIVEN_INSIDE = (
+    "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument can be"
+)
 
 
 def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
@@ -133,11 +136,7 @@ def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
     """
     name, user = str(node.target), next(iter(node.users), node)
     if name in captured.nested:
-        raise Refuse(
-            "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument itself can be "
-            "followed",
-            user,
-        )
+        raise Refuse(GIVEN_INSIDE, user)
     if name not in captured.recalled:
         refuse_numpy(node.graph, before=node)
     if name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT:
@@ -147,6 +146,13 @@ def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
             user,
         )
     return captured.constants[name]
+
+
+def given_inside(captured: CapturedBlock) -> Refuse | None:
+    """The refusal of a block that is given tensors in lists, dicts or objects."""
+    nodes = (node for node in captured.graph.find_nodes(op="get_attr") if node.target in captured.nested)
+    node = next(nodes, None)
+    return None if node is None else Refuse(GIVEN_INSIDE, next(iter(node.users), node))
 
 
 def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
@@ -167,12 +173,22 @@ def _stops_gradient(node: torch.fx.Node) -> bool:
     return operation(node) == "detach" or not record.gradient or holds_no_float
 
 
-def refuse_own_backward(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> None:
-    """Refuses experts with an `autograd.Function` that changes gradients alone.
+def refuse_own_backward(
+    end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], outputs: Iterable[torch.fx.Node]
+) -> None:
+    """Refuses experts with an `autograd.Function` that changes gradients alone, and those without gradients in a block with some.
 
     Raises:
-        Refuse: between the experts' first products and ``end`` a function changes gradients alone, which no operator would.
+        Refuse: between the experts' first products and ``end`` a function changes gradients alone, which no operator would; or no
+            gradient gets from there to one of the ``outputs``.
     """
+    cut = next((node for node in outputs if _stops_gradient(node) or is_cut_off(node, [end])), None)
+    if cut is not None and not is_constant(end):
+        raise Refuse(
+            "experts run without gradients here (torch.no_grad, detach), in a block that has some otherwise; it is rewritten if "
+            "its experts run one at a time, and all of them that way",
+            cut,
+        )
     for node in ancestors([end]):
         if isinstance(node.target, Applied) and tags[node].experts and not tags[node].weight:
             raise Refuse(

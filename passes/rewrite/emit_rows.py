@@ -68,7 +68,8 @@ class RowEmitter:
         self._route(index, top_k)
         for node, role in self.body.steps.items():
             if not isinstance(role, (OfExpert, FromExpert)):
-                self._new[node] = self._step(node, role)
+                made, cut = self._step(node, role), is_float(node) and not record_of(node).gradient
+                self._new[node] = self._method("detach", made) if cut else made
         rows = self._new[self.body.output]
         return self._call(torch.ops.hexa.combine.default, rows, weights, self._inv, self._offs, top_k)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
@@ -82,6 +83,9 @@ class Comparison:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
+        if self.settings.given is not None:
+            given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
+            yield self._case("the example as it was given", given)
         if self.forward.stored[bool(self.subject.module.training)]:
             example = self.inputs.example(self.subject.dtype)
             yield self._case(SECOND, example, calls=2)
@@ -106,6 +110,9 @@ class Comparison:
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)
+
+    def _cast(self, given: torch.Tensor) -> torch.Tensor:
+        return given.detach().to(self.subject.dtype if given.is_floating_point() else given.dtype, copy=True)
 
     def _at_other_sizes(self, large: bool) -> Iterator[VerificationCase]:
         """At the sizes of the settings; where the original takes no other sequences or batches, each on its own."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
@@ -44,6 +46,7 @@ class VerifySettings:
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
         room: times the tokens of the example that it may be tried on, if that is more.
+        given: (args, kwargs) that the user gave, where the block is verified by an example of other tokens or another scale.
     """
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (1, 7), (6, 1), (1, 1), (0, 4))
@@ -57,10 +60,22 @@ class VerifySettings:
     analysis_bytes: int = 2 << 30
     few: int = FEW_TOKENS
     room: int = 1
+    given: tuple[Any, Any] | None = None
 
 
-def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> VerifySettings:
-    """The settings for a block, by its recorded run."""
+def unlike(given: tuple[Any, Any] | None, example: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """What is ``given`` if the ``example`` is another one; None also where not all of its numbers are finite."""
+    one, two = pytree.tree_leaves(given), pytree.tree_leaves(example)
+    tensors = [(a, b) for a, b in zip(one, two) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)]
+    if given is None or not all(bool(tensor.isfinite().all()) for tensor, _ in tensors):
+        return None
+    return None if all(a.shape == b.shape and torch.equal(a, b) for a, b in tensors) else given
+
+
+def settings_of(
+    captured: CapturedBlock, config: HexaConfig, brief: bool, given: tuple[Any, Any] | None = None
+) -> VerifySettings:
+    """The settings for a block, by its recorded run, and for what is ``given`` if that is no run on it."""
     in_pieces = captured.whole_bytes is not None
     numbers = sum(parameter.numel() for parameter in named_tensors(captured.block, "_parameters").values())
     return VerifySettings(
@@ -73,4 +88,5 @@ def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> Ver
         brief=brief,
         factors=factors_past_limits(captured.graph),
         analysis_bytes=config.analysis_bytes,
+        given=given,
     )

@@ -239,6 +239,23 @@ def test_a_tensor_that_is_given_inside_a_dict() -> None:
     assert "given inside a list, a dict or an object" in report.blocks[0].reason
 
 
+@dataclasses.dataclass
+class Batch:
+    tokens: torch.Tensor
+
+
+class GivenInside(Mixture):
+    def forward(self, batch: Any) -> torch.Tensor:
+        tokens = batch[0] if isinstance(batch, list) else batch.tokens
+        return _mixed(self.experts, tokens, *self.gate(tokens))
+
+
+@pytest.mark.parametrize("kind", [Batch, lambda tokens: types.SimpleNamespace(tokens=tokens), lambda tokens: [tokens]])
+def test_tokens_that_are_given_inside_of_something(kind: Callable[[torch.Tensor], Any]) -> None:
+    report = hexa_fx.explain(GivenInside(None).double(), (kind(_tokens()),))
+    assert "given inside a list, a dict or an object" in report.blocks[0].reason
+
+
 DRAWS: dict[str, Callable[[Mixture, torch.Tensor], float]] = {
     "Python's random": lambda m, weights: 1.0 + (random.random() < 0.1),
     "numpy.random": lambda m, weights: 1.0 + (numpy.random.rand() < 0.1),

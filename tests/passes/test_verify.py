@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
+from hexa_fx.analysis import analyse_model
+from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.device_asserts import RaisesOnHost
+from hexa_fx.passes.attempts import Attempt
 from hexa_fx.passes.inputs.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, comparison, verify
 from hexa_fx.passes.verify.settings import VerifySettings
@@ -88,6 +91,10 @@ def writes_to_its_input(x, index, weights, w1, w2):
     y = dense_moe(x.clone(), index, weights, w1, w2)
     x.mul_(2)
     return y
+
+
+def twice_far_away(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, w2) * (1 + ((x > 1e8) & (x < 1e12)).any().to(x))
 
 
 def half_the_width(x, index, weights, w1, w2):
@@ -228,6 +235,26 @@ def test_tokens_that_reach_all_experts_but_one(candidates, k):
     ids = ROUTINGS[-1].choose(rows, candidates, k)
     expected = range(candidates) if k == candidates else range(1, candidates)
     assert set(ids.flatten().tolist()) == set(expected)
+
+
+def test_what_was_given_counts_where_the_block_was_probed_on_something_else():
+    block, wrong = ListMoE().eval(), list_rewritten(False, moe=twice_far_away)
+    assert verify(block, wrong, example()).ok
+    for times, differs in ((1e9, True), (1.0, False)):
+        given = VerifySettings(given=((torch.randn(2, 6, D) * times,), {}))
+        result = verify(block, wrong, example(), settings=given)
+        assert result.ok is not differs
+        assert ("the example as it was given" in result.reason) is differs
+
+
+@pytest.mark.parametrize(
+    ("attempt", "scale"), [(Attempt(scale=0.1), 1.0), (Attempt(overflow=True), 1.0), (Attempt(), 0.0)]
+)
+def test_every_probe_is_followed_by_the_example(attempt: Attempt, scale: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hexa_fx.passes.ATTEMPTS", (attempt,))
+    (analysis,) = analyse_model(ListMoE(), (scale * example()[0],), hexa_fx.HexaConfig(), Inspector()).analyses
+    assert analysis.rewritten
+    assert all(check.cases[1].name == "the example as it was given" for check in analysis.checks.values())
 
 
 def test_what_only_a_forced_routing_shows():
