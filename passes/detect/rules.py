@@ -124,7 +124,7 @@ def refuse_stored_intermediates(
 
 _LONGEST_CONSTANT = 64
 GIVEN_INSIDE = (
-    "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument can be"
+    "the code reads a tensor that it is given inside a list, a dict or an object; an argument itself can be followed"
 )
 
 
