@@ -96,8 +96,7 @@ def esmm_low_rank(*args: Any) -> Tensor:
     weight, layout = as_stored(base.weight, base.layout)
     c = (c if layout == base.layout else c.transpose(1, 2)).contiguous()
     base = base._replace(weight=weight, layout=layout)
-    few = _few_rows(base.rows, base.offs)
-    if few or not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
+    if not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
         return _with_second(esmm(*base), u, c, base.offs, layout)
     return sm90.esmm(EsmmLowRank(base, u, c))
 
@@ -242,7 +241,7 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
 
 def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
-    swapped = not added and swaps("esmm_act", o.glu, o.layout)
+    swapped = swaps("esmm_act", o.glu, o.layout)
     if _only_sm80(o.activation, o.glu) or (not swapped and _few_rows(o.rows, o.offs)):
         return False
     return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)

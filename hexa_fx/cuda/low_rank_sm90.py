@@ -38,8 +38,8 @@ from hexa_fx.ops.low_rank_gradients import LowRankGradients
 from hexa_fx.ops.operands import Esmm, Estmm
 from hexa_fx.ops.rows import columns_of, flip, row_count
 
-FEWEST_ROWS, MOST_ROWS = 32, 2048
-"""Rows an expert on average from which these kernels were measured, and below which they are the faster ones for dC alone."""
+MOST_ROWS = 2048
+"""Rows an expert on average below which these kernels are the faster ones for dC alone."""
 
 _MOST_LAUNCHES = {
     (BOTH, 16): (16, 16),
@@ -144,7 +144,7 @@ def takes(o: LowRank) -> bool:
     experts, few = o.experts, [t for t in (o.u, o.factor) if t is not None]
     if not planning_of(o.offs).card.is_hopper or is_fixed() or experts > MAX_EXPERTS or o.rows.shape[1] <= RANKS[-1]:
         return False
-    if o.n < FEWEST_ROWS * experts or (o.op == "estmm" and o.n >= MOST_ROWS * experts):
+    if not o.n or (o.op == "estmm" and o.n >= MOST_ROWS * experts):
         return False
     if o.dtype not in (None, torch.float32, o.rows.dtype):
         return False

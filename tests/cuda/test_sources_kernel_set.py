@@ -68,6 +68,14 @@ def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ra
         render(spec_)
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 4000])
+def test_a_low_rank_addition_is_added_in_the_launch_of_its_product(tokens: int) -> None:
+    made = layer(FfnSpec("silu", "concat"), "", {"w1": 16, "w2": 16}, hidden=128)
+    ops = [spec.op for spec in launched(made, typical_card(90), tokens, train=False)]
+    around = ["esmm", "scaled_transpose"]
+    assert [op for op in ops if not op.startswith("reindex")] == [*around, "esmm_act", *around, "esmm", "combine"]
+
+
 def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed_models(
     requested: list[KernelSpec],
 ) -> None:
