@@ -26,6 +26,8 @@ class InFloat64(TorchFunctionMode):
     def __init__(self, own: torch.dtype) -> None:
         super().__init__()
         self._own = own
+        self.largest = 0
+        """Elements of the largest result."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -41,9 +43,10 @@ class InFloat64(TorchFunctionMode):
         if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.dtype in _LOWER and _is_of_no_tensors(args, kwargs):
-            return result.double()
-        return result
+        if not isinstance(result, torch.Tensor):
+            return result
+        self.largest = max(self.largest, result.numel())
+        return result.double() if result.dtype in _LOWER and _is_of_no_tensors(args, kwargs) else result
 
 
 def _is_of_no_tensors(*given: Any) -> bool:
