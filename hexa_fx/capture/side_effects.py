@@ -9,6 +9,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.closures import functions_of, kept_by_functions
+from hexa_fx.isolation.closures import functions_of, keeps, kept_by_functions
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import LITERALS, MISSING, MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.lookup import CALLED, Answer, lookup
@@ -28,6 +29,7 @@ from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import module_name
 
 _DATA = (*LITERALS, torch.Tensor, *KINDS, tuple, set, frozenset)
+_LISTS = frozenset({*KINDS, set})
 _MOST = 256
 _BYTES_OF_ARRAYS = 1 << 28
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -48,7 +50,8 @@ class SideEffects:
         self._held, self._global = Contents(inside), Contents(outside)
         self._watched = {*self._held.holders(), *self._global.holders()}
         holders = (holder.value for holder in (*inside, *outside))
-        self._arrays = [(a, a.copy()) for a in _small_ones((*holders, *self._held.items(), *self._global.items()))]
+        values = chain(holders, self._held.items(), self._global.items())
+        self._arrays = [(array, array.copy()) for array in _small_arrays(values)]
         self._streams = Streams(block)
         self._caches = [(f, f.cache_info().currsize) for namespace in namespaces for f in _cached_in(namespace)]
         self._counts = False
@@ -153,16 +156,14 @@ def _equal(array: Any, before: Any) -> bool:
     return bool(array.shape == before.shape and array.tobytes() == before.tobytes())
 
 
-def _is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's that a run may change."""
+def _small_arrays(values: Iterable[Any]) -> Iterator[Any]:
+    """The arrays of numpy's that a run may change, each once and the smaller first, as far as there is room for copies."""
     kind = getattr(sys.modules.get("numpy"), "ndarray", None)
-    return kind is not None and type(value) is kind and value.flags.writeable
-
-
-def _small_ones(values: Iterable[Any]) -> Iterator[Any]:
-    """The arrays among ``values``, each once and the smaller first, as far as there is room for copies."""
-    left, found = _BYTES_OF_ARRAYS, {id(value): value for value in values if _is_array(value)}
+    found = {id(value): value for value in values if type(value) is kind}
+    left = _BYTES_OF_ARRAYS
     for array in sorted(found.values(), key=lambda array: int(array.nbytes)):
+        if not array.flags.writeable:
+            continue
         left -= array.nbytes
         if left < 0:
             return
@@ -187,7 +188,7 @@ def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:
                 label = ".".join(map(str, (path or "self", *steps, key)))
                 yield Holder(label, vars(other))
                 lists = ((name, held) for name, held in vars(other).items() if name not in MODULE_STATE)
-                yield from (Holder(f"{label}.{name}", held) for name, held in lists if type(held) in (*KINDS, set))
+                yield from (Holder(f"{label}.{name}", held) for name, held in lists if type(held) in _LISTS)
 
 
 def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -208,14 +209,15 @@ def _reached(namespaces: list[dict[str, Any]], block: nn.Module) -> Iterator[Hol
         where = module_name(namespace).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in namespace.copy().items():
-            yield from kept_by_functions([(name, value)], kept)
+            if keeps(value):
+                yield from kept_by_functions([(name, value)], kept)
             if name.startswith("__") or id(value) in seen or not _may_hold(value):
                 continue
             seen.add(id(value))
             yield Holder(name, value)
             held = contents(value)
             for key, inner in held if len(held) <= _MOST else ():
-                if type(inner) in (*KINDS, set) and id(inner) not in seen:
+                if type(inner) in _LISTS and id(inner) not in seen:
                     seen.add(id(inner))
                     yield Holder(f"{name}.{key}", inner)
 

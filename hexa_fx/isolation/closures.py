@@ -28,18 +28,18 @@ def kept_by_functions(functions: Iterable[Named], seen: set[int]) -> Iterator[Ho
         functions: each with a name for it. Anything else among them is left out.
         seen: ids of what need not be looked at again, which grows.
     """
-    left = deque((0, name, value) for name, value in functions if _keeps(value))
+    left = deque((0, name, value) for name, value in functions if keeps(value))
     while left and len(seen) < _MOST:
         depth, name, value = left.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if not _keeps(value):
+        if not keeps(value):
             yield Holder(name, value)
         elif isinstance(value, types.FunctionType):
             yield from (Holder(name, kept) for kept in (vars(value), *(value.__closure__ or ())) if kept)
         inside = _inside(value) if depth < _DEEPEST else ()
-        left.extend((depth + 1, name, item) for item in inside if _keeps(item) or is_object(item))
+        left.extend((depth + 1, name, item) for item in inside if keeps(item) or is_object(item))
 
 
 def functions_of(block: nn.Module) -> Iterator[Named]:
@@ -54,7 +54,7 @@ def functions_of(block: nn.Module) -> Iterator[Named]:
             yield name, getattr(member, "__func__", getattr(member, "fget", member))
 
 
-def _keeps(value: Any) -> bool:
+def keeps(value: Any) -> bool:
     """Whether it is a function of the user's, or what stands for one."""
     if isinstance(value, types.FunctionType):
         return is_users(value.__module__ or "")

@@ -9,8 +9,9 @@ import operator
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,36 +36,37 @@ class Contents:
     """The contents of ``holders`` as they are now."""
 
     def __init__(self, holders: Iterable[Holder]) -> None:
-        self._before = [(holder, contents(holder.value)) for holder in holders]
+        # Not as pairs: of all that code reaches by name these are ten thousand and more, which the garbage collector walks.
+        self._before = [(holder, *_taken(holder.value)) for holder in holders]
 
     def changed(self) -> list[tuple[Holder, list[Any]]]:
         """Holders that contain something else now, and what is new in them."""
         found = []
-        for holder, before in self._before:
-            if not _same(holder.value, before):
-                old = {id(value) for _, value in before}
+        for holder, keys, values in self._before:
+            if not _same(holder.value, keys, values):
+                old = set(map(id, values))
                 found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
         return found
 
     def holders(self) -> Iterator[int]:
         """Their ids."""
-        return (id(holder.value) for holder, _ in self._before)
+        return (id(holder.value) for holder, _, _ in self._before)
 
     def before(self, holder: Holder) -> dict[Any, Any]:
         """What a holder contained then, by key."""
-        return next(dict(before) for known, before in self._before if known is holder)
+        return next(dict(zip(keys, values)) for known, keys, values in self._before if known is holder)
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
-        for _, before in self._before:
-            yield from (value for _, value in before)
+        return chain.from_iterable(values for _, _, values in self._before)
 
     def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
         """Puts back what is not as it was, if what is new in it is to go."""
-        before = {id(holder): contained for holder, contained in self._before}
-        for holder, new in self.changed():
+        changed = self.changed()
+        before = {id(holder): (keys, values) for holder, keys, values in self._before if changed}
+        for holder, new in changed:
             if wanted(new):
-                put_back(holder.value, before[id(holder)])
+                put_back(holder.value, list(zip(*before[id(holder)])))
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:
@@ -123,7 +125,9 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
     if isinstance(holder, types.CellType):
         return [("", _content(holder))]
     if isinstance(holder, type):
-        return [item for item in vars(holder).items() if item[0] != "__slotnames__"]  # which copy.copy notes for itself
+        found = list(vars(holder).items())
+        # which copy.copy notes for itself
+        return [item for item in found if item[0] != "__slotnames__"] if "__slotnames__" in vars(holder) else found
     filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
     return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
 
@@ -156,14 +160,35 @@ def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
-def _same(holder: Any, before: list[tuple[Any, Any]]) -> bool:
+def _taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Its keys and its values."""
+    named = _by_name(holder)
+    if named is not None:
+        return tuple(named), tuple(named.values())
+    found = contents(holder)
+    return tuple(key for key, _ in found), tuple(value for _, value in found)
+
+
+def _by_name(holder: Any) -> Mapping[Any, Any] | None:
+    """What `contents` lists of a plain dict or a class."""
+    if type(holder) is dict:
+        return holder
+    return vars(holder) if isinstance(holder, type) and "__slotnames__" not in vars(holder) else None
+
+
+def _same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
     """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
+    named = _by_name(holder)
+    if named is not None and len(named) == len(keys):
+        in_place = all(map(operator.is_, named, keys))
+        if in_place and all(map(operator.is_, named.values(), values)):  # nearly always; a loop in Python takes long
+            return True
     now = contents(holder)
-    if len(before) != len(now) or not all(is_as(a, b) for (_, a), (_, b) in zip(before, now)):
+    if len(values) != len(now) or not all(is_as(a, b) for a, (_, b) in zip(values, now)):
         return False
     if isinstance(holder, (list, tuple, deque, set, frozenset)):
         return True  # keys are places, or ids of equal items
-    return all(a is b for (a, _), (b, _) in zip(before, now)) or dict(before).keys() == dict(now).keys()
+    return all(a is b for a, (b, _) in zip(keys, now)) or set(keys) == {key for key, _ in now}
 
 
 def is_as(one: Any, two: Any) -> bool:
