@@ -9,8 +9,6 @@ from struct import Struct, pack
 from threading import Lock
 from typing import Any
 
-import torch
-
 from hexa_fx.codegen.render import ENTRY, KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.jit.background import builder
@@ -129,6 +127,8 @@ def loaded_kernel(spec: KernelSpec) -> KernelHandle | None:
 
 def device_arch(device: int) -> int:
     """Compute capability to build for on `device`: 90 for 9.0."""
+    import torch  # here, so that processes that only build kernels start without it
+
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-import torch
-
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.jit.driver import NO_CONTEXT, driver
 from hexa_fx.jit.errors import DriverError
@@ -80,6 +78,8 @@ def tensor_map(
     api = driver()
     result = api.library.cuTensorMapEncodeTiled(*arguments)
     if result == NO_CONTEXT:
+        import torch  # as in `hexa_fx.jit.kernel`
+
         api.bind(torch.cuda.current_device())
         result = api.library.cuTensorMapEncodeTiled(*arguments)
     if result:

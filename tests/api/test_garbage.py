@@ -45,8 +45,8 @@ def test_thresholds_may_be_the_largest() -> None:
         gc.set_threshold(*before)
 
 
-def test_dynamo_is_imported_neither_with_the_package_nor_by_optimize() -> None:
-    """It takes a second, of every process."""
+def test_dynamo_and_dtensor_are_imported_neither_with_the_package_nor_by_optimize() -> None:
+    """They take a second each, of every process."""
     assert subprocess.run([sys.executable, "-c", _IMPORTS], check=False).returncode == 0
 
 
@@ -54,6 +54,8 @@ _IMPORTS = """
 import sys, torch, hexa_fx
 from hexa_fx.isolation.device_asserts import RaisesOnHost
 from benchmarks.real_blocks import ListMixture
+hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16))
+assert sys.modules.keys().isdisjoint({"torch.distributed.tensor", "torch.distributed.fsdp", "networkx"})
 from hexa_fx.isolation import gradient_mode, upcast_weight, size
 for module in (upcast_weight, size, gradient_mode):
     module.LEAST_BYTES = 1

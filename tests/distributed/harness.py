@@ -30,7 +30,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.optim",
         "torch._dynamo",
-        "hexa_fx.passes.partition",
+        "hexa_fx.passes.partition.apply",
         "hexa_fx.distributed.checkpoint",
         "hexa_fx.distributed.gradients",
         "hexa_fx.api",

@@ -1,0 +1,166 @@
+"""Applies a plan of how layers are spread over ranks, and exchanges it for another while the job runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from hexa_fx.distributed import optimizer_states
+from hexa_fx.distributed.fully_sharded import shard_blocks
+from hexa_fx.distributed.groups import is_axis
+from hexa_fx.distributed.moves import check_movable, move_state, unite
+from hexa_fx.distributed.session import PartitionSession
+from hexa_fx.errors import PlanError
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.partition.install import Finish, Installed, Known, install_plan
+from hexa_fx.passes.partition.layers import Modes, any_mode, that_spread
+from hexa_fx.passes.partition.overlap import Seconds
+from hexa_fx.passes.partition.plan import partition_model
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
+from hexa_fx.plan import Mode, Plan
+from hexa_fx.runtime.install import install, installed_forward, uninstall
+
+_STRATEGIES: dict[Mode, Literal["data", "model", "fsdp"]] = {
+    "data_centric": "data",
+    "model_centric": "model",
+    "fsdp": "fsdp",
+}
+
+
+def apply_partition(
+    model: nn.Module,
+    blocks: Sequence[Modes],
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    plan: Plan | None = None,
+    timeout: timedelta | None = None,
+    finish: Finish | None = None,
+    example: Callable[[], object] | None = None,
+    data_mesh: Any = None,
+    changed: Callable[[PartitionSession], None] | None = None,
+) -> PartitionSession:
+    """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
+
+    Args:
+        blocks: the rewritten forms of every block, by mode (``train``, ``eval``), not yet installed.
+        changed: called with the session that takes the place of another when the running job is planned anew.
+
+    Returns:
+        The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
+    """
+    blocks = [that_spread(forms) for forms in blocks]
+    config = _on_mesh(config, mesh)
+    plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
+    installed = install_plan(model, blocks, plan, mesh, timeout, finish, data_mesh=data_mesh)
+    _put_in(model, installed, installed.fsdp)
+    shard_blocks(model, installed.session, installed.fsdp, mesh)
+    config = replace(config, batch=sum(plan.batch))
+    known = {"timeout": timeout, "finish": finish, "data_mesh": data_mesh}
+    installed.session.replanner = _Replanner(tuple(blocks), installed.layers, mesh, config, known, changed)
+    return installed.session
+
+
+def _on_mesh(config: PartitionConfig | None, mesh: Any) -> PartitionConfig:
+    """With what the other axes of a larger mesh ask for: FSDP2 over them takes no empty gradient."""
+    config = config or PartitionConfig()
+    return replace(config, least_channels=1) if config.least_channels is None and is_axis(mesh) else config
+
+
+def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> None:
+    """Patches the blocks, and binds to the session those that are cut."""
+    for forms in installed.blocks:
+        path = any_mode(forms).path
+        module = model.get_submodule(path)
+        before = installed_forward(module)
+        if before is not None:
+            uninstall(module)
+        forward = install(module, forms.get("train"), forms.get("eval"))
+        forward.sites = {} if before is None else before.sites
+        if path not in unbound:
+            installed.session.bind(module, path, installed.traced.get(path))
+    installed.session.follow(model)
+
+
+@dataclass(frozen=True)
+class _Replanner:
+    """What `apply_partition` was given, and the layers as they were before the first cut."""
+
+    blocks: tuple[Modes, ...]
+    layers: tuple[tuple[Any, ...], ...]
+    mesh: Any
+    config: PartitionConfig
+    given: Mapping[str, Any]
+    changed: Callable[[PartitionSession], None] | None
+
+    def __call__(
+        self,
+        session: PartitionSession,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        capacities: Literal["measure"] | Sequence[float] | None = "measure",
+        strategy: Strategy | None = None,
+        partition: PartitionConfig | None = None,
+    ) -> PartitionSession:
+        """Exchanges the plan of a running model; see `PartitionSession.replan`."""
+        model, old = session.model, session.plan
+        session.settle()
+        for optimizer in optimizers:
+            optimizer_states.check(optimizer)
+        check_movable(session.shards, optimizers, session.groups)
+        config = _on_mesh(partition or self.config, self.mesh)
+        config = config if config.batch is not None else replace(config, batch=sum(old.batch))
+        strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}
+        plan = partition_model(model, self.blocks, self.mesh, strategy, capacities, config, by_block=self.layers)
+        if any((one.mode == "fsdp") != (other.mode == "fsdp") for one, other in zip(old.layers, plan.layers)):
+            raise PlanError(
+                "FSDP2 keeps what it holds: to change layers to or from 'fsdp', save a checkpoint and load it"
+            )
+        known = Known(self.layers, lambda path: unite(session.shards_of(path), session.groups))
+        installed = install_plan(model, self.blocks, plan, self.mesh, **self.given, known=known)
+        for optimizer in optimizers:
+            move_state(optimizer, session.shards, installed.session.shards, session.groups)
+        session.close()
+        for optimizer in optimizers:
+            optimizer_states.mark(optimizer)
+        _put_in(model, installed, installed.fsdp)
+        installed.session.replanner = replace(self, config=config)
+        if self.changed is not None:
+            self.changed(installed.session)
+        return installed.session
+
+
+def apply_to_graph_module(
+    module: fx.GraphModule,
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    plan: Plan | None = None,
+    timeout: timedelta | None = None,
+    seconds: Seconds | None = None,
+) -> Installed:
+    """As `apply_partition`, for an optimized model as one graph: ``torch.export.export(model, ...).module()``, or make_fx.
+
+    Collectives are scheduled over the whole graph: a gather starts as soon as its slot is free, before the attention and
+    router of its layer, whatever module they belong to. Layers are named after the module that owns their weights. Each rank
+    exports its own batch size; the order of the nodes is the same.
+
+    Args:
+        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `overlap.overlap`.
+    """
+    block = RewrittenBlock("", module.graph)
+    plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
+    if any(layer.mode == "fsdp" for layer in plan.layers):
+        raise PlanError("a model as one graph is cut or left alone: 'fsdp' is for modules, which FSDP2 hooks")
+    installed = install_plan(module, [block], plan, mesh, timeout, seconds=seconds)
+    module.graph = any_mode(installed.blocks[0]).graph
+    installed.session.bind(module)
+    return installed
