@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -77,3 +78,8 @@ def call_sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Everything that size conditions can depend on. If it is the same, they need not be tried again."""
     values = (*args, *kwargs, *kwargs.values())
     return training, *(value.shape if isinstance(value, Tensor) else id(value) for value in values)
+
+
+def saving_is_counted() -> bool:
+    """Whether somebody counts what is saved for backward, as checkpoints do: a call that is made again has to save as much."""
+    return not is_compiling() and _top_saved_tensors_default_hooks(True) is not None

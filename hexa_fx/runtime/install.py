@@ -25,7 +25,7 @@ from hexa_fx.runtime import results
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
-from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code
+from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code, saving_is_counted
 from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs, say_in_trace
 from hexa_fx.runtime.linear_lora import LinearLora
@@ -132,7 +132,8 @@ class HexaForward:
         limits, wanted = self.small[training], is_grad_enabled()
         limit = limits.with_gradients if wanted else limits.without_gradients
         small = is_small(limit, args, kwargs) and not (wanted and self._has_main_grad(training))
-        if small or (self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs)):
+        missed = self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs)
+        if small or (missed and not saving_is_counted()):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
