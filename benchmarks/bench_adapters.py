@@ -1,10 +1,11 @@
 """Low-rank adapters on experts: one layer's forward and backward, and a whole step of a model, on one GPU.
 
-    python benchmarks/bench_adapters.py [layer] [products] [model] [--rank 16] [--layers 6] [--tokens 16384] [--json FILE]
+    python benchmarks/bench_adapters.py [layer] [few] [products] [model] [--rank 16] [--layers 6] [--tokens 16384] [--json FILE]
 
 `layer` is transformers' Qwen3-MoE experts at Qwen3-30B's widths with PEFT's ``target_parameters``. Rows: ``full`` trains the
 weights themselves, ``frozen`` has gradients of the input and the routing weights alone, ``adapters`` those of the adapters too,
-``peft`` is PEFT on ``grouped_mm``; all but the last are optimized by hexa_fx. Times as in bench_moe_layer.py. `products` are
+``peft`` is PEFT on ``grouped_mm``; all but the last are optimized by hexa_fx. Times as in bench_moe_layer.py. `few` are results of
+few tokens without gradients, microseconds a layer of a CUDA graph of `--layers` layers with weights of their own. `products` are
 that layer's launches one by one, with the second product in the accumulator and without; narrow ones with a few tiles. `model` has
 `--layers` layers, in train mode: a step is forward, loss and backward, with adapters on attention, or on attention and experts.
 Peaks are above what was allocated before, with gradients there already; a model that does not fit has no time.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from bench_whole_models import timed
-from common import steady
+from common import captured, steady
 from kept_rows import Row, answer, options_of, wait_for_kernels
 from peft import LoraConfig, get_peft_model
 from real_blocks import make, tokens_of
@@ -32,6 +33,7 @@ from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops.operands import Esmm, Estmm
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
+FEW_TOKENS = (1, 8, 64, 256)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYER_MS, STEP_LAYERS, STEP_RATIO, STEP_PEAK_MIB = 5.6, 6, 1.08, 512
 """At most, on an H200: the adapted layer of Qwen3-30B; a step of so many with adapters on experts too, over attention alone."""
@@ -54,22 +56,50 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
     x, ids, gates, dy = inputs(options)
     runs: dict[str, Callable[[], object]] = {}
     for name in ("full", "frozen", "adapters", "peft"):
-        experts = make("qwen3-30b", options.device, options.shrink).model.layers[0].mlp.experts
-        layer: nn.Module = Layer(experts).train().requires_grad_(name == "full")
-        if name in ("adapters", "peft"):
-            layer = get_peft_model(layer, LoraConfig(r=options.rank, target_parameters=PARAMETERS))
-            spread(layer)
-        if name == "peft":
-            experts.config._experts_implementation = "grouped_mm"
-        else:
-            few = x.detach()[:256], ids[:256], gates.detach()[:256]
-            hexa_fx.optimize_(layer, few, hexa_fx.HexaConfig(own_code_when_small=False))
+        layer = layers_of(name, 1, options)[0]
         wanted = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
         runs[name] = lambda layer=layer, wanted=wanted: torch.autograd.grad(layer(x, ids, gates), wanted, dy)
     milliseconds = times(runs, options)
     for name, run in runs.items():
         row: Row = {"question": "layer", "way": name, "ms": round(milliseconds[name], 3), "peak_mib": timed(run, 1)[1]}
         yield row | ({"bar_ms": LAYER_MS} if name == "adapters" else {})
+
+
+def layers_of(name: str, count: int, options: argparse.Namespace) -> list[nn.Module]:
+    """Layers with random weights, in train mode, as the row of that name has them."""
+    x, ids, gates, _ = inputs(options)
+    few, found = (x.detach()[:256], ids[:256], gates.detach()[:256]), []
+    for block in make("qwen3-30b", options.device, options.shrink, count).model.layers:
+        layer: nn.Module = Layer(block.mlp.experts).train().requires_grad_(name == "full")
+        if name in ("adapters", "peft"):
+            layer = get_peft_model(layer, LoraConfig(r=options.rank, target_parameters=PARAMETERS))
+            spread(layer)
+        if name == "peft":
+            block.mlp.experts.config._experts_implementation = "grouped_mm"
+        else:
+            hexa_fx.optimize_(layer, few, hexa_fx.HexaConfig(own_code_when_small=False))
+        found.append(layer)
+    return found
+
+
+@torch.no_grad()
+def few_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """One row a number of tokens."""
+    x, ids, gates, _ = inputs(options)
+    layers = {name: layers_of(name, options.layers, options) for name in ("frozen", "adapters", "peft")}
+    for tokens in FEW_TOKENS:
+        few = x[:tokens], ids[:tokens], gates[:tokens]
+        runs: dict[str, Callable[[], object]] = {
+            name: lambda own=own, few=few: [layer(*few) for layer in own] for name, own in layers.items()
+        }
+        if options.device != "cpu":
+            for run in runs.values():
+                run()
+            wait_for_kernels()
+            runs = {name: captured(run) for name, run in runs.items()}
+        found = times(runs, options, 0.2, 0.3)
+        us = {f"{name}_us": round(1e3 * each / options.layers, 1) for name, each in found.items()}
+        yield {"question": "few", "tokens": tokens, "layers": options.layers} | us
 
 
 def times(
@@ -201,7 +231,7 @@ def over(alone: tuple[float, float | None], both: tuple[float, float | None], la
     return row | {"more_peak_mib": more}
 
 
-QUESTIONS = {"layer": layer_rows, "products": product_rows, "model": model_rows}
+QUESTIONS = {"layer": layer_rows, "few": few_rows, "products": product_rows, "model": model_rows}
 
 
 def main() -> None:

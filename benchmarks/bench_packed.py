@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import steady
+from common import captured, steady
 from kept_rows import keep, options_of
 from torch import Tensor
 
@@ -142,17 +142,6 @@ def dense(layer: Layer) -> tuple[Tensor | None, ...]:
 def run_dense(shape: Shape, weights: tuple[Tensor | None, ...], c: Call) -> Tensor:
     static = (shape.activation, shape.glu, list(shape.params), "nk", "nk", False)
     return OPS.moe_ffn(c.x, c.ids, c.gates, *weights, *static)  # type: ignore[no-any-return]
-
-
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """A CUDA graph of the step, after two calls of it."""
-    for _ in range(2):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def packed_bytes(shape: Shape, c: Call) -> int:

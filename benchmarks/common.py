@@ -84,6 +84,17 @@ def load(ids: Tensor, experts: int) -> str:
     return f"{float(counts.max() / counts.mean()):.2f},{int((counts == 0).sum())}"
 
 
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of the step, after two calls of it."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def steady(
     runs: dict[str, Callable[[], object]], turns: int = 2, warm_s: float = 0.5, timed_s: float = 0.9
 ) -> dict[str, float]:

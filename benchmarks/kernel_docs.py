@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
 
@@ -195,36 +196,6 @@ def _by_case(path: Path) -> Rows:
     return {f"{row['shape']} {row['routing']} {row['impl']}": row for row in rows}
 
 
-_WAYS = {
-    "full": "all weights trained, hexa_fx",
-    "frozen": "weights frozen, gradients of the input and the routing weights, hexa_fx",
-    "adapters": "adapters on frozen weights, PEFT and hexa_fx",
-    "peft": "adapters on frozen weights, PEFT and transformers' `grouped_mm`",
-}
-
-
-def adapters(folder: Path) -> str:
-    """Forward and backward of a layer with adapters, beside the same without."""
-    rows = [row for row in _adapted(folder) if row["question"] == "layer"]
-    return table(["", "ms"], [[_WAYS[row["way"]], f"{row['ms']:.2f}"] for row in rows])
-
-
-def adapted_steps(folder: Path) -> str:
-    """A step of a model, by its layers, the implementation and where its adapters are."""
-    head = ["layers", "experts by", "adapters on", "ms", "peak (MiB)"]
-    rows = [row for row in _adapted(folder) if row["question"] == "model"]
-
-    def measured(row: dict[str, Any]) -> tuple[str, str]:
-        return (row["left_out"], "") if row["ms"] is None else (f"{row['ms']:.1f}", f"{row['peak_mib']:,.0f}")
-
-    return table(head, [[row["layers"], row["impl"], row["adapters"], *measured(row)] for row in rows])
-
-
-def _adapted(folder: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((folder / "adapters_h200.json").read_text())["rows"]
-    return rows
-
-
 def packed(folder: Path) -> str:
     """Decoding with packed experts, beside bf16 and what bytes allow, on two cards."""
     head = ["layer", "format", "tokens", "card", "packed (us)", "bf16 (us)", "limit (us)"]
@@ -292,7 +263,11 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
     ROOT / "docs" / "fp8.md": {"layers": fp8_layers, "products": fp8_products},
-    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps},
+    ROOT / "docs" / "fine_tuning.md": {
+        "adapters": adapters,
+        "adapted steps": adapted_steps,
+        "adapted few": adapted_few,
+    },
 }
 
 if __name__ == "__main__":
