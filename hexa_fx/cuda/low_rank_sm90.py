@@ -53,6 +53,9 @@ _MOST_LAUNCHES = {
 gathered, and of rows in order. With a rank of 64 those tiles have as many columns, and are the faster ones.
 """
 
+_FEW_ROWS, _FEW_LAUNCHES = 32, 3
+"""Rows an expert on average below which more launches than that take longer, whose gradients' parts are larger than their rows."""
+
 
 class LowRank(NamedTuple):
     """What the kernels are given.
@@ -106,6 +109,7 @@ class LowRank(NamedTuple):
     def steps(self) -> int:
         """Of a launch; 0 where too many launches would be needed."""
         most = _MOST_LAUNCHES.get((self.op, padded_rank(self.rank)), (0, 0))[self.v is None]
+        most = min(most, _FEW_LAUNCHES) if self.n < _FEW_ROWS * self.experts else most
         return steps_of(self.op, self.rows.shape[1], self.rank, _table(self.experts), most)
 
 
@@ -161,16 +165,14 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     blocks = min(planning.card.multiprocessors, o.n // TILE_ROWS + experts)  # as many as there can be tiles
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
     sums = None if du is None or columns <= each else o.rows.new_empty((o.n, o.rank), dtype=torch.float32)
-    dc = parts = None
+    dc, parts, axis = None, None, (o.layout == "nk") + (not o.experts_last)  # of dC's columns
     if o.u is not None:
         shape = (o.rank, columns) if o.layout == "nk" else (columns, o.rank)
         dc = o.rows.new_empty((*shape, experts) if o.experts_last else (experts, *shape), dtype=o.dtype)
         parts = o.rows.new_empty((blocks + experts, min(columns, each), o.rank), dtype=torch.float32)
 
     def piece(begin: int, end: int) -> Piece:
-        of_dc = (
-            None if dc is None else dc.narrow(0 if o.experts_last else 2 if o.layout == "nk" else 1, begin, end - begin)
-        )
+        of_dc = None if dc is None else dc.narrow(axis, begin, end - begin)
         du_sums = (sums if begin else None, sums if end < columns else None)
         pointers = (o.v, o.offs, o.rows.narrow(1, begin, end - begin), o.u, o.weights, du, of_dc, parts, *du_sums)
         sizes = (o.n, experts, columns, o.rank, end - begin, blocks)
