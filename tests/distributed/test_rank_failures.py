@@ -51,7 +51,8 @@ def until(condition, seconds=20.0):
     return condition()
 
 
-def die(how):
+def die(how, looked=None):
+    """``looked`` is a file that is there when the others have seen it."""
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
@@ -65,7 +66,7 @@ def die(how):
         rank_failures._at_exit()
     if how == "child":
         if os.fork() == 0:  # like a loader's worker, which outlives its rank for a while
-            time.sleep(12)
+            until(looked.exists, 12)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
@@ -74,11 +75,11 @@ def die(how):
 # --- who is lost -----------------------------------------------------------------------------------------------------
 
 
-def ending(rank, world, who, how):
+def ending(rank, world, who, how, looked):
     _, ours = watched()
     dist.barrier()
     if rank == who:
-        die(how)
+        die(how, looked)
     began = time.monotonic()
     until(lambda: ours.detector.lost or ours.detector.left)
     found = list(ours.detector.lost), list(ours.detector.left), time.monotonic() - began
@@ -86,14 +87,15 @@ def ending(rank, world, who, how):
     # who ends is lost, a survivor too: not before the others have looked
     store.set(f"looked/{rank}", "")
     store.wait([f"looked/{other}" for other in {0, 1, 2} - {who}])
+    looked.touch()
     return found
 
 
 @pytest.mark.parametrize(
     ("who", "how"), [(1, "kill"), (0, "exit"), (2, "raise"), (1, "goodbye"), (0, "goodbye"), (1, "child")]
 )
-def test_everyone_knows_who_ended(who, how):
-    outcomes = start(3, ending, who, how)
+def test_everyone_knows_who_ended(who, how, tmp_path):
+    outcomes = start(3, ending, who, how, tmp_path / "looked")
     for rank in {0, 1, 2} - {who}:
         kind, value = outcomes[rank]
         assert kind == "ok", value
