@@ -30,6 +30,8 @@ from hexa_fx.isolation.users_code import module_name
 
 _DATA = (*LITERALS, torch.Tensor, *KINDS, tuple, set, frozenset)
 _LISTS = frozenset({*KINDS, set})
+_OF_NOTHING = frozenset({*LITERALS, types.ModuleType, types.BuiltinFunctionType})
+"""Most of what namespaces hold."""
 _MOST = 256
 _BYTES_OF_ARRAYS = 1 << 28
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -209,6 +211,8 @@ def _reached(namespaces: list[dict[str, Any]], block: nn.Module) -> Iterator[Hol
         where = module_name(namespace).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in namespace.copy().items():
+            if type(value) in _OF_NOTHING:
+                continue
             if keeps(value):
                 yield from kept_by_functions([(name, value)], kept)
             if name.startswith("__") or id(value) in seen or not _may_hold(value):

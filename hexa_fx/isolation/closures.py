@@ -55,9 +55,10 @@ def functions_of(block: nn.Module) -> Iterator[Named]:
 
 
 def keeps(value: Any) -> bool:
-    """Whether it is a function of the user's, or what stands for one."""
+    """Whether it is a function of the user's that has something to keep, or what stands for one."""
     if isinstance(value, types.FunctionType):
-        return is_users(value.__module__ or "")
+        held = value.__closure__ or value.__dict__ or value.__defaults__ or value.__kwdefaults__
+        return bool(held) and is_users(value.__module__ or "")
     return isinstance(value, (types.MethodType, functools.partial))
 
 

@@ -6,11 +6,13 @@ import dis
 import sys
 import traceback
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 _OTHERS = frozenset({"torch", "numpy", "hexa_fx", "einops", "builtins", "functorch", *sys.stdlib_module_names})
 
 
+@lru_cache(1 << 14)  # asked of all modules of the process in every recorded run
 def is_users(module: str) -> bool:
     """Whether code of this Python module belongs to the user or to a model library."""
     return module.partition(".")[0] not in _OTHERS
