@@ -45,6 +45,12 @@ class Failed(Exception):
     """What went wrong on a rank, as text."""
 
 
+def _freeze() -> None:
+    """What was imported need not be collected, nor counted in each `hexa_fx.optimize_`: both take longer than most tests run."""
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1
+
+
 def _rank(
     rank: int, world: int, store: str, timeout: float, pipe: Connection, fn: Callable[..., Any], args: Any
 ) -> None:
@@ -52,6 +58,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _freeze()
     try:
         dist.init_process_group(
             "gloo",
@@ -159,7 +166,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    gc.freeze()  # what was imported, which a collection takes longer to walk than most tests run
+    _freeze()
     while True:
         fn, args = pipe.recv()
         try:
