@@ -40,7 +40,9 @@ _CHANGES = frozenset(
     "imul __setitem__ __delitem__ __iadd__ __ior__ __imul__ __iand__ __isub__ __ixor__".split()
 )
 _SETS_BY_TEXT = frozenset(
-    "setattr delattr vars __dict__ __setattr__ __delattr__ __setstate__ __init__ set_default_dtype set_default_device".split()
+    "setattr delattr vars __dict__ __setattr__ __delattr__ __setstate__ __init__ set_default_dtype set_default_device "
+    "requires_grad_ add_module register_module register_buffer register_parameter register_forward_hook "
+    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook".split()
 )
 
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.host_builtins import METHODS, builtin_shims
@@ -222,6 +223,12 @@ def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
         yield MISSING if plain or (is_object(value) and not isinstance(value, CONSTANT)) else id(value)
 
 
+def _have_attributes(result: Any) -> bool:
+    """Whether code has set attributes of tensors in what it gives."""
+    leaves = tree_leaves(result)
+    return any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and vars(leaf) for leaf in leaves)
+
+
 def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
@@ -242,7 +249,7 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
                 recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
             stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-            is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict))
+            is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
             output = recorder.lift(result) if is_read else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
         return result

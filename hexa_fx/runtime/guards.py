@@ -129,12 +129,12 @@ def require_routing(
         called: see `GuardMiss`.
         forms: of each result, in which lists, tuples and dicts it gave something, and where it gave None.
     """
-    if not all(is_of_form(result, form) for (_, result), form in zip(called, forms)):
+    given, recorded = tokens
+    exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
+    if not all(is_of_form(result, form, exact) for (_, result), form in zip(called, forms)):
         raise RoutingMiss(
             f"a module gives other results, or None for one, than when the block was rewritten; {AGAIN}", called
         )
-    given, recorded = tokens
-    exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
     rows = given.numel() // given.shape[-1]
     for values, each, dimensions, dtype in sources:
         same = values.dim() == dimensions and (values.dtype == dtype or not exact)
@@ -146,15 +146,25 @@ def require_routing(
             )
 
 
-def is_of_form(result: Any, form: Any) -> bool:
-    """Whether lists, tuples and dicts in a result hold as much, and None lies where it did."""
+def is_of_form(result: Any, form: Any, exact: bool = True) -> bool:
+    """Whether lists, tuples and dicts in a result hold as much, None lies where it did, and tensors are of the kinds that ``form``
+    names, if it does; in dtype only where it is to be ``exact``."""
     if isinstance(form, dict):
         same = isinstance(result, dict) and result.keys() == form.keys()
-        return same and all(is_of_form(result[key], form[key]) for key in form)
+        return same and all(is_of_form(result[key], form[key], exact) for key in form)
     if isinstance(form, (list, tuple)):
         same = isinstance(result, (list, tuple)) and len(result) == len(form)
-        return same and all(map(is_of_form, result, form))
-    return (result is None) == (form is None)
+        return same and all(is_of_form(one, other, exact) for one, other in zip(result, form))
+    if not form:
+        return (result is None) == (form is None)
+    kind = kind_of(result) if isinstance(result, torch.Tensor) else ""
+    return bool(kind == form if exact else kind.rpartition(" ")[0] == form.rpartition(" ")[0])
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """A tensor's class, number of dimensions and dtype."""
+    kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
+    return f"{kind.__name__} {tensor.dim()} {tensor.dtype}"
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:

@@ -70,10 +70,10 @@ def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -
     """Whether code after ``ends``, or beside them, still has a host loop or branch on data, which one run would fix."""
     graph = ends[0].graph
     left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
-    return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
+    return any(record_of(n).decision and n not in opaque and depends_on_data(n) for n in left)
 
 
-def _depends_on_data(decision: torch.fx.Node) -> bool:
+def depends_on_data(decision: torch.fx.Node) -> bool:
     """Whether a decision depends on data. A size does only if it counts what was found; unbinding a tensor asks for a size."""
     if operation(decision) in (*SIZES, "unbind"):
         return any(operation(n) in COUNTING for n in ancestors([decision]))

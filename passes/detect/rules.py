@@ -27,15 +27,17 @@ def opaque_nodes(
 
     Args:
         decided: leave out calls that hand over plain values, or errors. What these decide, too, the code around them goes by as it
-            was.
+            was. And those after the products, whose results' forms nobody asks.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
     taken = sorted(position[node] for node in products)
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        stays = nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end)
+        before = bisect_left(taken, call.start)
+        stays = nodes_in(call.output) and before == bisect_left(taken, call.end)
         hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
+        hands_over |= before == len(taken)
         if stays and not (decided and hands_over):
             inside.update(order[call.start : call.end])
     return inside

@@ -15,11 +15,13 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
+from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
 from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, opened
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import is_within
@@ -53,15 +55,26 @@ class Form:
         sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
         tokens = new[self.tokens], record_of(self.tokens).value.dtype
         results = tuple((call.path, result) for result, call in called.items())
-        forms = tuple(_form_of(call.output) for call in called.values())
+        order = list(self.tokens.graph.nodes)
+        forms = tuple(_form_of(call.output, bool(_decisions(order, call))) for call in called.values())
         graph.call_function(guards.require_routing, (tokens, sources, results, forms))
 
 
-def _form_of(output: Any) -> Any:
-    """What `guards.is_of_form` compares: None, and the lists, tuples and dicts that hold results."""
+def _form_of(output: Any, decides: bool) -> Any:
+    """What `guards.is_of_form` compares: None, the lists, tuples and dicts that hold results, and of a module that decides on data
+    what tensors these are."""
     if isinstance(output, dict):
-        return {key: _form_of(item) for key, item in output.items()}
-    return [*map(_form_of, output)] if isinstance(output, (tuple, list)) else None if output is None else ""
+        return {key: _form_of(item, decides) for key, item in output.items()}
+    if isinstance(output, (tuple, list)):
+        return [_form_of(item, decides) for item in output]
+    value = record_of(output).value if decides and isinstance(output, torch.fx.Node) else None
+    return None if output is None else guards.kind_of(value) if isinstance(value, torch.Tensor) else ""
+
+
+def _decisions(order: Sequence[torch.fx.Node], call: ModuleCall) -> list[torch.fx.Node]:
+    """The decisions on data that the code of a call takes, by which it may give something of another form."""
+    inside = order[call.start : call.end]
+    return [n for n in inside if n.op != "output" and record_of(n).decision and depends_on_data(n)]
 
 
 @dataclass(frozen=True)
@@ -96,17 +109,20 @@ def kept_routers(
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted = set[str](), set[str](), set[str]()
-    by_storage = _by_storage(captured)
+    by_storage, recorded = _by_storage(captured), list(captured.graph.nodes)
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
-        if not any(_is_setting(read, routers) for read in captured.reads):
+        decided = [n for call in kept.calls.values() if call.path in alone for n in _decisions(recorded, call)]
+        if not decided and not any(_is_setting(read, routers) for read in captured.reads):
             continue
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
         if last is None or any(_changes_more(by_storage, kept, node) for node in order[: order.index(last) + 1]):
             counted |= routers
+            if decided:
+                raise Refuse(ON_DATA, decided[0])
             continue
         told |= {call.path for call in calls if _has_effects(captured, call)}
         forms.setdefault(last, []).append(_form(match))

@@ -121,6 +121,18 @@ GIVEN |= {
     "an update in place": (ored, lambda router, _: router.kept["rare"]),
     "a class": (lambda router, rare: setattr(Setting, "rare", rare), lambda router, _: Setting.rare),
     "a function": (lambda router, rare: setattr(function, "rare", rare), lambda router, _: function.rare),  # type: ignore[attr-defined]
+    "a buffer": (
+        lambda router, rare: router.register_buffer("last", torch.zeros(1)) if rare else None,
+        lambda router, _: hasattr(router, "last"),
+    ),
+    "a hook": (
+        lambda router, rare: router.gate.register_forward_hook(lambda *_: None) if rare else None,
+        lambda router, _: len(router.gate._forward_hooks) > 0,
+    ),
+    "requires_grad": (
+        lambda router, rare: router.gate.bias.requires_grad_(not rare) is None,
+        lambda router, _: not router.gate.bias.requires_grad,
+    ),
     "a parameter": (
         lambda router, rare: setattr(router.gate.bias, "rare", rare),
         lambda router, _: router.gate.bias.rare,
@@ -188,6 +200,69 @@ def test_refused_and_right(block: nn.Module) -> None:
     x[0, :3] = 7.25
     torch.testing.assert_close(optimized(x), block(x))
     assert not torch.allclose(optimized(x)[1:], usual[1:])
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def with_attribute(rare: bool) -> Any:
+    given: Any = torch.zeros(1)
+    given.rare = rare
+    return given
+
+
+KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
+    "None": (lambda rare: torch.zeros(1) if rare else None, lambda given: given is not None),
+    "dtype": (
+        lambda rare: torch.zeros(1, dtype=torch.int32 if rare else torch.int64),
+        lambda given: given.dtype == torch.int32,
+    ),
+    "dimensions": (lambda rare: torch.zeros([1] * (1 + rare)), lambda given: given.dim() == 2),
+    "attribute": (with_attribute, lambda given: given.rare),
+    "class": (
+        lambda rare: torch.zeros(1).as_subclass(Other if rare else torch.Tensor),
+        lambda given: type(given) is Other,
+    ),
+}
+
+
+class GivesKind(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.gate, self.give = nn.Linear(D, E), KINDS[kind][0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return *self.gate(x).softmax(-1).topk(2, -1), self.give(bool(is_rare(x)))
+
+
+class GoesByKind(Mixture):
+    """The form of what a router gives, or another module after the experts, depends on tokens."""
+
+    def __init__(self, kind: str, after: bool) -> None:
+        super().__init__()
+        self.router, self.take, self.after = GivesKind(kind), KINDS[kind][1], after  # type: ignore[assignment]
+        self.last = GivesKind(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids, given = self.router(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        given = self.last(x)[2] if self.after else given
+        return 2 * out if self.take(given) else out
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_form_of_what_a_module_gives_is_asked_where_it_decides_on_tokens(kind: str, after: bool) -> None:
+    block, x = GoesByKind(kind, after).double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert bool(operators_run(optimized, (x,))) is (kind != "attribute" and not after)
+    for _ in range(2):
+        torch.testing.assert_close(optimized(x), block(x))
+        x[0, :3] = 7.25
 
 
 class Counts(Mixture):
