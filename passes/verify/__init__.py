@@ -240,8 +240,22 @@ def why_refused(result: VerificationResult, block: nn.Module, cause: str) -> str
     """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, the ``cause``, or what differs."""
     if all(case.outcome != "different" for case in result.cases):
         return result.reason
-    said = odd_expert(block) or cause
+    said = odd_expert(block) or cause or _kept(next(case for case in result.cases if case.outcome == "different"))
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
+
+
+def _kept(different: VerificationCase) -> str:
+    """The sentence on a plain value that the code keeps, if that is what differs."""
+    kind, _, kept = different.detail.partition(": ")[0].partition(" ")
+    name = kept.removesuffix(" holds").strip(".")
+    return (
+        ""
+        if kind != "attribute"
+        else (
+            f"the code keeps {name}, which the rewritten block would leave otherwise; what single experts count is not kept, since "
+            "they do not run one by one there, and what is counted of the router's choices is"
+        )
+    )
 
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.inspection.advice import advice
 from tests.detect.test_what_strangers_write import Mixture, _tokens
-from tests.zoo.common import TopKGate
+from tests.zoo.common import MLP, TopKGate
 from tests.zoo.variant import D, E, I, K
 
 MASKS: defaultdict[tuple[int, ...], dict[str, torch.Tensor]] = defaultdict(dict)
@@ -357,3 +357,16 @@ def test_an_expert_that_keeps_its_output_is_named() -> None:
     (block,) = hexa_fx.explain(model.double(), _tokens(2, 7)).blocks
     assert "the code keeps what a single expert computes (experts.0.2.last)" in block.reason
     assert not advice(block.reason)
+
+
+class Counting(MLP):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += int(len(x) > 0)
+        return super().forward(x)
+
+
+def test_what_single_experts_count() -> None:
+    (report,) = hexa_fx.explain(Mixture(Counting).double(), (_tokens(3, 7),)).blocks
+    assert ".calls, which the rewritten block would leave otherwise" in report.reason
