@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
-from hexa_fx.passes.rewrite.kept_routers import kept_routers
+from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.passes.rewrite.region import Live, RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
@@ -79,7 +80,7 @@ class _Rewriter:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())
             elif node in kept.calls:
-                self._call(node, kept)
+                self._call(node, kept, routers.at_once)
             else:
                 self._copy(node, kept)
             if node in overwritten:
@@ -228,7 +229,7 @@ class _Rewriter:
             return result
         return self.graph.call_method("copy_", (self.new[written_from(node)], result))
 
-    def _call(self, node: torch.fx.Node, kept: KeptNodes) -> None:
+    def _call(self, node: torch.fx.Node, kept: KeptNodes, at_once: Mapping[str, Form]) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
         if node in self.new:
@@ -237,6 +238,9 @@ class _Rewriter:
         if call.function is None:
             result = self.graph.call_module(call.path, args, kwargs)
             self.called[result] = call
+            form = at_once.get(call.path)
+            if form is not None and form.tokens in self.new:
+                form.emit(self.graph, self.new, self.called)
         else:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured

@@ -85,11 +85,13 @@ class KeptRouters:
         forms: what is asked, by the node after which it can be.
         reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
         in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
+        at_once: what is asked of modules that decide on data before their results are taken apart, by path.
     """
 
     forms: dict[torch.fx.Node, list[Form]]
     reads: tuple[PythonRead, ...]
     in_trace: tuple[PythonRead, ...]
+    at_once: dict[str, Form]
 
 
 def kept_routers(
@@ -108,22 +110,25 @@ def kept_routers(
     alone -= {path for path in alone if leaves_plain(captured, path)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}
-    told, limited, counted = set[str](), set[str](), set[str]()
+    told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
     by_storage, recorded = _by_storage(captured), list(captured.graph.nodes)
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
-        decided = [n for call in kept.calls.values() if call.path in alone for n in _decisions(recorded, call)]
-        if not decided and not any(_is_setting(read, routers) for read in captured.reads):
+        deciding = {
+            call.path: n for call in kept.calls.values() for n in _decisions(recorded, call) if call.path in alone
+        }
+        if not deciding and not any(_is_setting(read, routers) for read in captured.reads):
             continue
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
         if last is None or any(_changes_more(by_storage, kept, node) for node in order[: order.index(last) + 1]):
             counted |= routers
-            if decided:
-                raise Refuse(ON_DATA, decided[0])
+            for decision in deciding.values():
+                raise Refuse(ON_DATA, decision)
             continue
+        at_once |= dict.fromkeys(deciding, Form(_tokens(match), (), ()))
         told |= {call.path for call in calls if _has_effects(captured, call)}
         forms.setdefault(last, []).append(_form(match))
     set_inside = {str(item.place) for item in captured.stored}
@@ -139,7 +144,8 @@ def kept_routers(
 
     followed = [(read, all(is_followed(scope, read) for scope in read.scopes)) for read in captured.reads]
     reads = tuple(read for read, left in followed if not left)
-    return KeptRouters(forms, reads, tuple(read for read, left in followed if left and numbers(read, told)))
+    in_trace = tuple(read for read, left in followed if left and numbers(read, told))
+    return KeptRouters(forms, reads, in_trace, at_once)
 
 
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:

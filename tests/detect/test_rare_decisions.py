@@ -219,6 +219,7 @@ KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
         lambda given: given.dtype == torch.int32,
     ),
     "dimensions": (lambda rare: torch.zeros([1] * (1 + rare)), lambda given: given.dim() == 2),
+    "keys": (lambda rare: {"rare" if rare else "usual": torch.zeros(1)}, lambda given: "rare" in given),
     "attribute": (with_attribute, lambda given: given.rare),
     "class": (
         lambda rare: torch.zeros(1).as_subclass(Other if rare else torch.Tensor),
