@@ -229,9 +229,8 @@ def _match_of(
     of_factor = _of_factor(routing, instances, combine.node, tags) if with_steps else None
     last = [instance.second.node for instance in instances]
     anew = opaque_nodes(captured, products, decided=True)
-    branches = shape_branches(
-        captured, tag(captured, weights.groups), set(routing.index.nodes), anew, last, combine.node
-    )
+    everyone = tag(captured, weights.groups)
+    branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, last, combine.node)
     refuse_partial_looks(captured.graph, anew, tokens, pairs.token, replay)
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags, last)

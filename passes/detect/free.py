@@ -125,8 +125,7 @@ class _Search:
         routing = find_routing(pairs, *search, self.prefer_earliest)
         if offset.base is not None:
             check_base(offset.base, routing.weights, instances, combine.node, self.replay)
-        end_of = (total, combine.node, self.replay)
-        passing = how_tokens_pass(offset.identity, pairs, routing, *end_of)
+        passing = how_tokens_pass(offset.identity, pairs, routing, total, combine.node, self.replay)
         reader = StepReader(
             captured=captured,
             tags=self.tags,
