@@ -53,7 +53,7 @@ from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, wit
 from hexa_fx.passes.modes.autocast import with_autocast
 from hexa_fx.passes.modes.first_call import set_up
 from hexa_fx.passes.modes.same_run import depends_on_mode, in_mode, seen_before
-from hexa_fx.passes.preconditions.host_rules import refusal_of_host
+from hexa_fx.passes.preconditions.host_rules import only_written, refusal_of_host
 from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
@@ -250,7 +250,7 @@ def _rewrite_mode(
         runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
-        return match
+        return only_written(match, runs.reads)
     with announced("rewrite", match.captured.graph) as done:
         try:
             rewritten = rewrite(match, config.recompute_h, attempt.live, attempt.from_end)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.memory import memory_of
-from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -82,6 +84,15 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None
+
+
+def only_written(refusal: Refusal, reads: Iterable[PythonRead]) -> Refusal:
+    """A refusal of a decision; of output instead, where the code makes a text of the number in the line that writes it."""
+    for read in reads:
+        output = isinstance(read.value, Unreadable) and read.value.kind == OUTPUT
+        if output and read.location is not None and read.location == refusal.location:
+            return Refusal(refusal.path, _WRITES.format(read), read.location, settled=True)
+    return refusal
 
 
 def _read_and_written(captured: CapturedBlock, rewritten: RewrittenBlock) -> str:

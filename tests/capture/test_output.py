@@ -27,6 +27,8 @@ class Says(Mixture):
         out = self.mix(x)[2]
         if self.way == "print":
             print("expert load")
+        elif self.way == "number":
+            print(f"largest {out.max().item():.3f}")
         elif self.way == "write":
             sys.stderr.write("expert load")
         elif self.way == "logging":
@@ -58,7 +60,9 @@ class RouterSays(Mixture):
         return out
 
 
-@pytest.mark.parametrize(("way", "named"), [("print", "print"), ("write", "print"), ("logging", "logging")])
+@pytest.mark.parametrize(
+    ("way", "named"), [("print", "print"), ("number", "print"), ("write", "print"), ("logging", "logging")]
+)
 def test_what_is_written_in_every_call_is_named(way: str, named: str) -> None:
     streams = sys.stdout, sys.stderr
     (report,) = hexa_fx.explain(Says(way).double(), torch.randn(9, D, dtype=torch.float64)).blocks
