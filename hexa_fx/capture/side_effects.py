@@ -33,7 +33,7 @@ _LISTS = frozenset({*KINDS, set})
 _OF_NOTHING = frozenset({*LITERALS, types.ModuleType, types.BuiltinFunctionType})
 """Most of what namespaces hold."""
 _MOST = 256
-_BYTES_OF_ARRAYS = 1 << 28
+_BYTES_OF_ARRAYS = 1 << 26
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
 
 
