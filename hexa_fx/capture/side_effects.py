@@ -53,7 +53,7 @@ class SideEffects:
         self._watched = {*self._held.holders(), *self._global.holders()}
         holders = (holder.value for holder in (*inside, *outside))
         values = chain(holders, self._held.items(), self._global.items())
-        self._arrays = [(array, array.copy()) for array in _small_arrays(values)]
+        self._arrays = [(array, array.copy()) for array in _changeable_arrays(values)]
         self._streams = Streams(block)
         self._caches = [(f, f.cache_info().currsize) for namespace in namespaces for f in _cached_in(namespace)]
         self._counts = False
@@ -158,7 +158,7 @@ def _equal(array: Any, before: Any) -> bool:
     return bool(array.shape == before.shape and array.tobytes() == before.tobytes())
 
 
-def _small_arrays(values: Iterable[Any]) -> Iterator[Any]:
+def _changeable_arrays(values: Iterable[Any]) -> Iterator[Any]:
     """The arrays of numpy's that a run may change, each once and the smaller first, as far as there is room for copies."""
     kind = getattr(sys.modules.get("numpy"), "ndarray", None)
     found = {id(value): value for value in values if type(value) is kind}

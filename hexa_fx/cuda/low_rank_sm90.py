@@ -183,15 +183,17 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
     weights = {} if o.weights is None else {"weights": DTYPES[o.weights.dtype].name}
     kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table, **weights))
+    side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if o.experts_last else (PART_NUMBERS, experts)
+    finish = None
+    if dc is not None:
+        adding = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
+        finish = kernel_of(adding.with_options(experts_last=o.experts_last, experts=table))
     for begin in range(0, columns, each):
         end = min(begin + each, columns)
-        planning.launch(kernel, (blocks, 1, 1), (piece(begin, end),), (_factor_map(o, begin, end, wide),))
-        if dc is not None:  # at once, so that parts of all columns are never there together
-            finish = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
-            finish = finish.with_options(experts_last=o.experts_last, experts=table)
-            side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if o.experts_last else (PART_NUMBERS, experts)
-            grid = (ceil_div((end - begin) * o.rank, side), across, 1)
-            planning.launch(kernel_of(finish), grid, (piece(begin, end),))
+        own = (piece(begin, end),)
+        planning.launch(kernel, (blocks, 1, 1), own, (_factor_map(o, begin, end, wide),))
+        if finish is not None:  # at once, so that parts of all columns are never there together
+            planning.launch(finish, (ceil_div((end - begin) * o.rank, side), across, 1), own)
     return du, dc
 
 

@@ -112,21 +112,20 @@ def kept_routers(
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
     by_storage, recorded = _by_storage(captured), list(captured.graph.nodes)
+    left_alone = [call for call in kept.calls.values() if call.path in alone]
+    deciding = {call.path: decision for call in left_alone for decision in _decisions(recorded, call)}
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
-        deciding = {
-            call.path: n for call in kept.calls.values() for n in _decisions(recorded, call) if call.path in alone
-        }
         if not deciding and not any(_is_setting(read, routers) for read in captured.reads):
             continue
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
         if last is None or any(_changes_more(by_storage, kept, node) for node in order[: order.index(last) + 1]):
+            if deciding:
+                raise Refuse(ON_DATA, next(iter(deciding.values())))
             counted |= routers
-            for decision in deciding.values():
-                raise Refuse(ON_DATA, decision)
             continue
         at_once |= dict.fromkeys(deciding, Form(_tokens(match), (), ()))
         told |= {call.path for call in calls if _has_effects(captured, call)}

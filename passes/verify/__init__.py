@@ -247,14 +247,12 @@ def why_refused(result: VerificationResult, block: nn.Module, cause: str) -> str
 def _kept(different: VerificationCase) -> str:
     """The sentence on a plain value that the code keeps, if that is what differs."""
     kind, _, kept = different.detail.partition(": ")[0].partition(" ")
+    if kind != "attribute":
+        return ""
     name = kept.removesuffix(" holds").strip(".")
     return (
-        ""
-        if kind != "attribute"
-        else (
-            f"the code keeps {name}, which the rewritten block would leave otherwise; what single experts count is not kept, since "
-            "they do not run one by one there, and what is counted of the router's choices is"
-        )
+        f"the code keeps {name}, which the rewritten block would leave otherwise; what single experts count is not kept, since "
+        "they do not run one by one there, and what is counted of the router's choices is"
     )
 
 
