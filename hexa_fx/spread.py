@@ -18,7 +18,7 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
-from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, wanted_modes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,7 @@ class Spread:
     data_mesh: DeviceMesh | None
 
     def check(self, example_inputs: ExampleInputs | None) -> None:
-        """Raises `InputError` for what is of no use without a mesh, of another type, or missing."""
+        """Raises `InputError` for what is of no use without a mesh, of another type, or missing; `PlanError` for unknown modes."""
         asked = self.strategy != "auto" or self.capacities != "measure" or self.partition or self.data_mesh is not None
         if self.mesh is None and asked:
             raise InputError(
@@ -45,6 +45,7 @@ class Spread:
             )
         if not isinstance(self.partition, PartitionConfig | None):
             raise InputError(f"partition is a {type(self.partition).__name__}; expected a hexa_fx.PartitionConfig")
+        wanted_modes(self.strategy, {})
         known = self.partition is not None and self.partition.batch is not None
         if self.mesh is not None and example_inputs is None and not known:
             raise InputError("the example inputs stand for the global batch: give them, or PartitionConfig(batch=...)")

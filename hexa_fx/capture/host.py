@@ -164,7 +164,7 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
             if is_call and _is_one_of(result, args):
                 recorder.record_result(Applied(cls), lifted, result)
                 return result
-            recorder.asked_gradients(asked)
+            recorder.told.asked_gradients(asked)
             if is_call and isinstance(result, (torch.Tensor, tuple)):
                 output = recorder.lift(result)
                 recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
@@ -239,14 +239,14 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
-            recorder.leave(recorder.scopes[-1])
+            recorder.told.leave(recorder.scopes[-1])
         start, given = recorder.count, [*_held((args, *kwargs.values()))]
         recorder.scopes.append(path)
         try:
             result = original(module, *args, **kwargs)
         finally:
             with torch._C.DisableTorchFunction():
-                recorder.leave(recorder.scopes.pop())
+                recorder.told.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
             stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
             is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)

@@ -131,12 +131,12 @@ def _capture(
         collecting.stand_ins() if collecting else nullcontext(),
         _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
-        parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.before_call,
+        parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.told.before_call,
     ):
         with noted_settings(recorder) as settings, reads.noted():
             _connect(recorder, reads, settings, monitor, collecting)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
-        recorder.leave("")
+        recorder.told.leave("")
         output = recorder.lift_result(result)
         handed = frozenset(reads.edges.handed(settings.scopes, reads.ran.putting))
         stored = _stored(block, snapshot, settings, recorder, reads)
@@ -189,9 +189,9 @@ def _connect(
     """Tells the recorder what notes reads, settings and leaving, and those in which module's code it is."""
     reads.was_set = settings.has
     reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
-    reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-    recorder.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
-    recorder.leave = monitor.leave if monitor else recorder.leave
+    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
+    recorder.told.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
+    recorder.told.leave = monitor.leave if monitor else recorder.told.leave
     if collecting:
         collecting.scope = lambda: recorder.scopes[-1]
 

@@ -8,7 +8,7 @@ serves to understand the block, never to run in its place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from hexa_fx.capture.calls import (
 )
 from hexa_fx.capture.memory import MemoryNumbers, memory_of
 from hexa_fx.capture.pieces import Pieces
-from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
+from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.capture.texts import noted_text
@@ -57,18 +57,9 @@ class Recorder(TorchFunctionMode):
     sees_gradients: bool = True  # whether the run is made with gradients, so that the code's own ``no_grad`` shows
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
-    leave: Callable[[str], None] = lambda scope: (
-        None
-    )  # told when the code of a module hands over to another's, with its path
-    asked: Callable[[Any, str], None] = lambda tensor, attribute: (
-        None
-    )  # told what else than numbers; (None, "") for a call of torch
-    asked_gradients: Callable[[set[str]], None] = lambda scopes: None
-    """Told, once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
-    before_call: Callable[[str, Any, Any], None] = lambda *call: None  # told of every call, by name and arguments
-    functions_running: list[set[str]] = field(
-        default_factory=list
-    )  # what `asked_gradients` will be told of each, outermost first
+    told: Listeners = field(default_factory=Listeners)
+    functions_running: list[set[str]] = field(default_factory=list)
+    """What is told of each `autograd.Function` that runs once it is over, outermost first."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -195,7 +186,7 @@ class Recorder(TorchFunctionMode):
 
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
-        self.asked(None, "")
+        self.told.asked(None, "")
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
             result = function(*as_plain(tuple(args)), **as_plain(kwargs))
@@ -205,8 +196,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
-        self.asked(None, "")
-        self.before_call(name, args, kwargs)
+        self.told.asked(None, "")
+        self.told.before_call(name, args, kwargs)
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
@@ -231,7 +222,7 @@ class Recorder(TorchFunctionMode):
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
     def _ask(self, tensor: Any, attribute: str) -> None:
-        self.asked(tensor, attribute)
+        self.told.asked(tensor, attribute)
         if attribute == SETS_DATA:
             self._node_for(tensor)  # notes what it holds, so that it gets that back
         if id(tensor) in self._node_of:

@@ -1,11 +1,12 @@
 """What the recorder keeps about every node and every submodule call, for the passes to read.
 
 Under ``node.meta["hexa"]`` as a `NodeRecord`: value snapshot, module scope, source line, whether the node writes in place, the
-storage it lives in, and whether the host took a decision on it.
+storage it lives in, and whether the host took a decision on it. Beside them, whom the recorder tells what nodes do not say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,3 +53,21 @@ class ModuleCall:
     kwargs: Any
     output: Any
     function: Applied | None = None
+
+
+def _nobody(*said: Any) -> None:
+    """Whom a recorder tells that was given no one to tell."""
+
+
+@dataclass
+class Listeners:
+    """Whom a recorder tells what no node says."""
+
+    leave: Callable[[str], None] = _nobody
+    """That the code of a module, by its path, hands over to another's."""
+    asked: Callable[[Any, str], None] = _nobody
+    """What else than numbers is asked of a tensor; (None, "") for a call of torch."""
+    asked_gradients: Callable[[set[str]], None] = _nobody
+    """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
+    before_call: Callable[[str, Any, Any], None] = _nobody
+    """Of every call, by name and arguments."""

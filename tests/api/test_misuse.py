@@ -11,7 +11,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import api
-from hexa_fx.errors import InputError, NothingRewritten, VerificationError
+from hexa_fx.errors import InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.jit.errors import BuildError
 from hexa_fx.runtime.install import is_installed
 from tests.inspect.models import INPUT, Model
@@ -184,3 +184,15 @@ def test_every_public_name_is_there_and_documented():
     for name in hexa_fx.__all__:
         assert getattr(hexa_fx, name).__doc__
         assert name in dir(hexa_fx)
+
+
+def test_a_strategy_that_is_none_is_said_before_the_model_runs():
+    for strategy in ("modle", {"0": "modle"}):
+        with pytest.raises(PlanError, match="strategy 'modle'"):
+            hexa_fx.optimize_(never_runs(), INPUT, mesh=object(), strategy=strategy)
+
+
+def never_runs() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda *call: pytest.fail("the model was run"))
+    return model
