@@ -55,6 +55,7 @@ class CodeReads:
     Args:
         chains: a global name and the attributes that are taken of it: ``("config", "scales", "first")``.
         imports: the same of Python modules that the code imports.
+        sets: a global name and the attributes up to one that the code sets: ``("torch", "backends", "cudnn", "benchmark")``.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
             object; and what it asks only if it comes to that (`ONLY_IF`).
@@ -64,6 +65,7 @@ class CodeReads:
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
+    sets: tuple[tuple[str, ...], ...]
     asks: frozenset[str]
     puts: frozenset[str]
 
@@ -77,19 +79,21 @@ class CodeReads:
 @functools.lru_cache(maxsize=4096)
 def code_reads(code: types.CodeType) -> CodeReads:
     """Reads the instructions of ``code``, without those of functions inside it."""
-    instructions = list(instructions_of(code))
+    instructions, sets = list(instructions_of(code)), list[tuple[str, ...]]()
     chains, imports, imported = dict[tuple[str, ...], None](), dict[tuple[str, ...], None](), dict[str, str]()
     for at, instruction in enumerate(instructions):
         name, following = str(instruction.argval), instructions[at + 1 :]
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             chains[name, *_attributes(following)] = None
+            sets += [(name, *found)] if (found := _set_of(following)) else []
         elif instruction.opname == "IMPORT_NAME":
             imports |= {(name, str(i.argval)): None for i in _imported_from(following)}
             if following and following[0].opname == "STORE_FAST":
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
-    return CodeReads(tuple(chains), tuple(imports), frozenset(_asked(instructions)), frozenset(_put(instructions)))
+    asks, puts = frozenset(_asked(instructions)), frozenset(_put(instructions))
+    return CodeReads(tuple(chains), tuple(imports), tuple(sets), asks, puts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,6 +168,20 @@ def _attributes(following: list[Instruction]) -> Iterator[str]:
             yield str(instruction.argval)
         elif instruction.opname != "COPY":  # of ``Config.calls += 1``
             return
+
+
+def _set_of(following: list[Instruction]) -> list[str]:
+    """The attributes up to one that is set, also by ``+=``; empty if none is."""
+    names: list[str] = []
+    for at, instruction in enumerate(following):
+        if instruction.opname == "COPY":
+            return [*names, str(following[at + 1].argval)]
+        if instruction.opname not in ("LOAD_ATTR", "STORE_ATTR"):
+            return []
+        names.append(str(instruction.argval))
+        if instruction.opname == "STORE_ATTR":
+            return names
+    return []
 
 
 def _imported_from(following: list[Instruction]) -> Iterator[Instruction]:

@@ -18,32 +18,36 @@ from hexa_fx.isolation.users_code import is_users, module_name
 
 Read: TypeAlias = Callable[[Any, Any], Any]
 """Notes that a key of an object is read, and returns what lies there."""
+Wrote: TypeAlias = Callable[[str], None]
+"""Notes that a variable is set or deleted, told as code spells it."""
 
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
 _IN_LOGGERS = frozenset({"logging"})
 
 
 @contextmanager
-def asking_noted(read: Read) -> Iterator[None]:
-    """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
+def asking_noted(read: Read, wrote: Wrote) -> Iterator[None]:
+    """A context in which environment variables and levels of loggers that the user's code asks for, or sets, are noted."""
     levels = {method: _of_level(method, read) for method in logger_levels.ANSWERS}
     with (
-        _variables_noted("environ", read),
-        _variables_noted("environb", read),
+        _variables_noted("environ", read, wrote),
+        _variables_noted("environb", read, wrote),
         attributes_set(logging.Logger, **levels),
     ):
         yield
 
 
-def _variables_noted(name: str, read: Read) -> AbstractContextManager[None]:
+def _variables_noted(name: str, read: Read, wrote: Wrote) -> AbstractContextManager[None]:
     """By an attribute of the object: after a thousand changes of a class Python 3.13 goes on with an earlier ``__getitem__``."""
     environment: Any = getattr(os, name, None)
     if not isinstance(environment, os._Environ):  # somebody put a dict there
         return nullcontext()
-    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, name, environment, read))
+    return attributes_set(environment, encodekey=_of_environment(environment.encodekey, name, environment, read, wrote))
 
 
-def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, read: Read) -> Callable[[Any], Any]:
+def _of_environment(
+    plain: Callable[[Any], Any], name: str, environment: Any, read: Read, wrote: Wrote
+) -> Callable[[Any], Any]:
     """What is called with the key of every variable that is looked up, set or deleted."""
 
     @of_this_thread
@@ -53,8 +57,11 @@ def _of_environment(plain: Callable[[Any], Any], name: str, environment: Any, re
 
     def encodekey(key: Any) -> Any:
         frame = sys._getframe(1)
-        if frame.f_code.co_name == "__getitem__" and _is_asked_by_user(frame, _OF_ENVIRONMENT):
-            note(key)
+        if _is_asked_by_user(frame, _OF_ENVIRONMENT):
+            if frame.f_code.co_name == "__getitem__":
+                note(key)
+            else:
+                wrote(f"os.{name}[{key!r}]")
         return plain(key)
 
     return encodekey

@@ -87,7 +87,7 @@ class PythonReads:
             self._patch(cls)
         try:
             with (
-                asking_noted(self._read),
+                asking_noted(self._read, here(self.ran.switches)),
                 asked_and_set_ones_noted(self._met, here(self._read), here(untold(self.note_done))),
                 modules_noted(here(untold(self._read))),
                 self.ran.noted(),

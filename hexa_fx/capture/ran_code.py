@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
 from hexa_fx.capture.output import LOGS, noted_output, writer
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING, is_object
-from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, hidden_source
+from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, SWITCH, hidden_source
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
@@ -63,8 +64,11 @@ class RanCode:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
+        gradients = torch.is_grad_enabled()
         with told_of_starts(self._starts), noted_output(self._writes):
             yield
+        if torch.is_grad_enabled() != gradients:
+            self.hidden[""] = "set_grad_enabled", SWITCH, None
 
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
@@ -89,6 +93,10 @@ class RanCode:
             return set()
         wanted = {name} | (_BY_TEXT if name in self.texts else _OF_ALL)
         return {scope for _, scopes, names in self._ran.values() if not wanted.isdisjoint(names) for scope in scopes}
+
+    def switches(self, name: str) -> None:
+        """Notes that it sets something that holds for all code."""
+        self.hidden[self._scope()] = name, SWITCH, user_location()
 
     def _writes(self, name: str, frame: types.FrameType) -> None:
         self.hidden[self._scope()] = name, OUTPUT, SourceLocation(frame.f_code.co_filename, frame.f_lineno)
@@ -140,6 +148,9 @@ class RanCode:
             self.hidden[scope] = found.hidden, "look-up of names", self._location
         if "tobytes" in code.co_names:
             self.hidden[scope] = "tobytes", DIGEST, self._location
+        for names in found.sets:
+            if _is_of_library(namespace.get(names[0]), names[1:-1]):
+                self.hidden[scope] = ".".join(names), SWITCH, self._location
         for first, *rest in found.chains:
             if first not in namespace or is_ours(namespace[first]):
                 self.note_state(namespace.get(first, vars(builtins).get(first)), scope)
@@ -203,6 +214,14 @@ def _may_be_set(module: str, value: Any) -> bool:
 def _is_backend(value: Any) -> bool:
     """Whether it holds switches of a library that torch calls."""
     return type(value).__module__.startswith("torch.backends") and not isinstance(value, types.ModuleType)
+
+
+def _is_of_library(holder: Any, names: Iterable[str]) -> bool:
+    """Whether what lies there is a Python module that is not the user's, or holds switches of torch's."""
+    for name in names:
+        holder = getattr(holder, name, None)
+    is_module = isinstance(holder, types.ModuleType) and not is_users(holder.__name__)
+    return is_module or _is_backend(holder)
 
 
 def is_ours(value: Any) -> bool:

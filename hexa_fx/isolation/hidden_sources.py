@@ -1,4 +1,7 @@
-"""Functions whose answers no graph and no condition can hold: of clocks, of the system, and digests of what they are given."""
+"""Functions whose answers no graph and no condition can hold: of clocks, of the system, and digests of what they are given.
+
+And functions that switch torch for all code.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,13 @@ from typing import Any
 CLOCK, SYSTEM, DIGEST, OUTPUT = "clock", "part of the system", "digest", "output"
 HOOK, DATA, ATTRIBUTE, WEIGHT = "hook", "memory of a tensor", "attribute of a tensor", "parameter that is written"
 """What code does to tensors that no graph shows."""
+SWITCH = "setting of a library"
+_SWITCHES = frozenset(
+    "set_default_dtype set_default_device set_default_tensor_type set_num_threads use_deterministic_algorithms "
+    "set_deterministic_debug_mode set_float32_matmul_precision set_autocast_enabled set_autocast_dtype set_printoptions "
+    "set_flush_denormal".split()
+)
+"""Functions of torch after whose call something else holds for all code, and no context ends it."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
@@ -31,4 +41,6 @@ def hidden_source(value: Any) -> str:
         return SYSTEM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""
+    if value.__name__ in _SWITCHES and str(value.__module__ or "torch").startswith("torch"):
+        return SWITCH
     return _OF_MODULE.get(str(value.__module__), "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, WEIGHT
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, SWITCH, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -53,12 +54,24 @@ _WEIGHT_TOO = (
     "the code reads a parameter ({}) that a submodule writes to in its call, so that it matters which comes first; a block is "
     "rewritten if that submodule alone reads it"
 )
+_SWITCHED = (
+    "the code switches what holds for all code after it ({}), which the rewritten block would not; around the block, or for a part "
+    "of it in a context (with torch.no_grad():), it can stay"
+)
 _IDENTITY = (
-    "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
-    "None, or a flag, can be asked for"
+    "the code compares two of its variables by `is`, and which of the arguments, or of what a submodule gives, are one tensor no "
+    "graph shows; an argument that is None, or a flag, can be asked for"
 )
 
-_SAID = {DIGEST: _DIGESTED, OUTPUT: _WRITES, HOOK: _TENSOR_HOOKS, DATA: _DATA, ATTRIBUTE: _ATTRIBUTE, WEIGHT: _WEIGHT}
+_SAID = {
+    DIGEST: _DIGESTED,
+    OUTPUT: _WRITES,
+    HOOK: _TENSOR_HOOKS,
+    DATA: _DATA,
+    ATTRIBUTE: _ATTRIBUTE,
+    WEIGHT: _WEIGHT,
+    SWITCH: _SWITCHED,
+}
 """By the kind of what leaves no trace."""
 
 
@@ -78,7 +91,9 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     if captured.changed_parameters and (written := _read_and_written(captured, rewritten)):
         return Refusal(captured.path, _WEIGHT_TOO.format(written), settled=True)
     called = called_in(rewritten.graph)
-    several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
+    given = [tree_leaves(call.output) for call in captured.calls if call.path in called]
+    given.append(captured.graph.find_nodes(op="placeholder", sort=False))
+    several = any(len(tensors) > 1 for tensors in given)
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):

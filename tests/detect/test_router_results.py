@@ -120,3 +120,29 @@ def test_a_router_that_gives_more_than_it_did(kind: str) -> None:
         calls = optimized.router.calls
         torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
         assert optimized.router.calls == calls + 1
+
+
+class Twice(nn.Linear):
+    """Gives its weights under two names."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, ids = super().forward(x).softmax(-1).topk(K, -1)
+        return weights, ids, weights
+
+
+class AsksForOne(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Twice(D, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids, also = self.router(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return 2 * out if also is weights else out
+
+
+def test_whether_two_results_are_one_tensor_is_nothing_that_a_graph_shows() -> None:
+    assert "by `is`" in hexa_fx.explain(AsksForOne().double(), _x(9)).blocks[0].reason
