@@ -249,7 +249,7 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
     packed = {weight.name: PackedParameters(len(weight.parts[0]), len(weight.parts)) for weight in rewritten.packed}
     root: dict[str, object] = dict(packed)
     read = {str(node.target) for node in rewritten.graph.find_nodes(op="get_attr")}
-    for target in called_in(rewritten.graph) - packed.keys():
+    for target in called_in(rewritten.graph, always=False) - packed.keys():
         around = any(is_within(name, {target}) for name in read)
         root[target] = nn.Identity() if around else block.get_submodule(target)
     for target in read:

@@ -167,7 +167,7 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
     read = {f"{read.root}.{read.steps[0]}".lstrip(".") for read in rewritten.reads if not read.is_global}
     read = read.difference(*parts) | {part[0] for part in parts}
     read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
-    called = called_in(rewritten.graph)
+    called = called_in(rewritten.graph, always=False)
     named = {**named_tensors(block, "_parameters", every=True), **named_tensors(block, "_buffers", every=True)}
     named |= kept_tensors(block)
     floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
@@ -180,9 +180,14 @@ def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
     return next((path for path, module in inner if any(getattr(module, hooks) for hooks in HOOKS)), "")
 
 
-def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
-    """Paths of the submodules that the graphs call."""
-    return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+ELSEWHERE = "elsewhere"
+"""Marks, in a node's ``meta``, a call of a submodule that the code calls in other places too, where the graph does not."""
+
+
+def called_in(graph: torch.fx.Graph, always: bool = True) -> frozenset[str]:
+    """Paths of the submodules that the graph calls; ``always``: wherever the code does."""
+    calls = (node for node in graph.nodes if node.op == "call_module")
+    return frozenset(str(node.target) for node in calls if not (always and ELSEWHERE in node.meta))
 
 
 def _is_plain(read: PythonRead) -> bool:

@@ -49,6 +49,7 @@ from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
+    decided_anew,
     given_inside,
     is_constant,
     is_cut_off,
@@ -228,9 +229,10 @@ def _match_of(
     passing = how_tokens_pass(offset.identity, pairs, routing, experts, combine.node, replay)
     of_factor = _of_factor(routing, instances, combine.node, tags) if with_steps else None
     last = [instance.second.node for instance in instances]
-    anew = opaque_nodes(captured, products, decided=True)
+    roots = [source, *routing.nodes, *filter(None, [offset.base])]
+    anew = decided_anew(captured, products, combine.node, roots)
     everyone = tag(captured, weights.groups)
-    branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, last, combine.node)
+    branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, last, combine.node, experts)
     refuse_partial_looks(captured.graph, anew, tokens, pairs.token, replay)
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags, last)

@@ -87,6 +87,7 @@ def shape_branches(
     opaque: set[torch.fx.Node],
     ends: Sequence[torch.fx.Node],
     output: torch.fx.Node,
+    stacked: int,
 ) -> tuple[ShapeBranch, ...]:
     """Checks every host decision of the run.
 
@@ -96,6 +97,7 @@ def shape_branches(
         opaque: nodes in submodule calls that stay calls.
         ends: what the experts give.
         output: where the region ends.
+        stacked: how many experts its weights hold; tags count those of lists, other regions' too.
 
     A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
     becomes a guard. Any other makes the trace valid for this input only.
@@ -104,7 +106,7 @@ def shape_branches(
         Refuse: a decision depends on data other than the routing, or on an exact number of tokens of an expert.
     """
     guards: list[ShapeBranch] = []
-    experts = 1 + max((number for tag in tags.values() for number in tag.experts), default=0)
+    experts = max(stacked, *(1 + number for tag in tags.values() for number in tag.experts))
     after = descendants([output]) | {output}
     follows = _follows_choices(captured.graph, tags, routing)
     for node in captured.graph.nodes:

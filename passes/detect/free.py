@@ -29,6 +29,7 @@ from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tok
 from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
+    decided_anew,
     is_constant,
     opaque_nodes,
     refuse_own_backward,
@@ -145,12 +146,12 @@ class _Search:
         if body.dropouts and not bool(pairs.effective.all()):
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         everyone = tag(captured, self.groups)
-        anew = opaque_nodes(captured, everything, decided=True)
-        branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node)
+        roots = [tokens.node, *body.roots, *routing.nodes, *filter(None, [offset.base])]
+        anew = decided_anew(captured, everything, combine.node, roots)
+        branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node, total)
         refuse_partial_looks(captured.graph, anew, count, pairs.token, self.replay)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags, end)
-        idiom = "loop over experts, unusual expert"
         return MoEMatch(
             captured,
             tokens.node,
@@ -160,7 +161,7 @@ class _Search:
             routing,
             passing,
             branches,
-            idiom,
+            "loop over experts, unusual expert",
             self.stored,
             offset.base,
             constant=is_constant(combine.node),

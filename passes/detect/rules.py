@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx
 
-from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, record_of
+from hexa_fx.capture.captured import ChangedInPlace
 from hexa_fx.capture.functional import Applied
-from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in, operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in, operation
 from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain, may_be_caught
 from hexa_fx.passes.detect.in_numpy import refuse_numpy
 from hexa_fx.passes.detect.tags import Tag
@@ -18,29 +19,47 @@ from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
 
 
-def opaque_nodes(
-    captured: CapturedBlock, products: Iterable[torch.fx.Node], decided: bool = False
-) -> set[torch.fx.Node]:
+def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
     """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time.
 
     Those whose results are of a class of the user's cannot.
-
-    Args:
-        decided: leave out calls that hand over plain values, or errors. What these decide, too, the code around them goes by as it
-            was. And those after the products, whose results' forms nobody asks.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
+    calls = _calls_without(captured, order, products)
+    return {node for call in calls for node in order[call.start : call.end]}
+
+
+def decided_anew(
+    captured: CapturedBlock, products: Sequence[torch.fx.Node], end: torch.fx.Node, roots: Iterable[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
+
+    Not of those that hand over plain values, or errors: what these decide, too, the code around them goes by as it was. Nor of
+    those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use.
+
+    Args:
+        roots: what the region is computed from.
+    """
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    last = max(map(order.index, products))
+    needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
+    inside: set[torch.fx.Node] = set()
+    for call in _calls_without(captured, order, products):
+        hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
+        nodes = order[call.start : call.end]
+        if not hands_over and call.start <= last and not needed.isdisjoint(nodes):
+            inside.update(nodes)
+    return inside
+
+
+def _calls_without(
+    captured: CapturedBlock, order: Sequence[torch.fx.Node], products: Iterable[torch.fx.Node]
+) -> Iterator[ModuleCall]:
     position = {node: index for index, node in enumerate(order)}
     taken = sorted(position[node] for node in products)
-    inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        before = bisect_left(taken, call.start)
-        stays = nodes_in(call.output) and before == bisect_left(taken, call.end)
-        hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
-        hands_over |= before == len(taken)
-        if stays and not (decided and hands_over):
-            inside.update(order[call.start : call.end])
-    return inside
+        if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
+            yield call
 
 
 def stored_outside_calls(
@@ -60,16 +79,7 @@ def stored_outside_calls(
     for changed in captured.changed:
         if all(is_within(scope, live) for scope in changed.scopes):
             continue
-        if changed.drawn:
-            raise Refuse(
-                f"the code draws random numbers from {changed.label}, of which a graph holds one draw; those of torch's default "
-                "generator (torch.rand) are drawn anew in every call"
-            )
-        raise Refuse(
-            f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
-            "attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts of its "
-            "modules and globals are kept"
-        )
+        raise refusal_of_change(changed)
     found: list[Access | StoredValue] = [*_added_outside_calls(captured.accesses, live)]
     found += [item for item in captured.stored if not all(is_within(scope, live) for scope in item.scopes)]
     for item in found:
@@ -83,6 +93,20 @@ def stored_outside_calls(
         if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
     return tuple(found)
+
+
+def refusal_of_change(changed: ChangedInPlace) -> Refuse:
+    """Of a block whose own code changes something in place."""
+    if changed.drawn:
+        return Refuse(
+            f"the code draws random numbers from {changed.label}, of which a graph holds one draw; those of torch's default "
+            "generator (torch.rand) are drawn anew in every call"
+        )
+    return Refuse(
+        f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
+        "attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts of its "
+        "modules and globals are kept"
+    )
 
 
 def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator[Access]:

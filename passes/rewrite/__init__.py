@@ -25,10 +25,12 @@ from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
+from hexa_fx.passes.rewrite.partly_kept import refuse_lost, replaced
 from hexa_fx.passes.rewrite.region import Live, RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.runtime import guards
+from hexa_fx.runtime.attribute_guards import ELSEWHERE, is_within
 
 _FREE_OF_EFFECTS = (
     "size",
@@ -65,6 +67,8 @@ class _Rewriter:
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
     called: dict[torch.fx.Node, ModuleCall] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+    """Submodules that the code calls in places where the new graph does not."""
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
@@ -75,7 +79,8 @@ class _Rewriter:
         order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
         conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
         refuse_late_conditions(conditions, order, kept)
-        routers = kept_routers(captured, kept, order, self.match.regions)
+        self.elsewhere = replaced(captured, kept)
+        routers = kept_routers(captured, kept, order, self.match.regions, self.elsewhere)
         for node in order:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())
@@ -90,6 +95,7 @@ class _Rewriter:
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
+        refuse_lost(captured, {call.path for call in self.called.values()}, self.elsewhere, self._stored())
         fold_views(self.graph)
         given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
@@ -238,6 +244,8 @@ class _Rewriter:
         if call.function is None:
             result = self.graph.call_module(call.path, args, kwargs)
             self.called[result] = call
+            if any(is_within(path, {call.path}) for path in self.elsewhere):
+                result.meta[ELSEWHERE] = True
             form = at_once.get(call.path)
             if form is not None and form.tokens in self.new:
                 form.emit(self.graph, self.new, self.called)

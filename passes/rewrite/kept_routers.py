@@ -6,7 +6,7 @@ for which the code around it was recorded. The form of what it gives tells the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -99,15 +99,18 @@ def kept_routers(
     kept: KeptNodes,
     order: Sequence[torch.fx.Node],
     regions: Sequence[MoEMatch],
+    elsewhere: Collection[str],
 ) -> KeptRouters:
     """What the rewritten graph depends on beside its inputs.
 
     Args:
         order: in which the kept nodes are emitted.
+        elsewhere: submodules that the code calls where the new graph does not.
     """
     called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
     alone = called - opened(captured, kept) - _read_for(regions, kept)
     alone -= {path for path in alone if leaves_plain(captured, path)}
+    alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
