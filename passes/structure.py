@@ -1,7 +1,7 @@
 """Reuses the analysis of a block for blocks of the model that differ only in the values of their parameters.
 
-Two blocks share one if they consist of modules and parameters of the same kinds and shapes, and the second gives everything that
-the runs of the first read from Python as the first gave it. Nothing else can make them differ.
+Two blocks share one if they consist of modules and parameters of the same kinds and shapes, each under the same names, and the
+second gives everything that the runs of the first read from Python as the first gave it. Nothing else can make them differ.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -54,8 +54,11 @@ def _key(observation: Observation) -> Hashable:
     block = observation.module
     tensors = [item for kind in ("_parameters", "_buffers") for item in named_tensors(block, kind, every=True).items()]
     tensors += kept_tensors(block).items()
+    modules = named_modules(block, every=True)
     return (
-        tuple((name, type(module), _hooks(module)) for name, module in named_modules(block, every=True)),
+        tuple((name, type(module), _hooks(module)) for name, module in modules),
+        one_by_another(modules),
+        one_by_another(tensors),
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -25,6 +26,13 @@ def named_modules(root: nn.Module, every: bool = False) -> list[tuple[str, nn.Mo
             inner = [(f"{prefix}{key}", child) for key, child in module._modules.items() if child is not None]
             left += reversed(inner)
     return found
+
+
+def one_by_another(named: Iterable[tuple[str, object]]) -> tuple[tuple[str, str], ...]:
+    """Names of what has an earlier name too, with that: those of an expert's layer that all experts have, say."""
+    first: dict[int, str] = {}
+    names = ((name, first.setdefault(id(value), name)) for name, value in named)
+    return tuple((name, earlier) for name, earlier in names if name != earlier)
 
 
 def rebuilds(module: nn.Module) -> bool:

@@ -20,11 +20,11 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another
 from hexa_fx.isolation.moved import movable
 from hexa_fx.isolation.read_values import IsA, Names, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
-from hexa_fx.runtime.guards import HOOKS, GuardMiss
+from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.resolution import Resolution, submodule
 
@@ -76,6 +76,9 @@ class AttributeGuards:
         under = frozenset(path for path in self.owners if base_of(found := block.get_submodule(path)) is not found)
         paths = (path for path, _ in _read(block, "", under.union(called)))
         self.inner = tuple(path for path in paths if path and path not in self.owners)
+        read = {f"{read.root}.{read.steps[0]}".lstrip(".") for read in self.reads if not read.is_global}
+        tensors = (item for item in _tensors(block).items() if item[0] in read)
+        self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         self.bind(block)
 
     def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
@@ -148,15 +151,21 @@ class AttributeGuards:
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
-        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases)
-        modules = dict(named_modules(block, every=True))
+        names = frozenset(name for names in self.other_names for name in names)
+        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
+        modules: dict[str, Any] = dict(named_modules(block, every=True))
+        known = modules | _tensors(block) if self.other_names else {}
+        for name, first in self.other_names:
+            one, other = known.get(name), known.get(first)
+            if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
+                raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
         inner = [submodule(modules, path) for path in self.inner]
         self._found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
-        kept = ("plain", "packed", "owners", "inner", "own_forward", "dtypes")
+        kept = ("plain", "packed", "owners", "inner", "other_names", "own_forward", "dtypes")
         return {"reads": reads, **{name: getattr(self, name) for name in kept}}
 
 
@@ -168,10 +177,14 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
     read = read.difference(*parts) | {part[0] for part in parts}
     read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
     called = called_in(rewritten.graph, always=False)
-    named = {**named_tensors(block, "_parameters", every=True), **named_tensors(block, "_buffers", every=True)}
-    named |= kept_tensors(block)
+    named = _tensors(block) | kept_tensors(block)
     floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
     return {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
+
+
+def _tensors(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by every name."""
+    return named_tensors(block, "_parameters", every=True) | named_tensors(block, "_buffers", every=True)
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:

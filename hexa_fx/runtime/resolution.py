@@ -38,6 +38,8 @@ BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 class Resolution:
     """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
 
+    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object.
+
     The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
 
     Raises:
@@ -52,6 +54,7 @@ class Resolution:
         own_forward: Callable[..., Any] | None = None,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         bases: Mapping[int, nn.Module] = MappingProxyType({}),
+        other_names: frozenset[str] = frozenset(),
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
@@ -59,7 +62,7 @@ class Resolution:
         self.counted: list[tuple[Any, int]] = []
         self.whole: list[tuple[Any, Any]] = []
         self.slow: list[tuple[Any, Any, Any]] = []
-        self._bases, self._packed = bases, packed
+        self._bases, self._packed, self._other_names = bases, packed, other_names
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
         if own_forward is not None:  # in its place there is a rewritten one now
@@ -98,9 +101,10 @@ class Resolution:
         if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
             raise _miss(read, value)
         through = (read.is_global, read.root, read.steps) in self._through
-        if isinstance(found.value, torch.Tensor) and not through:
+        path = f"{read.root}.{key}".lstrip(".")
+        if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:
             return
-        if isinstance(found.value, nn.Module) and f"{read.root}.{key}".lstrip(".") in self._packed:
+        if isinstance(found.value, nn.Module) and path in self._packed:
             return
         if key == "__class__":
             self.objects.append((holder, found.value))

@@ -99,6 +99,7 @@ class _Rewriter:
         fold_views(self.graph)
         given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
+        by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
         self._drop_unused()
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())

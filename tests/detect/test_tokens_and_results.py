@@ -79,3 +79,19 @@ class InAnObject(Mixture):
 def test_a_result_in_an_object_is_refused() -> None:
     (report,) = hexa_fx.explain(InAnObject().double(), _tokens(9)).blocks
     assert "the block returns a Object, and what such an object holds is not followed" in report.reason
+
+
+class InRows(Mixture):
+    """Cuts whatever it is given into rows of D numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, D)).view(x.shape)
+
+
+def test_inputs_whose_rows_hold_several_tokens() -> None:
+    block = InRows().double()
+    optimized = hexa_fx.optimize(block, torch.randn(2, 7, D, dtype=torch.float64))
+    assert optimized.report.rewritten
+    for width in (2 * D, D // 2):
+        x = torch.randn(2, 4, width, dtype=torch.float64)
+        torch.testing.assert_close(optimized(x), block(x))
