@@ -189,7 +189,7 @@ class RanCode:
         """Notes a function that asks torch for a state, and what it says."""
         name = "" if is_object(value) else str(getattr(value, "__name__", ""))  # objects may compute what they have not
         if kind := hidden_source(value):
-            self.hidden[scope] = name, kind, self._location
+            self.hidden[scope] = value.__name__, kind, self._location
         name = torch_state.STANDS_FOR.get(name, name)
         if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
             self._read(torch_state, "STATE", scope)

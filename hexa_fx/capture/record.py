@@ -37,7 +37,7 @@ from hexa_fx.isolation.held_objects import is_object, tensors_in
 from hexa_fx.isolation.hidden_sources import WEIGHT
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import kept_tensors
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.random_state import SEED, random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
 
@@ -229,7 +229,7 @@ def _trial(
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
-        random_state_kept(0),
+        random_state_kept(SEED),
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(not as_it_is),
     ):

@@ -18,7 +18,7 @@ from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened, with_tensors
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.random_state import SEED, random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
@@ -94,7 +94,7 @@ class Replay:
         values: dict[torch.fx.Node, Any] = {node: self._own(node, tensor) for node, tensor in replace.items()}
         answers = {node: self._own(node, replace[node]) for node in targets if node in replace}
         open_targets = set(targets) - set(answers)
-        with torch.no_grad(), random_state_kept(seed=0):
+        with torch.no_grad(), random_state_kept(SEED):
             for node in needed:
                 values[node] = self._attempt(node, values)
                 if node in open_targets:  # copied at once: a later write must not change the answer

@@ -20,6 +20,8 @@ _SWITCHES = frozenset(
     "set_flush_denormal".split()
 )
 """Functions of torch after whose call something else holds for all code, and no context ends it."""
+_SEEDS = frozenset({"seed", "setstate", "set_state"})
+"""Those of Python's random numbers and of numpy's; torch's are drawn in every call, so that it shows."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
@@ -39,6 +41,8 @@ def hidden_source(value: Any) -> str:
         return DIGEST
     if value is inspect.stack or value is inspect.currentframe:  # no ==, which is recorded of a tensor
         return SYSTEM
+    if getattr(value, "__name__", "") in _SEEDS and getattr(value, "__module__", "") in ("random", "numpy.random"):
+        return SWITCH
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""
     if value.__name__ in _SWITCHES and str(value.__module__ or "torch").startswith("torch"):

@@ -15,7 +15,7 @@ from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept, random_states
+from hexa_fx.isolation.random_state import SEED, random_state_kept, random_states
 from hexa_fx.isolation.size import batches, is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 
@@ -89,7 +89,7 @@ def observe(
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
-    with random_state_kept(0), torch.set_grad_enabled(gradients):
+    with random_state_kept(SEED), torch.set_grad_enabled(gradients):
         result = pytree.tree_map(_unfolded, call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}

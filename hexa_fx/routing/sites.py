@@ -20,7 +20,7 @@ from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.random_state import SEED, random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import tensors_restored
@@ -131,7 +131,7 @@ class _Level:
         """What the operator gets; None if it is not called."""
         self.forward.called.append(trial.arrive)
         try:
-            with random_state_kept(0), torch.no_grad(), trial:
+            with random_state_kept(SEED), torch.no_grad(), trial:
                 self.module(*self.args, **self.kwargs)
         except Exception:
             if trial.reached is None:

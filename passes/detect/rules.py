@@ -148,6 +148,20 @@ def refuse_stored_intermediates(
             raise Refuse(f"the code keeps what experts compute on the module ({item})", end)
 
 
+def refuse_generator(node: torch.fx.Node) -> None:
+    """Refuses a call that draws from a generator of the code's own, which no graph holds.
+
+    Raises:
+        Refuse: it does.
+    """
+    if any(isinstance(given, torch.Generator) for given in (*node.args, *node.kwargs.values())):
+        raise Refuse(
+            "the code draws random numbers from a torch.Generator of its own, which no graph holds; those of torch's default "
+            "generator (torch.rand) are drawn anew in every call, and a router's module may have one",
+            node,
+        )
+
+
 _LONGEST_CONSTANT = 64
 GIVEN_INSIDE = (
     "the code reads a tensor that it is given inside a list, a dict or an object; an argument itself can be followed"

@@ -18,7 +18,7 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.in_numpy import refuse_array
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.rules import constant
+from hexa_fx.passes.detect.rules import constant, refuse_generator
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
@@ -205,6 +205,7 @@ class _Rewriter:
             )
             return
         refuse_array(node)
+        refuse_generator(node)
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -72,3 +76,29 @@ def test_a_device_that_is_not_in_use_keeps_its_seed(monkeypatch: pytest.MonkeyPa
     block: nn.Module = Noisy()
     assert hexa_fx.explain(block, torch.randn(7, D)).blocks
     assert not waiting
+
+
+class Seeding(Mixture):
+    def __init__(self, seed: Callable[[], torch.Generator | None]) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator = self.seed()
+        return self.mix(x + torch.rand(x.shape, dtype=x.dtype, generator=generator))[2]
+
+
+@pytest.mark.parametrize(
+    ("seed", "reason"),
+    [
+        (lambda: torch.manual_seed(0) and None, "random numbers drawn: not what the original has"),
+        (lambda: random.seed(0), "the code switches what holds for all code after it (seed)"),
+        (lambda: numpy.random.seed(0), "the code switches what holds for all code after it (seed)"),
+        (lambda: torch.Generator().manual_seed(0), "the code draws random numbers from a torch.Generator of its own"),
+    ],
+    ids=["torch", "python", "numpy", "generator"],
+)
+def test_code_that_seeds_random_numbers_by_itself(seed: Callable[[], torch.Generator | None], reason: str) -> None:
+    """Also with the number that most code seeds with."""
+    report = hexa_fx.explain(Seeding(seed).double(), torch.randn(9, D, dtype=torch.float64))
+    assert reason in report.blocks[0].reason
