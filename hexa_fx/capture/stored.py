@@ -123,7 +123,7 @@ def stored_values(
         for name in again:
             if is_kept_constant(module.__dict__[name], before[name]):
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
-        for name in (*changed, *(name for name in again if type(before[name]) in _LITERAL)):
+        for name in (*changed, *(name for name in again if _is_literal(before[name]))):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
             step = step_of(module, name, before.get(name), value, scopes)
@@ -148,7 +148,13 @@ def _exchanged_buffers(
 
 def is_kept_constant(now: Any, before: Any) -> bool:
     """Whether an attribute that was set is a plain value as it was before, but none that could be set anew."""
+    if type(now) is tuple:
+        return not _is_literal(now) and all(isinstance(item, (*_LITERAL, str)) for item in now) and now == before
     return isinstance(now, PLAIN) and type(now) not in _LITERAL and is_as(now, before)
+
+
+def _is_literal(value: Any) -> bool:
+    return all(map(_is_literal, value)) if type(value) is tuple else type(value) in _LITERAL
 
 
 def lifted(value: Any, recorder: Recorder) -> Any:

@@ -41,7 +41,8 @@ def hidden_source(value: Any) -> str:
         return DIGEST
     if value is inspect.stack or value is inspect.currentframe:  # no ==, which is recorded of a tensor
         return SYSTEM
-    if getattr(value, "__name__", "") in _SEEDS and getattr(value, "__module__", "") in ("random", "numpy.random"):
+    is_method = type(value).__name__ in ("method", "cython_function_or_method")
+    if is_method and value.__name__ in _SEEDS and value.__module__ in ("random", "numpy.random"):
         return SWITCH
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""

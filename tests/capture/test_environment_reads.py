@@ -57,8 +57,8 @@ class Switching(Mixture):
         return self.mix(x)[2]
 
     def switch(self) -> None:
-        with torch.no_grad():
-            torch.manual_seed(0)
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.rand(())
 
 
 class Gradients(Switching):

@@ -40,6 +40,15 @@ class CountsCalls(Block):
         self.seen = (self.seen or 0) + 1
 
 
+class KeepsTuples(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = (1, "mixture")
+
+    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
+        self.seen, self.named = (1, None), (1, "mixture")
+
+
 class MovingAverage(Block):
     def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
         self.aux_loss = 0.9 * (self.aux_loss if self.aux_loss is not None else 0.0) + probs.detach().mean(0)
@@ -214,3 +223,12 @@ def test_gradients_start_where_the_code_has_them_start():
     torch.testing.assert_close(given[1].grad, given[0].grad)
     for name in ("seen", "aux_loss"):
         torch.testing.assert_close(getattr(opt, name).grad, getattr(model, name).grad)
+
+
+def test_tuples_of_plain_values_that_are_always_the_same():
+    model, opt = optimized(KeepsTuples)
+    assert opt.report.rewritten
+    for each in (model, opt):
+        del each.seen, each.named
+        each(torch.randn(5, D, dtype=torch.float64))
+    assert (opt.seen, opt.named) == (model.seen, model.named)
