@@ -23,6 +23,8 @@ from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
+_MAY_WRITE = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag"})
+"""Functions that may write to a buffer or a parameter that they are given: running statistics, rows above a largest norm."""
 
 
 class CannotReplay(Exception):
@@ -176,6 +178,8 @@ class Replay:
 
         args = upcast(torch.fx.map_arg(node.args, load))
         kwargs = upcast(torch.fx.map_arg(node.kwargs, load))
+        if getattr(node.target, "__name__", "") in _MAY_WRITE:
+            args, kwargs = with_tensors(torch.clone, (args, kwargs))
         if node.op == "call_method":
             name = "double" if node.target in _CAST_METHODS else str(node.target)
             return getattr(args[0], name)(*args[1:], **kwargs)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hexa_fx
 from hexa_fx.isolation.written_tensors import tensors_restored
+from tests.detect.mixture import D, Mixture
 
 
 class Copies(TorchDispatchMode):
@@ -50,3 +54,24 @@ def test_what_is_written_in_place_is_copied_once() -> None:
     assert copies.count == 64 + 3
     assert torch.equal(module.weight, before)
     assert torch.equal(kept, torch.ones(3))
+
+
+class Normalised(Mixture):
+    """Running statistics, of what experts get and give, to which no function writes by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.BatchNorm1d(D), nn.InstanceNorm1d(D, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.mix(self.before(x))[2].T[None])[0].T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_left_as_they_were(dtype: torch.dtype, training: bool) -> None:
+    block = Normalised().to(dtype).train(training)
+    before = copy.deepcopy(block.state_dict())
+    optimized = hexa_fx.optimize(block, torch.randn(9, D, dtype=dtype))
+    assert optimized.report.rewritten
+    assert all(torch.equal(optimized.state_dict()[name], value) for name, value in before.items())
