@@ -29,8 +29,10 @@ from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 
-STAGES = 3
-"""Of shared memory, 48 KiB each. With three there is room for a tile's results, which leave while the next one is multiplied."""
+STAGES, STAGES_OF_BYTES = 3, 4
+"""Of shared memory, 48 KiB each. With three there is room for a tile's results of 16 bits, which leave while the next one is
+multiplied; results in bytes need less.
+"""
 
 GROUP_M = 8
 """Tiles along M that share a weight tile in L2, as the bf16 kernels' rule has it."""
@@ -39,11 +41,9 @@ _ROW_BOX = 64
 _SCALES = ("a_scale", "w_scale", "h_scale", "act_scale", "p_scale", "q_scale")
 
 
-def cluster_of(rows: int, experts: int, gather: bool) -> int:
-    """Blocks that share a weight tile: fewer reads from L2, less power. Of gathered products, whose contraction is the longer one:
-    blocks of a cluster wait for each other at every tile.
-    """
-    return 2 if gather and rows > CLUSTER_ROWS * experts else 1
+def cluster_of(rows: int, experts: int) -> int:
+    """Blocks that share a weight tile: fewer reads from L2, less power."""
+    return 2 if rows > CLUSTER_ROWS * experts else 1
 
 
 def why_not(o: MoeFfnFp8) -> str:
@@ -184,9 +184,9 @@ def _kernel(
     if reason := _no_products(planning_of(x).card, w.shape[0]):
         raise Unsupported(reason)
     tables = next(size for size in TABLES if w.shape[0] <= size)
-    cluster = cluster_of(rows, w.shape[0], fields.get("gather", False))
+    cluster, stages = cluster_of(rows, w.shape[0]), STAGES_OF_BYTES if out is DataType.u8 else STAGES
     spec = KernelSpec(
-        FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=STAGES, **fields
+        FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=stages, **fields
     )
     shared: dict[str, Option] = {"cluster": cluster} if cluster > 1 else {}
     spec = spec.with_options(experts=tables, **shared, **dict(options))

@@ -162,7 +162,7 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
 def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[KernelSpec, ...]:
     """The kernels that a layer launches in FP8 block compute besides those of its exact form, at any number of tokens.
 
-    Of them only products that gather depend on that number (`hexa_fx.cuda.fp8.cluster_of`). None on a card that FP8 products do
+    Of them only products of rows depend on that number (`hexa_fx.cuda.fp8.cluster_of`). None on a card that FP8 products do
     not run on.
 
     Args:

@@ -19,9 +19,8 @@ struct BlockRowEpilogue {
   Outbox<C>& box;
   int row;  // the warp's first, of the tile
 
-  // Whether all of the warp's rows leave by the copy engine. With a single chunk of shared memory each would wait for the one before it;
-  // then lanes store them.
-  CUTE_DEVICE bool whole() const { return Outbox<C>::kChunks > 1 && row + 16 <= t.rows; }
+  // Whether all of the warp's rows exist, and so leave by the copy engine.
+  CUTE_DEVICE bool whole() const { return row + 16 <= t.rows; }
   template <class U>
   CUTE_DEVICE Rows<U> rows(void* base, int ld, Map map) const {
     return {static_cast<U*>(base) + (int64_t(t.row0) + row) * ld, ld, t.rows - row, maps + map, 0, t.row0 + row};

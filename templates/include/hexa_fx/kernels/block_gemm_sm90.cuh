@@ -30,8 +30,9 @@ struct BlockConsumer {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       if (t.kind == kZeroTile) continue;  // rows of no expert: nobody reads them
-      BlockLoop<C> loop{sm, group};
-      loop.run(pipe, t.k_tiles, C::WeightOp || group * 64 < t.rows);
+      BlockLoop<C> loop(sm, group);
+      if (t.k_tiles > 0 && (C::WeightOp || group * 64 < t.rows)) loop.run(pipe, t.k_tiles);
+      else loop.skip(pipe, t.k_tiles);
       if constexpr (C::WeightOp) BlockWeightEpilogue<C>{p, maps, t, box, row}.run(loop.total);
       else if (row < t.rows) BlockRowEpilogue<C>{sm, p, maps, t, box, row}.run(loop.total);
     }

@@ -9,11 +9,18 @@ using namespace cute;
 template <int Columns>
 struct Wgmma;
 
-// An operand in shared memory, as wgmma is told of it: swizzled lines of 128 bytes, along the contraction or across it, 1024 bytes an
-// eight. `at`: its address in shared memory.
-CUTE_DEVICE uint64_t swizzled_operand(uint32_t at) {
-  constexpr uint32_t kSwizzle = uint32_t(SM90::GMMA::LayoutType::B128) << 30, kStride = 1024 >> 4, kUnused = 1 << 16;
-  return uint64_t(kSwizzle | kStride) << 32 | kUnused | at >> 4;  // GmmaDescriptor's fields, without a mask for each
+// Where an operand begins in shared memory, as wgmma is told of it: in units of 16 bytes, so that offsets can be added.
+CUTE_DEVICE uint32_t operand_at(uint32_t address) {
+  constexpr uint32_t kUnused = 1 << 16;
+  return kUnused | address >> 4;
 }
+CUTE_DEVICE constexpr uint32_t operand_offset(int bytes) { return uint32_t(bytes) >> 4; }
+
+// An operand in shared memory: swizzled lines of 128 bytes, along the contraction or across it, 1024 bytes an eight.
+CUTE_DEVICE uint64_t swizzled_operand_at(uint32_t at) {
+  constexpr uint32_t kSwizzle = uint32_t(SM90::GMMA::LayoutType::B128) << 30, kStride = 1024 >> 4;
+  return uint64_t(kSwizzle | kStride) << 32 | at;  // GmmaDescriptor's fields, without a mask for each
+}
+CUTE_DEVICE uint64_t swizzled_operand(uint32_t address) { return swizzled_operand_at(operand_at(address)); }
 
 }  // namespace hexa::sm90
