@@ -216,8 +216,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{accumulators} accumulator registers a thread; 192 fit"
     if spec.bm == 64 and not _pingpong(spec):
         yield "a cooperative tile has 128 rows"
-    if spec.op not in ROW_OPS and (_pingpong(spec) or cluster_of(spec) > 1):
-        yield f"{spec.op}: both warpgroups of one block share a weight tile, so no ping-pong and no clusters"
+    if spec.op not in ROW_OPS and _pingpong(spec):
+        yield f"{spec.op}: both warpgroups of one block share a weight tile, so no ping-pong"
 
 
 def _check_swapped(spec: KernelSpec) -> Iterable[str]:

@@ -16,9 +16,9 @@ class TileSm90:
         bm, bn: rows and columns a tile.
         stages: shared-memory stages.
         pingpong: each consumer warpgroup has its own tile; else they share one.
-        cluster: CTAs that share a weight tile, 1 or 2.
+        cluster: CTAs that share a weight tile, or of a weight's gradient the operand that is not gathered, 1 or 2.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
-        split: esfk as two launches, dX and then dW (no part of the kernel's identity).
+        split: esfk as two launches, dX and then dW, if there is no bias (no part of the kernel's identity).
         swapped: the rows are the columns of wgmma, which go by 16, and the weight's columns its rows. Experts of up to `bm` rows
             are one tile, the rows of larger ones are split evenly. For row products only.
         once: of swapped tiles, weights are the first to leave L2, and stages are given back at once.
@@ -87,7 +87,10 @@ ABOUT = 16
 """How many rows off those still are."""
 
 CLUSTER_ROWS = 128
-"""Rows an expert beyond which two tiles of one expert share the first projection's weights."""
+"""Rows an expert beyond which two tiles of one expert share what they can: fewer reads from L2, and so less power."""
+
+CLUSTER_DEPTH = 1024
+"""Contraction from which plain products gain by that. Blocks of a cluster wait for each other at every tile."""
 
 STREAMED_ROWS = {"esmm": min(WHOLE) - ABOUT, "esmm_act": CLUSTER_ROWS}
 """Rows an expert up to which a product streams weights rather than multiplies: as columns of wgmma its rows go by 16, not by 64,
@@ -95,13 +98,14 @@ and most experts are one tile."""
 
 
 _WIDE = (COOPERATIVE, replace(COOPERATIVE, group_m=16))
-_ROWS = (*_WIDE, replace(COOPERATIVE, cluster=2))
+PAIRED = replace(COOPERATIVE, cluster=2)
+_ROWS = (*_WIDE, PAIRED)
 CANDIDATES = {
     "esmm": (*_ROWS, SWAPPED, replace(SWAPPED, cluster=2)),
     "esmm_act": (*_ROWS, SWAPPED),
     "esmm_act_backward": (*_ROWS, PINGPONG),
-    "estmm": _WIDE,
-    "esfk": (COOPERATIVE, replace(COOPERATIVE, split=True)),
+    "estmm": _ROWS,
+    "esfk": (COOPERATIVE, PAIRED, replace(PAIRED, split=True)),
 }
 """Tiles worth timing, by operator."""
 
@@ -130,7 +134,16 @@ def swaps(op: str, glu: str, layout: str) -> bool:
     return not any(why_not_swapped(op, glu, layout))
 
 
-def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = False, card: str = "") -> TileSm90:
+def choose_tile(
+    op: str,
+    rows: int,
+    experts: int,
+    columns: int,
+    depth: int = 0,
+    swapped: bool = False,
+    turned: bool = False,
+    card: str = "",
+) -> TileSm90:
     """The tile for `op`.
 
     Args:
@@ -138,7 +151,9 @@ def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = 
         rows: n, routed rows (a shape, never a count read from the device).
         experts: E.
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
+        depth: contraction of a plain product.
         swapped: it `swaps`.
+        turned: a weight's gradient is stored transposed.
         card: its name.
     """
     mean, many = rows / max(experts, 1), experts > MANY_EXPERTS
@@ -154,6 +169,6 @@ def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = 
         for rows_an_expert, tile in WHOLE.items():
             if -ABOUT < mean - rows_an_expert <= ABOUT:
                 return tile
-    if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
-        return replace(COOPERATIVE, cluster=2)
-    return COOPERATIVE
+    if mean <= CLUSTER_ROWS or (op == "esmm" and depth < CLUSTER_DEPTH) or (op == "estmm" and turned):
+        return COOPERATIVE
+    return replace(PAIRED, split=op == "esfk")

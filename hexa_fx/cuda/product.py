@@ -102,7 +102,9 @@ class GemmKey(NamedTuple):
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
             swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
-            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.own_columns, swapped, self.card.name)
+            turned = ("transpose", True) in self.options
+            sizes = self.rows, self.experts, self.own_columns, self.inner
+            return tiles_sm90.choose_tile(self.op, *sizes, swapped, turned, self.card.name)
         columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)

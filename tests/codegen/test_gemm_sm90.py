@@ -15,6 +15,9 @@ from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.codegen.tiles_sm90 import (
     ABOUT,
+    CLUSTER_DEPTH,
+    CLUSTER_ROWS,
+    COOPERATIVE,
     FEW_ROWS,
     NARROW_CANDIDATES,
     NARROW_OPS,
@@ -40,7 +43,8 @@ def spec_of(op: str, rows: int = 131072, experts: int = 128, gather: bool = True
     return replace(spec, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("op", "cluster"), [*((op, 1) for op in OPS), *((op, 2) for op in ROW_OPS)])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("rows", [128 * FEW_ROWS, 131072])
 def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> None:
@@ -109,14 +113,20 @@ def test_tiles_for_narrow_products_fit(op: str, gather: bool) -> None:
 
 
 @pytest.mark.parametrize("op", ["estmm", "esfk"])
-@pytest.mark.parametrize(
-    "change",
-    [{"options": (("cluster", 2),)}, {"bn": 128, "schedule": KernelScheduleType.TmaWarpSpecializedPingpong}],
-    ids=["cluster", "ping-pong"],
-)
-def test_weight_tiles_are_one_block_s(op: str, change: dict[str, object]) -> None:
-    with pytest.raises(SpecError, match="no ping-pong and no clusters"):
-        render(spec_of(op, **change))
+def test_both_warpgroups_share_a_weight_tile(op: str) -> None:
+    with pytest.raises(SpecError, match="no ping-pong"):
+        render(spec_of(op, bn=128, schedule=KernelScheduleType.TmaWarpSpecializedPingpong))
+
+
+def test_tiles_share_operands_where_that_is_faster() -> None:
+    def chosen(op: str, mean: int, **more: bool | int) -> TileSm90:
+        return choose_tile(op, mean * 128, 128, 768, **more)  # type: ignore[arg-type]
+
+    alone, paired = COOPERATIVE, replace(COOPERATIVE, cluster=2)
+    assert chosen("esmm", 512, depth=CLUSTER_DEPTH) == chosen("estmm", 512) == chosen("esmm_act", 512) == paired
+    assert chosen("esmm", 512, depth=CLUSTER_DEPTH - 1) == chosen("estmm", 512, turned=True) == alone
+    assert chosen("esfk", 512) == replace(paired, split=True)
+    assert {chosen(op, CLUSTER_ROWS, depth=4096) for op in OPS} == {alone}
 
 
 @pytest.mark.parametrize(("experts", "chunks"), [(256, 2), (1024, 1)])

@@ -31,7 +31,7 @@ def for_gather(tile: TileSm90) -> TileSm90:
 
 SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
 TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": SQUARE, "low2": paired(replace(PINGPONG, stages=5))}
-WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
+WEIGHT_TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "coop3": replace(COOPERATIVE, stages=3)}
 ALL_WEIGHT_TILES = WEIGHT_TILES | {"narrow": NARROW}
 RANKS = [8, 16, 64, 136]
 SWAPPED_TILES = {

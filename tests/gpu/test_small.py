@@ -43,7 +43,12 @@ TILES = {
     "pp": SQUARE,
     "low2": replace(PINGPONG, stages=5, cluster=2),
 }
-WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3), "narrow": NARROW}
+WEIGHT_TILES = {
+    "coop": COOPERATIVE,
+    "coop2": replace(COOPERATIVE, cluster=2),
+    "coop3": replace(COOPERATIVE, stages=3),
+    "narrow": NARROW,
+}
 SWAPPED_TILES = {
     "swapped2": replace(SWAPPED, cluster=2),
     "swapped low": replace(SWAPPED, bm=128),

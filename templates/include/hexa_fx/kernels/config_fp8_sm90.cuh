@@ -33,7 +33,7 @@ struct BlockParams : GroupedParams {
 // What a template states. See block_gemm_sm90.cu.j2.
 template <int Stages_, int Ops_, bool GatherRows_, int Cluster_>
 struct BlockConfig : TileConfig<E4m3, Schedule::cooperative, 128, 256, Stages_, Ops_, GatherRows_, false, Cluster_> {
-  static constexpr bool WeightKN = false, WarpPublishes = Cluster_ > 1, SplitWeight = false, Borrow = false;
+  static constexpr bool WeightKN = false, SplitWeight = false, Borrow = false;
   static constexpr int WeightColumnScale = 1;
 };
 

@@ -64,7 +64,6 @@ struct TileConfig {
   static constexpr int BM = BM_, BN = BN_, BK = Operand::kLine, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
-  static constexpr bool WarpPublishes = false;      // all lanes of a cluster's copying warp look for its next tiles
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
   static constexpr bool Once = false;               // weights leave L2 first: tiles of few rows, which take as long as these
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
@@ -72,7 +71,7 @@ struct TileConfig {
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
   static constexpr int Blocks = BM / (PingPong ? 64 : 128);  // of 64 rows, of a consumer warpgroup
-  static_assert(!WeightOp || (!PingPong && Cluster == 1), "weight tiles are shared by both warpgroups of one CTA");
+  static_assert(!WeightOp || !PingPong, "weight tiles are shared by both warpgroups of one CTA");
 };
 
 inline constexpr int kConsumerWarps = 8;

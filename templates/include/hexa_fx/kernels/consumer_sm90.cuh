@@ -97,6 +97,7 @@ struct Consumer {
     const int odd = clear_tail(sm, pipe, t, group);
     if (C::ColumnSums && sums) loop.template run<C::Blocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, [](auto) {}, odd);
     else loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, [](auto) {}, odd);
+    if (C::Cluster > 1 && t.multicast < 0) return;
     const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
     if constexpr (C::AddGrad) {
       if (t.k_tiles == 0) return;

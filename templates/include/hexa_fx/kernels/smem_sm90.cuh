@@ -16,7 +16,7 @@ struct alignas(16) Tile {
   int row0, rows;  // rows of this tile (row tile), of the expert (weight tile)
   int m0, n0;      // first feature of P and Q (weight tile); n0: first column (row tile)
   int k_tiles, n_tile;
-  int multicast;  // the cluster's two tiles share B: each CTA copies half of it to both
+  int multicast;  // 1: the cluster's two tiles share B, each CTA copies half of it to both. -1: they are the same tile
   int pad[3];
 };
 inline constexpr int kTileWords = 9;  // of a tile that say something

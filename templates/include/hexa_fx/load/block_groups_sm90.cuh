@@ -45,7 +45,7 @@ struct GroupCopier {
     TileWriter<C> writer;
     const Counts<C> counts(p);
     const bool lead = cute::elect_one_sync();
-    if (lead) writer.publish(sm, p, counts, fetch_ticket(p));
+    if (lead) writer.publish(sm, p, counts, true, fetch_ticket(p), 0);
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
@@ -53,7 +53,7 @@ struct GroupCopier {
       if (lead) {
         const int ticket = fetch_ticket(p);
         tile(t, first);
-        writer.publish(sm, p, counts, ticket);
+        writer.publish(sm, p, counts, true, ticket, 0);
       }
       __syncwarp();
     }

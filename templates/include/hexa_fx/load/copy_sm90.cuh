@@ -15,7 +15,7 @@ struct Copier {
   static constexpr int kLine = Operand::kLine, kBlockBytes = C::BK * kLineBytes;  // of a box of features x BK rows
   static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;                // each CTA copies every second box to both
   // Where weight tiles gather, or weights only stream, the next tile is worked out before this one's last steps. Elsewhere that was slower.
-  static constexpr bool kEarly = (C::WeightOp && C::GatherWeight) || (C::Once && C::LowRank == 0);
+  static constexpr bool kEarly = (C::WeightOp && C::GatherWeight && C::Cluster == 1) || (C::Once && C::LowRank == 0);
   static constexpr uint64_t kWeightHint = C::Once ? static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_FIRST) : kEvictNormal;
   static constexpr bool kNarrow = C::BN == kLine;  // features of B are one line, which is all in the first half
   static constexpr int kHalfLines = kNarrow ? 1 : C::BN / 2 / kLine;
@@ -69,7 +69,7 @@ struct Copier {
   }
   template <class Copy>
   CUTE_DEVICE void halves(const Tile& t, Copy copy) {
-    if (C::Cluster > 1 && !C::Swapped && t.multicast) copy(rank, true);
+    if (C::Cluster > 1 && !C::Swapped && t.multicast > 0) copy(rank, true);
     else {
       copy(0, false);
       copy(1, false);
@@ -114,22 +114,19 @@ struct Copier {
         for (int j = 0; j < C::BM / kLine; ++j)
           SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * kBlockBytes, t.m0 + kLine * j, row);
       }
-      halves(t, [&](int half, bool) {
+      halves(t, [&](int half, bool shared) {
         if (kNarrow && half) return;
         CUTE_UNROLL
         for (int i = 0; i < kHalfLines; ++i) {
           const int j = half * kHalfLines + i;
-          SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, sm.b[pipe.index] + j * kBlockBytes, t.n0 + kLine * j, row);
+          uint8_t* dst = sm.b[pipe.index] + j * kBlockBytes;
+          if (C::Cluster > 1 && shared)
+            SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kQMap, bar, 3, kEvictNormal, dst, t.n0 + kLine * j, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, dst, t.n0 + kLine * j, row);
         }
       });
       pipe.template next<C::Stages>();
     }
-  }
-
-  // The ticket is one lane's.
-  CUTE_DEVICE void publish(TileWriter<C>& writer, const Counts<C>& counts, int ticket) const {
-    static_assert(!kEarly, "once a tile");
-    if (rank == 0) writer.publish(sm, p, counts, __reduce_max_sync(~0u, ticket));
   }
 
   CUTE_DEVICE void run() {
@@ -137,8 +134,7 @@ struct Copier {
     TileWriter<C> writer;
     const Counts<C> counts(p);
     const bool lead = cute::elect_one_sync(), scheduler = lead && rank == 0;
-    if constexpr (C::WarpPublishes) publish(writer, counts, scheduler ? fetch_ticket(p) : 0);
-    else if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
+    writer.publish(sm, p, counts, scheduler, scheduler ? fetch_ticket(p) : 0, rank);
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
@@ -154,8 +150,7 @@ struct Copier {
           if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
           if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
         }
-        if constexpr (C::WarpPublishes) publish(writer, counts, ticket);
-        else if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
+        if (part == 0) writer.publish(sm, p, counts, scheduler, ticket, rank);
       }
       __syncwarp();
     }

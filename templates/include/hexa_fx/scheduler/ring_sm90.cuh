@@ -28,27 +28,24 @@ struct TileReader {
   }
 };
 
-// The one thread of a cluster that fills it, for every CTA.
+// The one thread that fills it, or of a cluster the one warp, for every CTA.
 template <class C>
 struct TileWriter {
   Pipe at;
-  CUTE_DEVICE void publish(Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int ticket) {
+  // `scheduler`: the lane that has the ticket, of the CTA with this `rank`. All lanes of CTA 0's copying warp come here.
+  CUTE_DEVICE void publish(Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, bool scheduler, int ticket, int rank) {
     if constexpr (C::Cluster == 1) {
+      if (!scheduler) return;
       const Tile t = decode(sm, p, c, ticket, 0);
       Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
       sm.tile[at.index] = t;
       Barrier::arrive(&sm.tile_full[at.index]);
-    } else if constexpr (C::WarpPublishes) {  // all lanes together, one of which writes for each CTA
-      const Tile t = decode(sm, p, c, ticket, lane_id() % C::Cluster);
+    } else {
+      if (rank != 0) return;
+      const Tile t = decode(sm, p, c, __reduce_max_sync(~0u, ticket), lane_id() % C::Cluster);
       Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
       if (lane_id() < C::Cluster) write(sm, t, lane_id());
       __syncwarp();
-    } else {
-      for (int rank = 0; rank < C::Cluster; ++rank) {
-        const Tile t = decode(sm, p, c, ticket, rank);
-        if (rank == 0) Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
-        write(sm, t, rank);
-      }
     }
     at.template next<kTileSlots>();
   }

@@ -12,14 +12,14 @@ namespace hexa::sm90 {
 template <class C>
 struct Counts {
   int n_tiles, n_pairs;  // row tiles along N; units of an odd row
-  int w_m, w_n, weight;  // weight tiles of one expert
+  int w_m, w_n, weight;  // weight tiles of one expert, and units of them
   int ahead, beside;     // weight tiles in front of all row tiles; behind those of each expert
   CUTE_DEVICE explicit Counts(const GroupedParams& p) {
     n_tiles = C::RowOp ? ceil_div(p.N, C::RowColumns) : 0;
     n_pairs = ceil_div(n_tiles, C::Cluster);
     w_m = C::WeightOp ? ceil_div(p.R, C::BM) : 0;
     w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
-    weight = w_m * w_n;
+    weight = units(w_m, w_n);
     const bool first = C::RowOp && C::WeightOp && long_weight_tiles(p);
     ahead = first ? weight * p.experts : 0;
     beside = first ? 0 : weight;
@@ -86,14 +86,15 @@ CUTE_DEVICE void tabulate(Smem<C>& sm, const GroupedParams& p) {
 }
 
 // Unit t of an mb x nb grid of tiles, `group` rows at a time, for CTA `rank` of the cluster. A unit without a second tile gives
-// both CTAs the same one.
+// both CTAs the same one, which is the second CTA's to compute but not to leave: `multicast` is -1.
 template <class C>
 CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int& n, int& multicast) {
   const int paired = mb / C::Cluster;
   if (t >= paired * nb) {
+    const int column = (t - paired * nb) * C::Cluster + rank;
     m = mb - 1;
-    n = min((t - paired * nb) * C::Cluster + rank, nb - 1);
-    multicast = 0;
+    n = min(column, nb - 1);
+    multicast = C::Cluster > 1 && column >= nb ? -1 : 0;
     return;
   }
   group = max(group / C::Cluster, 1);
@@ -138,7 +139,7 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
       t.kind = kEnd;
       return t;
     }
-    if constexpr (C::WarpPublishes) lo = place_of(sm, p, c, q);
+    if constexpr (C::Cluster > 1) lo = place_of(sm, p, c, q);
     else {
       int hi = p.experts + 1;  // place `experts`: rows of no expert
       while (hi - lo > 1) {
