@@ -15,7 +15,7 @@ from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json")
+LAYERS = "moe_layer_h200.json"
 BREAKDOWN = "sm90_breakdown_h200.json"
 DECODE = "moe_layer_h200_decode.json"
 OTHER_CARD = "moe_layer_h100.json"
@@ -46,7 +46,7 @@ GROUPED_GOAL = {"qwen3-30b": 2.4}
 
 def headline(folder: Path) -> str:
     """What a newcomer wants to know: time against plain matmuls, time and memory against transformers."""
-    rows = _by_case(folder / LAYERS[0])
+    rows = _by_case(folder / LAYERS)
     dense, hexa, grouped = (
         [rows[f"{shape} balanced {impl}"] for shape in GOALS] for impl in ("dense", "hexa", "hf-grouped")
     )
@@ -68,7 +68,7 @@ def _range(ratios: Iterable[float]) -> str:
 
 def summary(folder: Path) -> str:
     """One layer, balanced routing: milliseconds and ratios to plain matmuls of the same FLOPs."""
-    rows = _by_case(folder / LAYERS[0])
+    rows = _by_case(folder / LAYERS)
     head = ["shape", "forward: dense / hexa_fx / transformers grouped_mm (ms)", "forward + backward (ms)", "over dense"]
     head += ["saved (MiB)", "peak (MiB)"]
     lines = []
@@ -82,7 +82,7 @@ def summary(folder: Path) -> str:
 
 def other_card(folder: Path) -> str:
     """The same layers on an H100, and their ratios to plain matmuls over those on an H200."""
-    there, here = _by_case(folder / OTHER_CARD), _by_case(folder / LAYERS[0])
+    there, here = _by_case(folder / OTHER_CARD), _by_case(folder / LAYERS)
     head = ["shape", "forward: dense / hexa_fx (ms)", "forward + backward (ms)", "over dense", "that over an H200's"]
     lines = []
     for shape in GOALS:
@@ -121,26 +121,25 @@ _SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384, 65536)
 
 
 def layers(folder: Path) -> str:
-    """A layer's times over plain matmuls', all runs."""
-    runs = [_by_case(folder / name) for name in LAYERS]
+    """A layer's times over plain matmuls'."""
+    rows = _by_case(folder / LAYERS)
     head = ["shape", "forward ms, ratio", "goal", "forward + backward ms, ratio", "goal", "skewed ratio: fwd, f+b"]
     head += ["skewed against balanced, ms: fwd, f+b", "saved, peak MiB", "SonicMoE's", "grouped_mm f+b over ours"]
-    return table(head, [_layer(shape, goal, runs) for shape, goal in GOALS.items()])
+    return table(head, [_layer(shape, goal, rows) for shape, goal in GOALS.items()])
 
 
-def _layer(shape: str, goal: Goal, runs: Sequence[Rows]) -> list[object]:
-    ours, skewed = ([run[f"{shape} {kind} hexa"] for run in runs] for kind in ("balanced", "skewed"))
+def _layer(shape: str, goal: Goal, rows: Rows) -> list[object]:
+    ours, skewed = (rows[f"{shape} {kind} hexa"] for kind in ("balanced", "skewed"))
     cells: list[object] = [shape]
     for part, most in (("forward", goal.forward), ("train", goal.train)):
-        ms = _joined(f"{row[f'{part}_ms']:.2f}" for row in ours)
-        cells += [f"{ms}, {_joined(_marked(row[f'{part}_ratio'], most) for row in ours)}", f"{most:.2f}"]
-    cells.append(_joined(f"{row['forward_ratio']:.2f}, {row['train_ratio']:.2f}" for row in skewed))
-    cells.append(_joined(", ".join(_slower(a, b, part) for part in ("forward", "train")) for a, b in zip(ours, skewed)))
-    cells.append(f"{ours[0]['saved_mib']:.0f}, {ours[0]['peak_mib']:.0f}")
+        cells += [f"{ours[f'{part}_ms']:.2f}, {_marked(ours[f'{part}_ratio'], most)}", f"{most:.2f}"]
+    cells.append(f"{skewed['forward_ratio']:.2f}, {skewed['train_ratio']:.2f}")
+    cells.append(", ".join(_slower(ours, skewed, part) for part in ("forward", "train")))
+    cells.append(f"{ours['saved_mib']:.0f}, {ours['peak_mib']:.0f}")
     cells.append(f"{goal.sonic_saved}, {goal.sonic_peak}")
-    factors = [run[f"{shape} balanced hf-grouped"]["train_ms"] / row["train_ms"] for run, row in zip(runs, ours)]
+    factor = rows[f"{shape} balanced hf-grouped"]["train_ms"] / ours["train_ms"]
     least = GROUPED_GOAL.get(shape, 0.0)
-    cells.append(_joined(_bold(f"{f:.2f}", f < least) for f in factors) + (f" (goal {least})" if least else ""))
+    cells.append(_bold(f"{factor:.2f}", factor < least) + (f" (goal {least})" if least else ""))
     return cells
 
 
@@ -156,10 +155,6 @@ def _marked(ratio: float, most: float) -> str:
 
 def _bold(text: str, missed: bool) -> str:
     return f"**{text}**" if missed else text
-
-
-def _joined(cells: Any) -> str:
-    return " / ".join(cells)
 
 
 LAUNCHES = {

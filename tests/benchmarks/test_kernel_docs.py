@@ -20,16 +20,16 @@ def test_tables_are_those_of_the_records(page: Path) -> None:
 
 
 def test_what_misses_its_goal_is_bold(tmp_path: Path) -> None:
-    for name in docs.LAYERS:
-        record = json.loads((docs.RESULTS / name).read_text())
-        for row in record["rows"]:
-            if row["impl"] == "hexa" and row["shape"] == "olmoe":
-                row["train_ratio"], row["forward_ratio"] = 1.26, 1.204
-                row["forward_ms"] = 2.0 if row["routing"] == "balanced" else 2.11
-        (tmp_path / name).write_text(json.dumps(record))
+    record = json.loads((docs.RESULTS / docs.LAYERS).read_text())
+    for row in record["rows"]:
+        if row["impl"] == "hexa" and row["shape"] == "olmoe":
+            row["train_ratio"], row["forward_ratio"] = 1.26, 1.204
+            row["forward_ms"] = 2.0 if row["routing"] == "balanced" else 2.11
+    (tmp_path / docs.LAYERS).write_text(json.dumps(record))
     line = next(line for line in docs.layers(tmp_path).splitlines() if line.startswith("| olmoe"))
-    assert " / ".join(["**1.26**"] * len(docs.LAYERS)) in line
-    assert " / ".join(["1.20"] * len(docs.LAYERS)) in line
+    assert "**1.26**" in line
+    assert "1.20" in line
+    assert "**1.20**" not in line
     assert "**+5.5 %**" in line
 
 
