@@ -86,7 +86,7 @@ CUTE_DEVICE void tabulate(Smem<C>& sm, const GroupedParams& p) {
 }
 
 // Unit t of an mb x nb grid of tiles, `group` rows at a time, for CTA `rank` of the cluster. A unit without a second tile gives
-// both CTAs the same one, which is the second CTA's to compute but not to leave: `multicast` is -1.
+// both CTAs the same one: `multicast` is -1 in the second. Of row tiles both store it, of weight tiles, which may be added, the first.
 template <class C>
 CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int& n, int& multicast) {
   const int paired = mb / C::Cluster;
