@@ -25,12 +25,12 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     Those whose results are of a class of the user's cannot.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    calls = _calls_without(captured, order, products)
+    calls = _calls_without(captured, _places(order, products))
     return {node for call in calls for node in order[call.start : call.end]}
 
 
 def decided_anew(
-    captured: CapturedBlock, products: Sequence[torch.fx.Node], end: torch.fx.Node, roots: Iterable[torch.fx.Node]
+    captured: CapturedBlock, products: Iterable[torch.fx.Node], end: torch.fx.Node, roots: Iterable[torch.fx.Node]
 ) -> set[torch.fx.Node]:
     """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
 
@@ -41,22 +41,25 @@ def decided_anew(
         roots: what the region is computed from.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    last = max(map(order.index, products))
+    taken = _places(order, products)
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
     inside: set[torch.fx.Node] = set()
-    for call in _calls_without(captured, order, products):
+    for call in _calls_without(captured, taken):
         hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
         nodes = order[call.start : call.end]
-        if not hands_over and call.start <= last and not needed.isdisjoint(nodes):
+        if not hands_over and call.start <= taken[-1] and not needed.isdisjoint(nodes):
             inside.update(nodes)
     return inside
 
 
-def _calls_without(
-    captured: CapturedBlock, order: Sequence[torch.fx.Node], products: Iterable[torch.fx.Node]
-) -> Iterator[ModuleCall]:
+def _places(order: Iterable[torch.fx.Node], nodes: Iterable[torch.fx.Node]) -> list[int]:
+    """Of nodes, sorted."""
     position = {node: index for index, node in enumerate(order)}
-    taken = sorted(position[node] for node in products)
+    return sorted(position[node] for node in nodes)
+
+
+def _calls_without(captured: CapturedBlock, taken: Sequence[int]) -> Iterator[ModuleCall]:
+    """Calls inside of which no node lies at the places ``taken``, sorted ones."""
     for call in captured.calls:
         if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
             yield call
