@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -52,8 +52,7 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
 
 def _key(observation: Observation) -> Hashable:
     block = observation.module
-    tensors = [item for kind in ("_parameters", "_buffers") for item in named_tensors(block, kind, every=True).items()]
-    tensors += kept_tensors(block).items()
+    tensors = [*tensors_by_name(block).items(), *kept_tensors(block).items()]
     modules = named_modules(block, every=True)
     return (
         tuple((name, type(module), _hooks(module)) for name, module in modules),

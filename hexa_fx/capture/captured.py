@@ -16,7 +16,7 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.listed_stack import ListedStack
-from hexa_fx.isolation.module_tree import named_tensors
+from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 
@@ -103,8 +103,7 @@ class CapturedBlock:
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The block's parameters and buffers, by every name that they have."""
-        names = named_tensors(self.block, "_parameters", every=True)
-        return names | named_tensors(self.block, "_buffers", every=True)
+        return tensors_by_name(self.block)
 
     def in_float64(self, value: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in float64, for reading."""

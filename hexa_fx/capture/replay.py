@@ -21,9 +21,10 @@ from hexa_fx.isolation.precision import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.random_state import SEED, random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.upcast_weight import UpcastWeight
+from hexa_fx.isolation.written_tensors import WITH_STATISTICS
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
-_MAY_WRITE = frozenset({"batch_norm", "instance_norm", "embedding", "embedding_bag"})
+_MAY_WRITE = WITH_STATISTICS | {"embedding", "embedding_bag"}
 """Functions that may write to a buffer or a parameter that they are given: running statistics, rows above a largest norm."""
 
 

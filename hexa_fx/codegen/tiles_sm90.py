@@ -98,14 +98,14 @@ and most experts are one tile."""
 
 
 _WIDE = (COOPERATIVE, replace(COOPERATIVE, group_m=16))
-PAIRED = replace(COOPERATIVE, cluster=2)
-_ROWS = (*_WIDE, PAIRED)
+_PAIRED = replace(COOPERATIVE, cluster=2)
+_ROWS = (*_WIDE, _PAIRED)
 CANDIDATES = {
     "esmm": (*_ROWS, SWAPPED, replace(SWAPPED, cluster=2)),
     "esmm_act": (*_ROWS, SWAPPED),
     "esmm_act_backward": (*_ROWS, PINGPONG),
     "estmm": _ROWS,
-    "esfk": (COOPERATIVE, PAIRED, replace(PAIRED, split=True)),
+    "esfk": (COOPERATIVE, _PAIRED, replace(_PAIRED, split=True)),
 }
 """Tiles worth timing, by operator."""
 
@@ -171,4 +171,4 @@ def choose_tile(
                 return tile
     if mean <= CLUSTER_ROWS or (op == "esmm" and depth < CLUSTER_DEPTH) or (op == "estmm" and turned):
         return COOPERATIVE
-    return replace(PAIRED, split=op == "esfk")
+    return replace(_PAIRED, split=op == "esfk")

@@ -64,6 +64,11 @@ def named_tensors(root: nn.Module, registry: str, every: bool = False) -> dict[s
     return found
 
 
+def tensors_by_name(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters and buffers, by every name."""
+    return named_tensors(root, "_parameters", every=True) | named_tensors(root, "_buffers", every=True)
+
+
 def tensors_of(root: nn.Module) -> list[torch.Tensor]:
     """Its parameters and buffers, each of both once."""
     return [tensor for registry in ("_parameters", "_buffers") for tensor in named_tensors(root, registry).values()]

@@ -25,7 +25,7 @@ _WRITES = frozenset(("numpy", *_EXCHANGES, *(f"__{name}__" for name in _OPERATOR
 """Functions that write to a tensor, or give its memory to numpy, which may."""
 _ONLY_NAMED_SO = "requires_grad_"
 """Not one, by its name: gradients are kept by `gradients_kept`."""
-_WITH_STATISTICS = ("batch_norm", "instance_norm")
+WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 """Functions that write to the running statistics that they are given."""
 _SMALL = 1 << 16
 _NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuffer"))
@@ -149,7 +149,7 @@ class _Writes(TorchFunctionMode):
             target = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
         elif kwargs.get("max_norm") is not None:  # of an embedding, which scales the rows that it looks up
             target = args[1]
-        elif name in _WITH_STATISTICS:
+        elif name in WITH_STATISTICS:
             target = [item for item in (*args[1:], *kwargs.values()) if not isinstance(item, nn.Parameter)]
         # properties other than data, or memory that holds the same
         keeps_numbers = name == "__set__" or (name in _EXCHANGES and _have_the_same_numbers(args))

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
 from hexa_fx.isolation.moved import movable
 from hexa_fx.isolation.read_values import IsA, Names, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
@@ -76,8 +76,8 @@ class AttributeGuards:
         under = frozenset(path for path in self.owners if base_of(found := block.get_submodule(path)) is not found)
         paths = (path for path, _ in _read(block, "", under.union(called)))
         self.inner = tuple(path for path in paths if path and path not in self.owners)
-        read = {f"{read.root}.{read.steps[0]}".lstrip(".") for read in self.reads if not read.is_global}
-        tensors = (item for item in _tensors(block).items() if item[0] in read)
+        read = _names(self.reads)
+        tensors = (item for item in tensors_by_name(block).items() if item[0] in read)
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         self.bind(block)
 
@@ -154,7 +154,7 @@ class AttributeGuards:
         names = frozenset(name for names in self.other_names for name in names)
         self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
         modules: dict[str, Any] = dict(named_modules(block, every=True))
-        known = modules | _tensors(block) if self.other_names else {}
+        known = modules | tensors_by_name(block) if self.other_names else {}
         for name, first in self.other_names:
             one, other = known.get(name), known.get(first)
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
@@ -173,18 +173,17 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
     """Of the floating parameters and buffers that a graph, the modules that it calls and the code read, by path; of those side by
     side the first."""
     parts = [part for weight in rewritten.packed for part in weight.parts]
-    read = {f"{read.root}.{read.steps[0]}".lstrip(".") for read in rewritten.reads if not read.is_global}
-    read = read.difference(*parts) | {part[0] for part in parts}
+    read = _names(rewritten.reads).difference(*parts) | {part[0] for part in parts}
     read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
     called = called_in(rewritten.graph, always=False)
-    named = _tensors(block) | kept_tensors(block)
+    named = tensors_by_name(block) | kept_tensors(block)
     floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
     return {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
 
 
-def _tensors(block: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, by every name."""
-    return named_tensors(block, "_parameters", every=True) | named_tensors(block, "_buffers", every=True)
+def _names(reads: Iterable[PythonRead]) -> set[str]:
+    """Of what is read from the block's modules."""
+    return {f"{read.root}.{read.steps[0]}".lstrip(".") for read in reads if not read.is_global}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
