@@ -216,7 +216,7 @@ Destination: TypeAlias = ModuleAttribute | ObjectAttribute | Counter | Container
 
 
 AutocastDtypes: TypeAlias = Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]]
-"""Dtypes of a block's results, by the autocast dtype and the dtypes of its inputs."""
+"""Dtypes of a block's results, by the autocast dtype and the dtypes of its inputs and of parameters."""
 
 
 @dataclass(frozen=True)

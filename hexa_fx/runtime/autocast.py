@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.fx
+from torch import nn
 from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
@@ -14,11 +17,31 @@ from hexa_fx.ir import AutocastDtypes, InputGuard
 from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.runtime.guards import AGAIN, GuardMiss
 
+_CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
+"""Functions that multiply in the autocast dtype, whatever they are given."""
 
-def kind_of(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
-    """What dtypes of results depend on under autocast: its dtype, and those of the tensors among the inputs."""
+
+def parameters_that_count(graph: torch.fx.Graph) -> tuple[str, ...]:
+    """Paths of parameters and buffers that a rewritten graph does more with than multiply matrices: their dtypes count."""
+    read = graph.find_nodes(op="get_attr", sort=False)
+    return tuple(dict.fromkeys(str(node.target) for node in read if not all(map(_casts, node.users))))
+
+
+def _casts(node: torch.fx.Node) -> bool:
+    return str(node.target).startswith("hexa.") or getattr(node.target, "__name__", node.target) in _CASTING
+
+
+def kind_of(
+    guards: Sequence[InputGuard], values: Mapping[str, Any], block: nn.Module, read: Sequence[str]
+) -> tuple[torch.dtype, ...]:
+    """What dtypes of results depend on under autocast: its dtype, and those of the tensors among the inputs and of parameters.
+
+    Args:
+        read: `parameters_that_count`.
+    """
     tensors = [values[guard.name] for guard in guards if guard.kind == "tensor"]
     device = tensors[0].device.type if tensors else "cpu"
+    tensors += [attrgetter(path)(block) for path in read]
     return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in tensors))
 
 
@@ -28,7 +51,11 @@ def may_be_on() -> bool:
 
 
 def dtypes_under_autocast(
-    known: AutocastDtypes, guards: Sequence[InputGuard], values: Mapping[str, Any]
+    known: AutocastDtypes,
+    guards: Sequence[InputGuard],
+    values: Mapping[str, Any],
+    block: nn.Module,
+    read: Sequence[str],
 ) -> tuple[torch.dtype | None, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
@@ -38,10 +65,12 @@ def dtypes_under_autocast(
     first = next((values[guard.name] for guard in guards if guard.kind == "tensor"), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return None
-    kind = kind_of(guards, values)
+    kind = kind_of(guards, values, block, read)
     found = known.get(kind)
     if found is None:
-        inputs = ", ".join(str(dtype).removeprefix("torch.") for dtype in kind[1:])
+        names = [str(dtype).removeprefix("torch.") for dtype in kind[1:]]
+        inputs, others = ", ".join(names[: len(names) - len(read)]), ", ".join(names[len(names) - len(read) :])
+        inputs += f" and parameters in {others}" if others else ""
         helps = f"; {AGAIN}" if known else ""
         raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known{helps}")
     return found

@@ -24,7 +24,7 @@ from hexa_fx.ops.sources import TAKE_SOURCES
 from hexa_fx.runtime import results
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
+from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on, parameters_that_count
 from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code, saving_is_counted
 from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs, say_in_trace
@@ -74,6 +74,7 @@ class HexaForward:
         self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
         graphs = {True: train and train.graph, False: eval and eval.graph}
         self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
+        self.counting = {mode: parameters_that_count(graph) if graph else () for mode, graph in graphs.items()}
         self.matrices = {mode: matrices_of(g, self.packed_names[mode]) if g else {} for mode, g in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
@@ -164,7 +165,10 @@ class HexaForward:
         if reason := reason_for_own_code(module, self.weights[training]):
             raise GuardMiss(reason)
         inputs = self._inputs_of(program, training, args, kwargs)
-        dtypes = self._dtypes_under_autocast(training, args, kwargs)
+        dtypes = None
+        if (known := self.autocast[training]) is not None and may_be_on():
+            values = self._arguments.bind(args, kwargs)
+            dtypes = dtypes_under_autocast(known, self.guards[training], values, module, self.counting[training])
         results.check(module, self.stored[training])
         read = [getattr(module, name) for name in self.packed_names[training]]
         read += adapted.factors() if adapted else ()
@@ -205,12 +209,6 @@ class HexaForward:
         check_inputs(self.guards[training], values)
         check_coverage(self.guards[training], program.inputs, values, self._arguments.defaults)
         return [values[name] for name in program.inputs]
-
-    def _dtypes_under_autocast(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        known = self.autocast[training]
-        if known is None or not may_be_on():
-            return None
-        return dtypes_under_autocast(known, self.guards[training], self._arguments.bind(args, kwargs))
 
     def takes_adapters(self) -> bool:
         """Whether the programs run an operator that takes weights and their adapters apart."""

@@ -1,7 +1,8 @@
 """Which dtypes a block's results have under autocast, by running its own code there once.
 
 Recorded code names dtypes as they were, and a rewritten region gives its result in the autocast dtype, whereas the original may
-add it up in float32. What the original gives depends on the autocast dtype and on the dtypes of the inputs alone.
+add it up in float32. What the original gives depends on the autocast dtype and on the dtypes of the inputs, and of parameters that
+it does more with than multiply matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hexa_fx.ir import AutocastDtypes, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.modes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
-from hexa_fx.runtime.autocast import dtypes_of, kind_of
+from hexa_fx.runtime.autocast import dtypes_of, kind_of, parameters_that_count
 from hexa_fx.runtime.results import state_of, values_left
 from hexa_fx.runtime.signature import ArgumentNames
 
@@ -61,7 +62,7 @@ def _autocast_dtypes(
     if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
         return {}
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
-    before = state_of(block, rewritten.stored, rewritten.changed)
+    before, read = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # a block in 16 bits has its own dtype and the autocast dtype in one
     tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))
@@ -74,7 +75,7 @@ def _autocast_dtypes(
                 torch.autocast(device, dtype, cache_enabled=False),
                 torch.no_grad(),
             ):
-                kind = kind_of(rewritten.guards, _named(block, *given))
+                kind = kind_of(rewritten.guards, _named(block, *given), block, read)
                 result = block.forward(*given[0], **given[1])
                 found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
         except Exception as error:

@@ -277,3 +277,23 @@ def test_a_block_in_16_bits_runs_once_for_each_pair_of_dtypes(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             assert operators_run(model, (x(),))
             assert model(x()).dtype == torch.float32
+
+
+class WithPosition(Block):
+    """A parameter that is added decides on the dtype of the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(D))
+
+    def end(self, out, logits):
+        return out + self.position
+
+
+def test_parameters_in_another_dtype_than_they_were_recorded_in(caplog):
+    model, optimized = (m.bfloat16() for m in pair(WithPosition))
+    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
+        assert optimized(x().bfloat16()).dtype == model(x().bfloat16()).dtype == torch.bfloat16
+        assert optimized.float()(x()).dtype == model.float()(x()).dtype
+        assert operators_run(optimized, (x(),))
+    assert "for inputs in bfloat16 and parameters in bfloat16 is not known" in caplog.text
