@@ -53,7 +53,8 @@ class CodeReads:
     """What one code object mentions.
 
     Args:
-        chains: a global name and the attributes that are taken of it: ``("config", "scales", "first")``.
+        chains: a global name and the attributes that are taken of it, or set: ``("config", "scales", "first")``. What it sets
+            counts as read, so that the same value lying there is a condition: the rewritten block sets none.
         imports: the same of Python modules that the code imports.
         sets: a global name and the attributes up to one that the code sets: ``("torch", "backends", "cudnn", "benchmark")``.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
@@ -83,7 +84,9 @@ def code_reads(code: types.CodeType) -> CodeReads:
     chains, imports, imported = dict[tuple[str, ...], None](), dict[tuple[str, ...], None](), dict[str, str]()
     for at, instruction in enumerate(instructions):
         name, following = str(instruction.argval), instructions[at + 1 :]
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            chains[name,] = None
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             chains[name, *_attributes(following)] = None
             sets += [(name, *found)] if (found := _set_of(following)) else []
         elif instruction.opname == "IMPORT_NAME":
@@ -164,9 +167,9 @@ def _catches_errors(instructions: list[Instruction]) -> bool:
 
 def _attributes(following: list[Instruction]) -> Iterator[str]:
     for instruction in following:
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
             yield str(instruction.argval)
-        elif instruction.opname != "COPY":  # of ``Config.calls += 1``
+        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD", "COPY"):  # the last of ``Config.calls += 1``
             return
 
 

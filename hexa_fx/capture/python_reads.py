@@ -33,7 +33,7 @@ from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_attributes import asked_and_set_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK, OF_PAST
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
@@ -46,8 +46,8 @@ _TREE = frozenset(
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE}
-"""What is done to a tensor, and not asked."""
+_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE, **OF_PAST}
+"""What is done to a tensor, or asked of it, and no condition."""
 _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, SWITCH, WEIGHT
+from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, PAST, SWITCH, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
@@ -42,6 +42,10 @@ _TENSOR_HOOKS = (
     "the code puts hooks on gradients ({}), which one run does not show at work; an autograd.Function around the "
     "experts can stay"
 )
+_PAST = (
+    "the code asks what was done with a tensor before ({}), which no graph shows; what it asks of shapes, dtypes and requires_grad "
+    "is checked in every call, and in the router's module it can stay"
+)
 _DATA = (
     "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
@@ -70,6 +74,7 @@ _SAID = {
     DATA: _DATA,
     ATTRIBUTE: _ATTRIBUTE,
     WEIGHT: _WEIGHT,
+    PAST: _PAST,
     SWITCH: _SWITCHED,
 }
 """By the kind of what leaves no trace."""

@@ -25,6 +25,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.observers import PassEvent, listening
+from tests.detect import sizes_elsewhere
 from tests.runtime.handmade import D, E, ListMoE
 from tests.zoo.compare import operators_run
 
@@ -212,6 +213,39 @@ class OnArguments(ListMoE):
 class OnHooks(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden) * (2.0 if self._forward_hooks else 1.0)
+
+
+class ByVersion(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (1.0 if hidden._version == 0 else 0.5)
+
+
+class ByBase(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (1.0 if hidden._base is None else 0.5)
+
+
+class ByItsHooks(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (0.5 if hidden._backward_hooks else 1.0)
+
+
+class SetsAGlobal(ListMoE):
+    """The same in every call, and read by others only."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        global DIMENSIONS
+        DIMENSIONS = hidden.dim()
+        return super().forward(hidden)
+
+
+DIMENSIONS = 0
+
+
+class SetsAnotherModules(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        sizes_elsewhere.DIMENSIONS = 2
+        return super().forward(hidden)
 
 
 class Given(nn.Module):
@@ -440,6 +474,9 @@ class OfAFile(OnChoices):
         (WithGradient, "gradient of"),
         (Timed, "a clock"),
         (ByThread, "without a trace"),
+        (ByVersion, "what was done with a tensor before (_version)"),
+        (ByBase, "what was done with a tensor before (_base)"),
+        (ByItsHooks, "what was done with a tensor before (_backward_hooks)"),
         (WithArray, "without a trace"),
     ],
 )
@@ -447,6 +484,21 @@ def test_what_nothing_can_check_is_refused(block: type[nn.Module], reason: str) 
     _, opt = optimized(block)
     assert not opt.report.rewritten
     assert reason in opt.report.blocks[0].reason
+
+
+@pytest.mark.parametrize(
+    ("block", "where"), [(SetsAGlobal, sys.modules[__name__]), (SetsAnotherModules, sizes_elsewhere)]
+)
+def test_a_constant_that_code_leaves_elsewhere(
+    block: type[nn.Module], where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, "DIMENSIONS", 0, raising=False)
+    _, opt = optimized(block)
+    opt(tokens())
+    assert operators_run(opt, (tokens(),))
+    where.DIMENSIONS = 0  # type: ignore[attr-defined]
+    opt(tokens())
+    assert where.DIMENSIONS == 2
 
 
 class Counting(ListMoE):
