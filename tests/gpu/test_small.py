@@ -232,6 +232,7 @@ def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
     ("tile", "side", "layout"),
     [
         *(("coop", "x", "nk"), ("coop3", "g", "nk"), ("coop", "neither", "kn"), ("coop3", "x", "kn")),
+        *(("coop2", "g", "nk"), ("coop2", "x", "nk")),
         *(
             ("narrow", side, layout)
             for side, layout in (("x", "nk"), ("g", "nk"), ("neither", "nk"), ("neither", "kn"))
@@ -258,7 +259,7 @@ def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop3", "kn"), ("narrow", "nk")])
+@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "nk"), ("coop3", "kn"), ("narrow", "nk")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
     check_esfk(sm90.esfk, layout, WEIGHT_TILES[tile])
 
@@ -308,7 +309,10 @@ def assert_added(after: Tensor, before: Tensor, change: Tensor) -> None:
 @hopper
 @pytest.mark.parametrize(
     ("tile", "side", "layout", "n"),
-    [("coop", "x", "nk", N), ("coop3", "g", "nk", 520), ("coop", "neither", "kn", N), ("coop3", "g", "kn", N)],
+    [
+        *(("coop", "x", "nk", N), ("coop3", "g", "nk", 520), ("coop", "neither", "kn", N), ("coop3", "g", "kn", N)),
+        ("coop2", "g", "nk", 520),
+    ],
 )
 def test_estmm_of_sm90_adds(tile: str, side: str, layout: str, n: int) -> None:
     r = routing()
@@ -335,7 +339,7 @@ def check_esfk_adds(
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "layout", "n"), [("coop", "nk", N), ("coop3", "kn", 520)])
+@pytest.mark.parametrize(("tile", "layout", "n"), [("coop", "nk", N), ("coop2", "nk", 520), ("coop3", "kn", 520)])
 def test_esfk_of_sm90_adds(tile: str, layout: str, n: int) -> None:
     check_esfk_adds(sm90.esfk, layout, n, WEIGHT_TILES[tile])
 
