@@ -1,7 +1,7 @@
-"""packed_gemm: grouped products of few rows with weights of four bits, by mma.sync; sm_80 and everything after it.
+"""packed_gemm: grouped products of few rows with packed weights, by mma.sync; sm_80 and everything after it.
 
-Serves esmm, with or without an activation in its epilogue, in bf16 and fp16. Weights are (E, N, K) with two codes in a byte and
-a scale for each `block` values along K.
+Serves esmm, with or without an activation in its epilogue, in bf16 and fp16. Weights are (E, N, K) with one or two codes in a byte
+and a scale for each `block` values along K of `scale_rows` lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ FAMILY = "packed_gemm"
 MOST_EXPERTS = 512
 DEPTH = 128
 """Values along K that a warp takes in a step."""
+LANE = 32
+"""Of them a lane's."""
 SCALES = ("f32", "bf16", "e8m0")
+ELEMENTS = ("code4", "e4m3", "int8")
 
 _TABLE_BYTES = 256 * 256
 _MOST_WARPS = 16
@@ -120,6 +123,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     block = int(spec.option("block"))
     if block < 32 or block & (block - 1):
         yield f"blocks of {block} values; expected a power of two, 32 or more"
+    if spec.option("element") not in ELEMENTS or int(spec.option("scale_rows")) < 1:
+        yield f"elements are {spec.option('element')}; expected one of {', '.join(ELEMENTS)}, some lines of which share scales"
     if spec.option("on_sums") and block < 64:
         yield f"blocks of {block} values cannot be scaled in sums"
     warps_m, warps_k, steps = (int(spec.option(name)) for name in ("warps_m", "warps_k", "steps"))

@@ -7,12 +7,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hexa_fx.codegen.family_packed import DEPTH, FAMILY, PackedTile, candidates, choose_tile, columns_of_tile
+from hexa_fx.codegen.family_packed import DEPTH, FAMILY, LANE, PackedTile, candidates, choose_tile, columns_of_tile
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.operands import DTYPES
+from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu
+
+
+class Codes(NamedTuple):
+    """What a packed weight is made of, beside the element type of its scales.
+
+    Args:
+        element: one of `hexa_fx.codegen.family_packed.ELEMENTS`.
+        block, scale_rows: values along K, and lines, that share a scale.
+        high_first: the first of a byte's two codes is its high half.
+    """
+
+    element: str
+    block: int
+    scale_rows: int
+    high_first: bool
+
+    @property
+    def per_byte(self) -> int:
+        """Values in a byte."""
+        return 2 if self.element == "code4" else 1
+
+    @property
+    def together(self) -> int:
+        """What K is a multiple of."""
+        return self.block if self.element == "code4" else LANE
+
+    def scales(self, lines: int, depth: int) -> int:
+        """Of an expert."""
+        return ceil_div(lines, self.scale_rows) * ceil_div(depth, self.block)
 
 
 class PackedKey(NamedTuple):
@@ -20,8 +50,7 @@ class PackedKey(NamedTuple):
 
     Args:
         scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
-        block: values that share one.
-        high_first: the first of a byte's two codes is its high half.
+        codes: what the weight is made of.
     """
 
     card: Card
@@ -30,8 +59,7 @@ class PackedKey(NamedTuple):
     inner: int
     columns: int
     scale: str
-    block: int
-    high_first: bool
+    codes: Codes
     gather: bool
     activation: str
     glu: Glu
@@ -48,11 +76,11 @@ class PackedKey(NamedTuple):
 
     def rule(self) -> PackedTile:
         """The tile that nobody measured."""
-        return choose_tile(self.inner, self.block, self.bucket)
+        return choose_tile(self.inner, self.codes.block, self.bucket)
 
     def candidates(self) -> list[PackedTile]:
         """Tiles worth measuring."""
-        return candidates(self.inner, self.block)
+        return candidates(self.inner, self.codes.block)
 
     def at(self, bucket: int) -> PackedKey:
         """The same with another number of rows an expert."""
@@ -71,7 +99,7 @@ class PackedKey(NamedTuple):
             glu=self.glu,
             bias=self.bias,
         )
-        packed: dict[str, Option] = {"scale": self.scale, "block": self.block, "high_first": self.high_first}
+        packed: dict[str, Option] = {"scale": self.scale, **self.codes._asdict()}
         keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
         spec = spec.with_options(**packed, **keep, **asdict(tile))
         lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns

@@ -1,7 +1,7 @@
 """Products of few rows with packed weights through the family packed_gemm, which unpacks on the way to the tensor cores.
 
-With few rows an expert a product only streams weights, and packed ones are a quarter of the bytes. With more rows the same
-weights are unpacked again for each eight of them, and matrices that were unpacked once are better: see `unsupported`.
+With few rows an expert a product only streams weights, and packed ones are a quarter or half of the bytes. With more rows the
+same weights are unpacked again for each eight of them, and matrices that were unpacked once are better: see `unsupported`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.cuda.key_packed import PackedKey
+from hexa_fx.cuda.key_packed import Codes, PackedKey
 from hexa_fx.cuda.operands import aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.formats import FORMATS
+from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.operands import EsmmAct
@@ -38,39 +39,50 @@ MOST_BUCKET = 5
 and read at two bytes a value, which takes as long as some six passes over four bits.
 """
 
+Streamed = FourBit | Blocks
+"""Formats that the kernels know, where they have one tensor of scales."""
+
 _SCALES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.uint8: "e8m0"}
 
 
 class PackedProduct(NamedTuple):
-    """One product with weights (E, N, K) in four bits, with an activation or without.
+    """One product with packed weights (E, N, K), with an activation or without.
 
     Args:
-        base: its w1 and w3 are codes (E, N, K / 2), uint8, in layout ``nk``.
-        scales, scales_up: of w1 and w3, one for each ``format.block`` values of an expert's matrix, read row by row; float32, or
-            uint8 (E8M0).
+        base: its w1 and w3 are codes (E, N, K), two in a byte where they have four bits, in layout ``nk``.
+        scales, scales_up: of w1 and w3, as ``format`` has them; float32, or uint8 (E8M0).
         format: what codes mean.
     """
 
     base: EsmmAct
     scales: Tensor
     scales_up: Tensor | None
-    format: FourBit
+    format: Streamed
+
+    @property
+    def codes(self) -> Codes:
+        """What the kernel is told of them."""
+        f = self.format
+        if isinstance(f, FourBit):
+            return Codes("code4", f.block, 1, f.high_first)
+        rows, columns = f.block
+        return Codes("int8" if f.dtype == torch.int8 else "e4m3", columns or MOST_DEPTH, rows, False)
 
     @property
     def depth(self) -> int:
         """K."""
-        return 2 * self.base.w1.shape[2]
+        return self.format.per_item * self.base.w1.shape[2]
 
 
-def four_bit(format: str, scales: Sequence[Tensor], layout: str) -> FourBit | None:
+def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | None:
     """The format of a packed weight that the kernels know; None for one that they do not, and for another layout."""
     found = FORMATS.get(format)
-    return found if isinstance(found, FourBit) and len(scales) == 1 and layout == "nk" else None
+    return found if isinstance(found, Streamed) and len(scales) == 1 and layout == "nk" else None
 
 
 def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
-    x, experts, block = o.base.x, o.base.offs.shape[0] - 1, o.format.block
+    x, experts, together = o.base.x, o.base.offs.shape[0] - 1, o.codes.together
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
     if card.arch < 80:
         return f"sm_{card.arch}; the kernels need sm_80 or newer"
@@ -79,8 +91,8 @@ def unsupported(o: PackedProduct) -> str:
     scale = _SCALES.get(o.scales.dtype)
     if scale is None or (scale == "e8m0" and x.dtype != torch.bfloat16):
         return f"scales are {o.scales.dtype} for rows of {x.dtype}"
-    if o.depth % block or o.depth > MOST_DEPTH:
-        return f"lines of {o.depth} values; the kernels take multiples of {block} up to {MOST_DEPTH}"
+    if o.depth % together or o.depth > MOST_DEPTH:
+        return f"lines of {o.depth} values; the kernels take multiples of {together} up to {MOST_DEPTH}"
     if experts > MOST_EXPERTS:
         return f"{experts} experts; the kernels' tables hold {MOST_EXPERTS}"
     if row_bucket(o.base.rows, experts) > MOST_BUCKET:
@@ -123,8 +135,7 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
         o.depth,
         base.w1.shape[1],
         _SCALES[o.scales.dtype],
-        o.format.block,
-        o.format.high_first,
+        o.codes,
         base.v is not None,
         base.activation,
         base.glu,
@@ -135,15 +146,16 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
-    values = key.columns * key.inner
-    strides = (x.stride()[0], values // 2, values // key.block, 0 if d is None else d.shape[1], inner)
-    constants, codes = constants_of(base.activation, base.params), _values(o.format.values, x.dtype)
+    of_expert = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
+    strides = (x.stride()[0], *of_expert, 0 if d is None else d.shape[1], inner)
+    constants, codes = constants_of(base.activation, base.params), _values(o.format, x.dtype)
     numbers = (*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
     launch(x, spec, grid, pointers, *numbers)
 
 
-def _values(values: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """The sixteen values as elements, two in a word."""
+def _values(format: Streamed, dtype: torch.dtype) -> tuple[int, ...]:
+    """The sixteen values of codes of four bits as elements, two in a word."""
+    values = format.values if isinstance(format, FourBit) else (0.0,) * 16
     elements = torch.tensor(values, dtype=torch.float32, device="cpu").to(dtype).view(torch.int16).tolist()
     return unpack("8I", pack("16h", *elements))

@@ -9,7 +9,7 @@ from torch import Tensor
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda import packed
 from hexa_fx.cuda.fallback import generic
-from hexa_fx.cuda.packed import PackedProduct, four_bit
+from hexa_fx.cuda.packed import PackedProduct, streamed
 from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esmm, EsmmAct
@@ -28,7 +28,7 @@ def moe_ffn_sources(o: MoeFfnSources) -> Tensor:
 def _few_rows(o: MoeFfnSources) -> Tensor | None:
     """The result; None where the general path has to compute it."""
     top_k, experts = o.top_k_index.shape[1], o.w1.shape[0]
-    formats = [None if p.a is not None else four_bit(p.format, p.scales, p.layout) for p in (*o.first, o.second)]
+    formats = [None if p.a is not None else streamed(p.format, p.scales, p.layout) for p in (*o.first, o.second)]
     format = formats[0]
     if format is None or any(each is not format for each in formats[:-1]):
         return None

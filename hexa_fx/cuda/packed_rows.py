@@ -95,7 +95,7 @@ def esmm_act_backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
     """The product as the kernels for few rows see it; None where they do not take it."""
-    format = few_rows.four_bit(o.format, o.scales, o.layout)
+    format = few_rows.streamed(o.format, o.scales, o.layout)
     if format is None or is_fixed():
         return None
     base = Esmm(o.x, o.packed, o.bias, o.v, o.offs, o.top_k, "nk").plain

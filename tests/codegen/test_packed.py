@@ -11,7 +11,7 @@ from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, ch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed, packed_layer
 from hexa_fx.cuda.packed import PackedProduct, unsupported
-from hexa_fx.formats import MXFP4, NF4
+from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.codegen.emulated import emulated  # noqa: F401
@@ -44,6 +44,9 @@ def weight(f, columns, k):
             codes.numel() // 256
         )
         scales[0, 1] = 0
+    if f.per_item == 1:  # every code that is a number
+        every = torch.tensor([code for code in range(256) if f is INT8_ROWS or code & 127 != 127], dtype=torch.uint8)
+        codes.view(torch.uint8).view(-1)[: len(every)] = every
     return (codes, scales), f.dense(codes, [scales], torch.float64)
 
 
@@ -54,8 +57,12 @@ def weight(f, columns, k):
         (NF4, BF16, 192, 80, PackedTile(1, 2, 1, 1)),
         (NF4, F16, 320, 33, PackedTile(2, 1, 3, 1)),  # a ring that is shorter than a unit
         (MXFP4, BF16, 288, 64, PackedTile(1, 2, 2, 1)),
+        (FP8_BLOCK, BF16, 288, 200, None),  # blocks that end within a step and within a unit's lines
+        (FP8_BLOCK, F16, 384, 256, PackedTile(1, 1, 3, 1, True)),
+        (INT8_ROWS, BF16, 160, 80, None),
+        (INT8_ROWS, F16, 512, 33, PackedTile(2, 1, 4, 1)),
     ],
-    ids=["nf4, scales on sums", "nf4", "nf4 in f16", "mxfp4"],
+    ids=["nf4, scales on sums", "nf4", "nf4 in f16", "mxfp4", "fp8", "fp8 in f16", "int8", "int8 in f16"],
 )
 def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
     torch.manual_seed(0)
@@ -79,6 +86,8 @@ def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
         ("interleaved", "swiglu_oai", (1.702, 1.0), MXFP4, True, True),
         ("split", "gelu", (), NF4, True, True),
         ("none", "relu2", (), NF4, True, False),
+        ("concat", "silu", (), FP8_BLOCK, False, True),
+        ("split", "silu", (), INT8_ROWS, True, False),
     ],
 )
 def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noqa: F811
@@ -139,6 +148,8 @@ def test_what_is_left_to_other_ways(monkeypatch):
     assert "multiples of 16 bytes" in why(x=torch.randn(5, 130, dtype=BF16)[:, 1:129])
     wide, scales_of_wide = weight(MXFP4, 2, MOST_DEPTH + 32)[0]
     assert "up to 8192" in why(MXFP4, scales_of_wide, w1=wide)
+    odd, scales_of_odd = weight(FP8_BLOCK, 64, 144)[0]
+    assert "multiples of 32" in why(FP8_BLOCK, scales_of_odd, w1=odd, x=torch.randn(5, 144, dtype=BF16))
     other, scales_of_other = weight(MXFP4, 64, 128)[0]
     assert "scales are torch.uint8" in why(MXFP4, scales_of_other, w1=other, x=x.half())
     cuda_choosing.forget_choices()

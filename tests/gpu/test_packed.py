@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.cuda import packed
-from hexa_fx.cuda.packed import PackedProduct
-from hexa_fx.formats import MXFP4, NF4
-from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.cuda.packed import PackedProduct, Streamed
+from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.gpu import cases
@@ -24,15 +23,18 @@ BF16, F16 = torch.bfloat16, torch.float16
 EXPERTS = 12
 TOLERANCE = {BF16: 5e-3, F16: 7e-4}
 """Values, scales, their products and results are rounded, each once."""
-DEPTHS = [(NF4, 2048), (NF4, 768), (NF4, 192), (NF4, 4096), (NF4, 7168), (MXFP4, 2880), (MXFP4, 32), (MXFP4, 4096)]
+DEPTHS = [
+    *((NF4, 2048), (NF4, 768), (NF4, 192), (NF4, 4096), (NF4, 7168), (MXFP4, 2880), (MXFP4, 32), (MXFP4, 4096)),
+    *((FP8_BLOCK, 2048), (FP8_BLOCK, 768), (FP8_BLOCK, 2880), (FP8_BLOCK, 7168), (INT8_ROWS, 96), (INT8_ROWS, 4096)),
+]
 
 
-Weight = tuple[Tensor, Tensor, FourBit]
+Weight = tuple[Tensor, Tensor, Streamed]
 """Codes, their scales, and the format."""
 
 
 @cache
-def weight(f: FourBit, columns: int, k: int) -> tuple[Weight, Tensor]:
+def weight(f: Streamed, columns: int, k: int) -> tuple[Weight, Tensor]:
     """Packed, and as it is read, in float64."""
     codes, scales = f.pack_all(randn(EXPERTS, columns, k, dtype=torch.float32, scale=k**-0.5))
     return (codes, scales, f), f.dense(codes, [scales], torch.float64)
@@ -45,12 +47,12 @@ def product(x: Tensor, w: Weight, bias: Tensor | None, v: Tensor | None, offs: T
 
 
 def name(value: object) -> str | None:
-    return value.name if isinstance(value, FourBit) else None
+    return value.name if isinstance(value, Streamed) else None
 
 
 @pytest.mark.parametrize(("f", "k"), DEPTHS, ids=name)
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_products(f: FourBit, k: int, kind: str) -> None:
+def test_products(f: Streamed, k: int, kind: str) -> None:
     (w, dense), bias = weight(f, 88, k), randn(EXPERTS, 88, dtype=BF16)
     for tokens, top_k in ((1, 4), (8, 4), (64, 3)):
         r = make_routing(kind, tokens, top_k, EXPERTS)
@@ -62,6 +64,7 @@ def test_products(f: FourBit, k: int, kind: str) -> None:
         assert row_error(y, reference_esmm(rows, dense, None, None, r, "nk")) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize("f", [NF4, FP8_BLOCK], ids=name)
 @pytest.mark.parametrize(
     ("k", "tile"),
     [
@@ -74,8 +77,8 @@ def test_products(f: FourBit, k: int, kind: str) -> None:
     ],
     ids=str,
 )
-def test_tiles(k: int, tile: PackedTile) -> None:
-    (w, dense), r = weight(NF4, 200, k), make_routing("random", 40, 4, EXPERTS)
+def test_tiles(k: int, tile: PackedTile, f: Streamed) -> None:
+    (w, dense), r = weight(f, 200, k), make_routing("random", 40, 4, EXPERTS)
     x = randn(40, k, dtype=BF16)
     y = packed.esmm(product(x, w, None, r.v, r.offs, 4), tile)
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[BF16]
@@ -90,10 +93,10 @@ def test_tiles(k: int, tile: PackedTile) -> None:
         ("none", "relu2", ()),
     ],
 )
-@pytest.mark.parametrize("f", [NF4, MXFP4], ids=name)
+@pytest.mark.parametrize("f", [NF4, MXFP4, FP8_BLOCK], ids=name)
 @pytest.mark.parametrize(("bias", "keep_h"), [(False, False), (True, True)], ids=["", "bias, keep h"])
 def test_activations(
-    f: FourBit, glu: str, activation: str, params: tuple[float, ...], bias: bool, keep_h: bool
+    f: Streamed, glu: str, activation: str, params: tuple[float, ...], bias: bool, keep_h: bool
 ) -> None:
     columns, k = 72 if glu in ("none", "split") else 144, 320
     w1, dense = weight(f, columns, k)
@@ -114,8 +117,9 @@ def test_activations(
         assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
 
 
-def test_float16() -> None:
-    (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
+@pytest.mark.parametrize("f", [NF4, FP8_BLOCK, INT8_ROWS], ids=name)
+def test_float16(f: Streamed) -> None:
+    (w, dense), r = weight(f, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x = randn(20, 768, dtype=F16)
     y = packed.esmm(product(x, w, None, r.v, r.offs, 4))
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[F16]
@@ -149,8 +153,8 @@ def test_rows_and_experts_do_not_see_each_other() -> None:
     assert y[~clean].isnan().any(1).all()
 
 
-@pytest.mark.parametrize("f", [NF4, MXFP4], ids=name)
-def test_a_layer(f: FourBit) -> None:
+@pytest.mark.parametrize("f", [NF4, MXFP4, FP8_BLOCK, INT8_ROWS], ids=name)
+def test_a_layer(f: Streamed) -> None:
     """Through the operator, which takes four launches; against the same with weights as they are read."""
     hidden, inner = 320, 192
     (w1, dense1), (w2, dense2), b2 = (

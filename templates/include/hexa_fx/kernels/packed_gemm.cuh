@@ -1,4 +1,4 @@
-// Grouped products of few rows with weights of four bits (sm_80 and newer): esmm, with an activation on the way out.
+// Grouped products of few rows with weights of four or eight bits (sm_80 and newer): esmm, with an activation on the way out.
 //
 //   D[p, n] = sum_k x[row(p), k] W[e(p)][n, k] + bias[e(p), n], row(p) = v[p] / top_k or p
 //
@@ -24,7 +24,7 @@ struct PackedGemm {
   static constexpr int kThreads = C::kThreads, kMostExperts = 512;
   using Schedule = Units<C::kTokens, kMostExperts, kThreads>;
   // Fragments that are under way. Registers hold all of a unit's, or where x takes many a part.
-  static constexpr int kFragments = 2 * C::kSteps, kRing = C::kSteps <= 2 ? kFragments : C::kSteps == 3 ? 3 : 2;
+  static constexpr int kFragments = 2 * C::kSteps, kRing = C::kBits == 8 ? 2 : C::kSteps <= 2 ? kFragments : C::kSteps == 3 ? 3 : 2;
   static constexpr int kSums = 128 * C::kWarpsM, kEach = (kSums + kThreads - 1) / kThreads;  // of one tile; of them a thread's
   static constexpr int kSharedBytes = PackedTable::kBytes + Schedule::kBytes;
   static_assert(2 * C::kWarps * 8 <= 256, "two times the sums fit behind the table");
@@ -32,7 +32,7 @@ struct PackedGemm {
   static __device__ void run(const PackedParams& p, unsigned char* shared) {
     Schedule units(reinterpret_cast<int*>(shared + PackedTable::kBytes), p.offs, p.experts,
                    (p.n + Lines::kColumns - 1) / Lines::kColumns);
-    PackedTable::fill<C::kHighFirst, kThreads>(shared, p.values);
+    PackedTable::fill<C>(shared, p.values);
     units.deal();
     zero_tail(p, units.offs[p.experts]);
     if (units.begin < units.end) PackedGemm(p, shared).work(units);
@@ -61,7 +61,7 @@ struct PackedGemm {
       const Work next = more ? units.behind(here, unit) : here;
       const bool moves = next.begin != here.begin;
       Source ahead = source;
-      if (C::kFull && !moves) ahead.advance(p);
+      if (C::kFull && C::kScaleRows == 1 && !moves) ahead.advance(p);
       else ahead = Source(p, next.expert, next.tile, warp_m, lane);
       float sum[2][4] = {};
 #pragma unroll

@@ -1,10 +1,10 @@
 // A warp's share of packed weights, from memory to the fragments of mma.sync, and the rows that meet them.
 //
-// The sum over k may go in any order, so that lane t of four takes 32 values of a line that follow one another: 16 bytes. Of
+// The sum over k may go in any order, so that lane t of four takes 32 values of a line that follow one another: 16 bytes, or 32. Of
 // the 128 values that the four have, instruction q of eight multiplies values 4q .. 4q + 3 of every lane. A lane reads the same places
 // of its row of x, and all of its values of a line have one scale.
 //
-// A byte's two values come from a table in shared memory with a column for each lane: no two lanes meet in a bank, and
+// A byte's two values, or its one, come from a table in shared memory with a column for each lane: no two lanes meet in a bank, and
 // the byte, as it lies in its word, makes the address with one instruction. Each line of the table is 256 bytes, of which the
 // first half is the table's.
 #pragma once
@@ -16,17 +16,31 @@ namespace hexa {
 struct PackedTable {
   static constexpr int kLine = 256, kBytes = 256 * kLine;
 
-  template <bool kHighFirst, int kThreads>
+  template <class C>
   static __device__ void fill(unsigned char* table, const unsigned (&values)[8]) {
-    const auto value = [&](int code) { return values[code / 2] >> code % 2 * 16 & 0xffffu; };
-    for (int i = threadIdx.x; i < 256 * 8; i += kThreads) {
-      const int byte = i / 8, high = byte >> 4, low = byte & 15;
-      const unsigned pair = value(kHighFirst ? high : low) | value(kHighFirst ? low : high) << 16;
+    for (int i = threadIdx.x; i < 256 * 8; i += C::kThreads) {
+      const unsigned byte = i / 8, pair = pair_of<C>(byte, values);
       *reinterpret_cast<uint4*>(table + byte * kLine + i % 8 * 16) = make_uint4(pair, pair, pair, pair);
     }
   }
+  // Values 2i and 2i + 1 of `word`.
+  template <class C>
   static __device__ unsigned look_up(const unsigned char* table, unsigned word, int i, int lane) {
-    return *reinterpret_cast<const unsigned*>(table + byte_times_256(word, i, lane * 4));
+    if constexpr (C::kBits == 4) return line(table, word, i, lane);
+    return __byte_perm(line(table, word, 2 * i, lane), line(table, word, 2 * i + 1, lane), 0x7610);
+  }
+
+ private:
+  static __device__ unsigned line(const unsigned char* table, unsigned word, int byte, int lane) {
+    return *reinterpret_cast<const unsigned*>(table + byte_times_256(word, byte, lane * 4));
+  }
+  // The two values of a byte, or two times its one.
+  template <class C>
+  static __device__ unsigned pair_of(unsigned byte, const unsigned (&values)[8]) {
+    if constexpr (C::kBits == 8) return Pair<typename C::T>::both(number_of<C::kElement>(byte));
+    const auto value = [&](unsigned code) { return values[code / 2] >> code % 2 * 16 & 0xffffu; };
+    const unsigned high = byte >> 4, low = byte & 15;
+    return value(C::kHighFirst ? high : low) | value(C::kHighFirst ? low : high) << 16;
   }
 };
 
@@ -62,7 +76,7 @@ struct PackedLines {
 template <class C>
 struct PackedFragment {
   using T = typename C::T;
-  uint4 word[2];
+  uint4 word[2][C::kBits / 4];
   unsigned scale[2];
 
   // sum (16 lines, 8 columns) += codes times scales times x
@@ -92,9 +106,11 @@ struct PackedFragment {
       unsigned a[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint4& words = word[i % 2];
-        const unsigned from = q / 2 == 0 ? words.x : q / 2 == 1 ? words.y : q / 2 == 2 ? words.z : words.w;
-        a[i] = scaled(PackedTable::look_up(table, from, q % 2 * 2 + i / 2, lane), i % 2);
+        const int w = q * C::kBits / 8, c = w % 4;  // eight codes are a word, or four
+        const uint4& words = word[i % 2][w / 4];
+        const unsigned from = c == 0 ? words.x : c == 1 ? words.y : c == 2 ? words.z : words.w;
+        const int first = C::kBits == 4 ? q % 2 * 2 : 0;
+        a[i] = scaled(PackedTable::look_up<C>(table, from, first + i / 2, lane), i % 2);
       }
       const unsigned b[2] = {x[2 * q], x[2 * q + 1]};
       TensorCore<T>::multiply(sum, a, b);
@@ -120,33 +136,38 @@ struct PackedSource {
       const unsigned low = Lines::line(j, C::kFull ? column : min(column, last), p.n);
       const unsigned high = Lines::line(j, C::kFull ? column + 8 : min(column + 8, last), p.n);
       code[j] = static_cast<const unsigned char*>(up ? p.code2 : p.code) + expert * p.code_expert + low * code_line(p);
-      scale[j] =
-          static_cast<const unsigned char*>(up ? p.scale2 : p.scale) + expert * p.scale_expert * kScaleBytes + low * scale_line(p);
+      scale[j] = static_cast<const unsigned char*>(up ? p.scale2 : p.scale) + expert * p.scale_expert * kScaleBytes +
+                 low / C::kScaleRows * scale_line(p);
       code_step[j] = (high - low) * code_line(p);
-      scale_step[j] = (high - low) * scale_line(p);
+      scale_step[j] = (high / C::kScaleRows - low / C::kScaleRows) * scale_line(p);
     }
   }
 
-  // To the next tile of the same expert, where all lines are there.
+  // To the next tile of the same expert, where all lines are there and each has scales of its own.
   __device__ void advance(const PackedParams& p) {
     constexpr unsigned kLines = (C::kGlu == Glu::interleaved ? 2 : 1) * Lines::kColumns;
 #pragma unroll
     for (int j = 0; j < 2; ++j) code[j] += kLines * code_line(p), scale[j] += kLines * scale_line(p);
   }
 
-  // Values behind the end of a line are those at its start: they meet zeros.
+  // Values behind the end of a line are those at its start: they meet zeros. Their scale is the last one, for it may multiply the
+  // sums of other lanes' values.
   __device__ void fetch(PackedFragment<C>& to, int j, int depth, int k, bool wanted) const {
     const unsigned at = depth < k ? depth : 0;
-    stream16(to.word[0], code[j] + at / 2, wanted);
-    stream16(to.word[1], code[j] + (at / 2 + code_step[j]), wanted);
-    const unsigned scales = at / C::kBlock * kScaleBytes;
+#pragma unroll
+    for (int i = 0; i < C::kBits / 4; ++i) {
+      const unsigned byte = at * C::kBits / 8 + 16 * i;
+      stream16(to.word[0][i], code[j] + byte, wanted);
+      stream16(to.word[1][i], code[j] + (byte + code_step[j]), wanted);
+    }
+    const unsigned scales = min(depth, k - 1) / C::kBlock * kScaleBytes;
     stream_number<kScaleBytes>(to.scale[0], scale[j] + scales, wanted);
     stream_number<kScaleBytes>(to.scale[1], scale[j] + (scales + scale_step[j]), wanted);
   }
 
  private:
-  static __device__ unsigned code_line(const PackedParams& p) { return unsigned(p.k) / 2; }
-  static __device__ unsigned scale_line(const PackedParams& p) { return unsigned(p.k) / C::kBlock * kScaleBytes; }
+  static __device__ unsigned code_line(const PackedParams& p) { return unsigned(p.k) * C::kBits / 8; }
+  static __device__ unsigned scale_line(const PackedParams& p) { return (unsigned(p.k) + C::kBlock - 1) / C::kBlock * kScaleBytes; }
 };
 
 }  // namespace hexa

@@ -3,10 +3,10 @@
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/ptx/packed.cuh>
+#include <hexa_fx/types/code.cuh>
 
 namespace hexa {
 
-enum class Element { code4, e4m3, int8 };
 enum class ScaleOf { block, nested, power, tile };
 
 struct UnpackParams {
@@ -64,15 +64,7 @@ struct Unpack {
  private:
   static __device__ float element(const unsigned (&word)[kBytes / 4], int j, const float* table) {
     if constexpr (kElement == Element::code4) return table[word[0] >> (kHighFirst ? j ^ 1 : j) * 4 & 15];
-    const unsigned byte = word[j / 4] >> j % 4 * 8 & 255;
-    if constexpr (kElement == Element::int8) return static_cast<float>(static_cast<int>(byte << 24) >> 24);
-    return e4m3(byte);
-  }
-  // Exponents of half are eight larger, and its subnormal numbers, too, are multiplied exactly.
-  static __device__ float e4m3(unsigned byte) {
-    if ((byte & 127) == 127) return __uint_as_float(0x7fffffffu);
-    const unsigned short bits = static_cast<unsigned short>((byte & 127) << 7 | (byte & 128) << 8);
-    return __half2float(reinterpret_cast<const __half&>(bits)) * 256.f;
+    return number_of<kElement>(word[j / 4] >> j % 4 * 8 & 255);
   }
 
   // Place of a value's scale among those of its expert.

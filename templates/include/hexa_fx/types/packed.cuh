@@ -1,5 +1,6 @@
 // What a product with packed weights is told: by its template at compile time, and by a launch.
 #pragma once
+#include <hexa_fx/types/code.cuh>
 #include <hexa_fx/types/gemm_sm80.cuh>
 
 namespace hexa {
@@ -8,9 +9,9 @@ enum class Scale { f32, bf16, e8m0 };
 
 struct PackedParams {
   const void* x;                        // rows (T or n, K)
-  const void* code;                     // weight of expert 0: lines of K / 2 bytes
+  const void* code;                     // weight of expert 0: lines of K elements
   const void* code2;                    // glu split: the up weight
-  const void* scale;                    // lines of K / block scales
+  const void* scale;                    // lines of K / block scales, one for `scale rows` of the weight
   const void* scale2;                   // glu split: of the up weight
   const void* bias;                     // (E, N) or (E, 2N) for concat and interleaved
   const void* bias2;                    // glu split: the up bias
@@ -26,15 +27,17 @@ struct PackedParams {
   int experts;
   Divisor top_k;
   ActParams act_params;
-  unsigned values[8];  // of the sixteen codes, as elements, two in a word
+  unsigned values[8];  // of the sixteen codes of four bits, as elements, two in a word
 };
 
-template <class T_, Scale kScale_, int kBlock_, bool kOnSums_, bool kHighFirst_, int kWarpsM_, int kWarpsK_, int kSteps_,
-          bool kGather_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kFull_>
+template <class T_, Element kElement_, Scale kScale_, int kBlock_, int kScaleRows_, bool kOnSums_, bool kHighFirst_, int kWarpsM_,
+          int kWarpsK_, int kSteps_, bool kGather_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kFull_>
 struct PackedConfig {
   using T = T_;
+  static constexpr Element kElement = kElement_;
+  static constexpr int kBits = kElement_ == Element::code4 ? 4 : 8;
   static constexpr Scale kScale = kScale_;
-  static constexpr int kBlock = kBlock_;  // values along k that share a scale
+  static constexpr int kBlock = kBlock_, kScaleRows = kScaleRows_;  // values along k, and lines, that share a scale
   // Scales multiply sums in float32, else values, which are rounded then. On sums, the columns of mma.sync are not only rows of x but
   // also the scales that 128 values along k have.
   static constexpr bool kOnSums = kOnSums_;
