@@ -14,6 +14,7 @@ from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.formats.format import ceil_div
 
 FAMILY = "packed_gemm"
 MOST_EXPERTS = 512
@@ -29,10 +30,14 @@ _MOST_WARPS = 16
 _MOST_STEPS = 4
 _ROOM = {1: 18, 2: 16, 3: 16, 4: 8}
 """By steps: warps of a multiprocessor whose registers suffice."""
+_MANY = 12
+"""Warps of a block, where few share K."""
 _FEW_ROWS = 1
 """Bucket up to which four rows at a time suffice for most experts."""
-MOST_DEPTH = DEPTH * _MOST_WARPS * _MOST_STEPS
-"""K, at most: the rows of x stay in registers."""
+_PASS_DEPTH = DEPTH * _MOST_WARPS * _MOST_STEPS
+"""K of a pass, at most: the rows of x stay in registers."""
+MOST_DEPTH = 8 * _PASS_DEPTH
+"""K, at most. Also a block that no line is longer than."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class PackedTile:
     Args:
         warps_m: warps of a block side by side along the weight's lines, 32 of them each.
         warps_k: warps that share K.
-        steps: how often each takes `DEPTH` values of it.
+        steps: how often each takes `DEPTH` values of it, in each pass over a part of K.
         blocks: a multiprocessor's blocks that registers have to suffice for.
         on_sums: scales multiply sums, so that nothing is rounded for them; else values, and more rows are multiplied at a time.
     """
@@ -53,6 +58,10 @@ class PackedTile:
     blocks: int
     on_sums: bool = False
 
+    def passes(self, k: int) -> int:
+        """Parts of K, one after the other."""
+        return ceil_div(k, DEPTH * self.warps_k * self.steps)
+
     @property
     def threads(self) -> int:
         """Of a block."""
@@ -60,27 +69,38 @@ class PackedTile:
 
 
 def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
-    """The tile of a product over `k` values: eight warps that share K if three steps of each suffice, else sixteen.
+    """The tile of a product over `k` values that nobody measured.
+
+    Codes of four bits: eight warps that share K if three steps of each suffice, else sixteen, in as few passes as x needs. Of eight
+    bits: one block of at most sixteen warps and two steps, which leaves room for what is under way.
 
     Args:
-        block: values that share a scale.
+        block: values that share a scale; 128 or more are of eight bits.
         bucket: `hexa_fx.codegen.heuristics.row_bucket` of the launch.
     """
-    chunks = -(-k // DEPTH)
-    sizes = [(steps, -(-chunks // steps)) for steps in range(1, _MOST_STEPS + 1)]
+    if block >= DEPTH:
+        steps = 1 if k <= DEPTH * _MOST_WARPS else 2
+        warps_k = _warps(k, steps)
+        return PackedTile(max(1, _MANY // warps_k), warps_k, steps, 1, True)
+    chunks = ceil_div(k, DEPTH * ceil_div(k, _PASS_DEPTH))
+    sizes = [(steps, ceil_div(chunks, steps)) for steps in range(1, _MOST_STEPS + 1)]
     few = [size for size in sizes[:3] if size[1] <= 8]
     steps, warps_k = few[0] if few else next((size for size in sizes[1:] if size[1] <= _MOST_WARPS), sizes[-1])
-    warps_m = max(1, 6 // warps_k)
+    warps_m = max(1, _MANY // warps_k)
     blocks = max(1, _ROOM[steps] // (warps_m * warps_k))
-    return PackedTile(warps_m, warps_k, steps, blocks, block >= 128 or (block == 64 and bucket <= _FEW_ROWS))
+    return PackedTile(warps_m, warps_k, steps, blocks, block == 64 and bucket <= _FEW_ROWS)
+
+
+def _warps(k: int, steps: int) -> int:
+    """That share K, in as few passes as their steps allow."""
+    return ceil_div(k, DEPTH * steps * ceil_div(k, DEPTH * steps * _MOST_WARPS))
 
 
 def candidates(k: int, block: int) -> list[PackedTile]:
     """Tiles worth timing for a product over `k` values in blocks; some may not fit a card."""
     found = []
-    chunks = -(-k // DEPTH)
     for steps, most in _ROOM.items():
-        warps_k = -(-chunks // steps)
+        warps_k = _warps(k, steps)
         for warps in (warps_m * warps_k for warps_m in (1, 2, 4)):
             if 4 <= warps <= _MOST_WARPS:
                 tile = PackedTile(warps // warps_k, warps_k, steps, max(1, min(3, most // warps)))

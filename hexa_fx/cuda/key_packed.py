@@ -101,6 +101,6 @@ class PackedKey(NamedTuple):
         )
         packed: dict[str, Option] = {"scale": self.scale, **self.codes._asdict()}
         keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
-        spec = spec.with_options(**packed, **keep, **asdict(tile))
+        spec = spec.with_options(**packed, **keep, **asdict(tile), passes=tile.passes(self.inner))
         lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
         return spec.with_options(full=lines % columns_of_tile(spec) == 0)

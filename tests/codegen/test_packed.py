@@ -60,9 +60,22 @@ def weight(f, columns, k):
         (FP8_BLOCK, BF16, 288, 200, None),  # blocks that end within a step and within a unit's lines
         (FP8_BLOCK, F16, 384, 256, PackedTile(1, 1, 3, 1, True)),
         (INT8_ROWS, BF16, 160, 80, None),
+        (NF4, BF16, 832, 80, PackedTile(1, 2, 2, 1, True)),
+        (FP8_BLOCK, BF16, 288, 40, PackedTile(1, 1, 1, 1, True)),
         (INT8_ROWS, F16, 512, 33, PackedTile(2, 1, 4, 1)),
     ],
-    ids=["nf4, scales on sums", "nf4", "nf4 in f16", "mxfp4", "fp8", "fp8 in f16", "int8", "int8 in f16"],
+    ids=[
+        "nf4, scales on sums",
+        "nf4",
+        "nf4 in f16",
+        "mxfp4",
+        "fp8",
+        "fp8 in f16",
+        "int8",
+        "two passes",
+        "three passes of fp8",
+        "int8 in f16",
+    ],
 )
 def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
     torch.manual_seed(0)
@@ -147,7 +160,7 @@ def test_what_is_left_to_other_ways(monkeypatch):
     assert "contiguously" in why(w1=codes[:, ::2])
     assert "multiples of 16 bytes" in why(x=torch.randn(5, 130, dtype=BF16)[:, 1:129])
     wide, scales_of_wide = weight(MXFP4, 2, MOST_DEPTH + 32)[0]
-    assert "up to 8192" in why(MXFP4, scales_of_wide, w1=wide)
+    assert "up to 65536" in why(MXFP4, scales_of_wide, w1=wide)
     odd, scales_of_odd = weight(FP8_BLOCK, 64, 144)[0]
     assert "multiples of 32" in why(FP8_BLOCK, scales_of_odd, w1=odd, x=torch.randn(5, 144, dtype=BF16))
     other, scales_of_other = weight(MXFP4, 64, 128)[0]
@@ -156,7 +169,7 @@ def test_what_is_left_to_other_ways(monkeypatch):
 
 
 def test_tiles_cover_the_depth():
-    for k in range(32, MOST_DEPTH + 1, 32):
-        for tile in (choose_tile(k, 64, 0), *candidates(k, 64)):
-            assert tile.warps_k * tile.steps * 128 >= k
+    for k in (*range(32, 8193, 32), *range(8224, MOST_DEPTH + 1, 4096), MOST_DEPTH):
+        for tile in (choose_tile(k, 64, 0), choose_tile(k, 128, 0), *candidates(k, 64)):
+            assert tile.passes(k) <= max(1, -(-k // (2048 * tile.steps)))
             assert tile.threads <= 512

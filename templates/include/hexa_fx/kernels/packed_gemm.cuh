@@ -4,7 +4,7 @@
 //
 // Made for reading packed weights as fast as memory gives them. The weight's lines are the 16 rows of mma.sync, up to eight rows of
 // an expert its columns (four, where each has a column for two scales). Codes come to registers by 16 bytes a lane, a unit ahead, and become elements there; x stays in registers
-// while its rows are the same. The warps of a block share k, so that a unit is small, and add up in shared memory: in the half of the
+// while its rows are the same, but for lines that take more than one pass. The warps of a block share k, so that a unit is small, and add up in shared memory: in the half of the
 // table's lines that holds no values.
 #pragma once
 #include <hexa_fx/epilogue/activations.cuh>
@@ -51,10 +51,9 @@ struct PackedGemm {
     Work here = units.at(units.begin);
     Source source(p, here.expert, here.tile, warp_m, lane);
 #pragma unroll
-    for (int f = 0; f < kRing; ++f) fetch(source, f, true);
+    for (int f = 0; f < kRing; ++f) fetch(source, 0, f, true);
     bool other_rows = true;
     for (int unit = units.begin, buffer = 0;; buffer ^= 1) {
-      if (other_rows) load_rows(here);
       float bias[kEach][2] = {};
       if constexpr (C::kBias) load_bias(bias, here);
       const bool more = ++unit < units.end;
@@ -64,11 +63,16 @@ struct PackedGemm {
       if (C::kFull && C::kScaleRows == 1 && !moves) ahead.advance(p);
       else ahead = Source(p, next.expert, next.tile, warp_m, lane);
       float sum[2][4] = {};
+#pragma unroll 1
+      for (int pass = 0; pass < C::kPasses; ++pass) {
+        const bool last = C::kPasses == 1 || pass + 1 == C::kPasses;
+        if (C::kPasses > 1 || other_rows) load_rows(here, pass);
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        ring[f % kRing].multiply(sum[f / C::kSteps], x[f % C::kSteps], shared, lane);
-        if (f + kRing < kFragments) fetch(source, f + kRing, true);
-        else fetch(ahead, f + kRing - kFragments, more);
+        for (int f = 0; f < kFragments; ++f) {
+          ring[f % kRing].multiply(sum[f / C::kSteps], x[f % C::kSteps], shared, lane);
+          if (f + kRing < kFragments) fetch(source, pass, f + kRing, true);
+          else fetch(last ? ahead : source, last ? 0 : pass + 1, f + kRing - kFragments, more || !last);
+        }
       }
       hand_over(sum, buffer);
       __syncthreads();
@@ -81,19 +85,19 @@ struct PackedGemm {
   }
 
   // Tile 0 step by step, then tile 1.
-  __device__ void fetch(const Source& source, int f, bool wanted) {
-    source.fetch(ring[f % kRing], f / C::kSteps, Depth::at(warp_k, f % C::kSteps, lane), p.k, wanted);
+  __device__ void fetch(const Source& source, int pass, int f, bool wanted) {
+    source.fetch(ring[f % kRing], f / C::kSteps, Depth::at(pass, warp_k, f % C::kSteps, lane), p.k, wanted);
   }
 
   // Rows that are not there are zero, as is what lies behind k.
-  __device__ void load_rows(const Work& here) {
+  __device__ void load_rows(const Work& here, int pass) {
     const int row = here.begin + Depth::row(lane);
     const bool there = row < here.end && Depth::holds(lane);
     const long long from = !there ? 0 : C::kGather ? static_cast<long long>(p.top_k(__ldg(p.v + row))) : row;
     const T* line = static_cast<const T*>(p.x) + from * p.x_stride;
 #pragma unroll
     for (int s = 0; s < C::kSteps; ++s) {
-      const int depth = Depth::at(warp_k, s, lane);
+      const int depth = Depth::at(pass, warp_k, s, lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint4 words = make_uint4(0, 0, 0, 0);

@@ -50,7 +50,9 @@ struct PackedDepth {
   static constexpr int kLane = 32, kStep = 4 * kLane;
 
   // First value of the lane in step `step` of warp `warp` along k; at or behind k if there are none.
-  static __device__ int at(int warp, int step, int lane) { return (warp * C::kSteps + step) * kStep + lane % 4 * kLane; }
+  static __device__ int at(int pass, int warp, int step, int lane) {
+    return ((pass * C::kWarpsK + warp) * C::kSteps + step) * kStep + lane % 4 * kLane;
+  }
 
   // Row of x that a lane holds for its column. Of the columns of a row each is for one scale, and zero where lanes have another.
   static __device__ int row(int lane) { return lane / 4 % C::kTokens; }

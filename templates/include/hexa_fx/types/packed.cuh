@@ -31,7 +31,7 @@ struct PackedParams {
 };
 
 template <class T_, Element kElement_, Scale kScale_, int kBlock_, int kScaleRows_, bool kOnSums_, bool kHighFirst_, int kWarpsM_,
-          int kWarpsK_, int kSteps_, bool kGather_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kFull_>
+          int kWarpsK_, int kSteps_, int kPasses_, bool kGather_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kFull_>
 struct PackedConfig {
   using T = T_;
   static constexpr Element kElement = kElement_;
@@ -44,7 +44,7 @@ struct PackedConfig {
   static constexpr int kGroups = !kOnSums_ || kBlock_ >= 128 ? 1 : 128 / kBlock_, kTokens = 8 / kGroups;
   static_assert(!kOnSums_ || kBlock_ >= 64, "a lane's sums would have several scales");
   static constexpr bool kHighFirst = kHighFirst_;  // the first of a byte's two codes is its high half
-  static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_, kSteps = kSteps_;
+  static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_, kSteps = kSteps_, kPasses = kPasses_;
   static constexpr bool kGather = kGather_;
   static constexpr Act kAct = kAct_;
   static constexpr Glu kGlu = kGlu_;
