@@ -75,6 +75,7 @@ def test_products(f: Streamed, k: int, kind: str) -> None:
         (768, PackedTile(4, 3, 2, 1, True)),
         (768, PackedTile(1, 6, 1, 3)),
         (768, PackedTile(4, 2, 3, 2, True)),
+        (2048, PackedTile(2, 3, 2, 1, True)),
     ],
     ids=str,
 )

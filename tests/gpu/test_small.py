@@ -13,16 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, STREAMED, SWAPPED
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
+from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ops import activations, library, low_rank_gradients
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.scaled_transpose import scaled_transpose_any
 from tests.gpu import test_decode as few_tokens
+from tests.gpu import test_packed as packed_weights
 from tests.gpu.cases import (
     Routing,
     assert_close,
@@ -458,3 +461,9 @@ def test_few_tokens_in_two_launches(inner: int) -> None:
     """The second one gives eight columns of all tokens a block; k ends inside a stage, parts are shared by warps."""
     ids = make_routing("sentinels", 5, 3, few_tokens.EXPERTS).index
     few_tokens.check(few_tokens.Layer(1056, inner, bias=True), few_tokens.operands(ids, 1056))
+
+
+@pytest.mark.parametrize("f", [NF4, FP8_BLOCK], ids=packed_weights.name)
+def test_packed_weights(f: packed_weights.Streamed) -> None:
+    packed_weights.test_a_layer(f)
+    packed_weights.test_tiles(768, PackedTile(1, 2, 2, 1, True), f)
