@@ -8,7 +8,7 @@ Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model si
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.fx
@@ -215,8 +215,17 @@ class Counter:
 Destination: TypeAlias = ModuleAttribute | ObjectAttribute | Counter | ContainerItem
 
 
-AutocastDtypes: TypeAlias = Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]]
-"""Dtypes of a block's results, by the autocast dtype and the dtypes of its inputs and of parameters."""
+@dataclass(frozen=True)
+class AutocastDtypes:
+    """Dtypes of a block's results under autocast.
+
+    Args:
+        results: by the autocast dtype and the dtypes of the inputs and of ``parameters``.
+        parameters: paths of those that code does more with than multiply matrices.
+    """
+
+    results: Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
 
 
 def parameters_that_count(graph: torch.fx.Graph) -> tuple[str, ...]:
-    """Paths of parameters and buffers that a rewritten graph does more with than multiply matrices: their dtypes count."""
+    """Paths of parameters and buffers that a graph does more with than multiply matrices: their dtypes count."""
     read = graph.find_nodes(op="get_attr", sort=False)
     return tuple(dict.fromkeys(str(node.target) for node in read if not all(map(_casts, node.users))))
 
@@ -32,16 +32,12 @@ def _casts(node: torch.fx.Node) -> bool:
 
 
 def kind_of(
-    guards: Sequence[InputGuard], values: Mapping[str, Any], block: nn.Module, read: Sequence[str]
+    guards: Sequence[InputGuard], values: Mapping[str, Any], block: nn.Module, parameters: Sequence[str]
 ) -> tuple[torch.dtype, ...]:
-    """What dtypes of results depend on under autocast: its dtype, and those of the tensors among the inputs and of parameters.
-
-    Args:
-        read: `parameters_that_count`.
-    """
+    """What dtypes of results depend on under autocast: its dtype, and those of the tensors among the inputs and of parameters."""
     tensors = [values[guard.name] for guard in guards if guard.kind == "tensor"]
     device = tensors[0].device.type if tensors else "cpu"
-    tensors += [attrgetter(path)(block) for path in read]
+    tensors += [attrgetter(path)(block) for path in parameters]
     return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in tensors))
 
 
@@ -55,7 +51,6 @@ def dtypes_under_autocast(
     guards: Sequence[InputGuard],
     values: Mapping[str, Any],
     block: nn.Module,
-    read: Sequence[str],
 ) -> tuple[torch.dtype | None, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
@@ -65,13 +60,14 @@ def dtypes_under_autocast(
     first = next((values[guard.name] for guard in guards if guard.kind == "tensor"), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return None
-    kind = kind_of(guards, values, block, read)
-    found = known.get(kind)
+    kind = kind_of(guards, values, block, known.parameters)
+    found = known.results.get(kind)
     if found is None:
         names = [str(dtype).removeprefix("torch.") for dtype in kind[1:]]
-        inputs, others = ", ".join(names[: len(names) - len(read)]), ", ".join(names[len(names) - len(read) :])
+        count = len(names) - len(known.parameters)
+        inputs, others = ", ".join(names[:count]), ", ".join(names[count:])
         inputs += f" and parameters in {others}" if others else ""
-        helps = f"; {AGAIN}" if known else ""
+        helps = f"; {AGAIN}" if known.results else ""
         raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known{helps}")
     return found
 

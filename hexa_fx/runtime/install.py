@@ -24,7 +24,7 @@ from hexa_fx.ops.sources import TAKE_SOURCES
 from hexa_fx.runtime import results
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on, parameters_that_count
+from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
 from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code, saving_is_counted
 from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs, say_in_trace
@@ -74,7 +74,6 @@ class HexaForward:
         self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
         graphs = {True: train and train.graph, False: eval and eval.graph}
         self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
-        self.counting = {mode: parameters_that_count(graph) if graph else () for mode, graph in graphs.items()}
         self.matrices = {mode: matrices_of(g, self.packed_names[mode]) if g else {} for mode, g in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
@@ -168,7 +167,7 @@ class HexaForward:
         dtypes = None
         if (known := self.autocast[training]) is not None and may_be_on():
             values = self._arguments.bind(args, kwargs)
-            dtypes = dtypes_under_autocast(known, self.guards[training], values, module, self.counting[training])
+            dtypes = dtypes_under_autocast(known, self.guards[training], values, module)
         results.check(module, self.stored[training])
         read = [getattr(module, name) for name in self.packed_names[training]]
         read += adapted.factors() if adapted else ()

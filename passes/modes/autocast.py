@@ -49,7 +49,9 @@ def with_dtypes(
     """
     called = called_in(rewritten.graph)
     switched = any(not is_within(scope, called) for scope in captured.in_autocast)
-    return replace(rewritten, autocast={} if switched else _autocast_dtypes(block, rewritten, args, kwargs))
+    return replace(
+        rewritten, autocast=AutocastDtypes() if switched else _autocast_dtypes(block, rewritten, args, kwargs)
+    )
 
 
 def _autocast_dtypes(
@@ -60,9 +62,9 @@ def _autocast_dtypes(
     Kinds in which the block raises an error are left out.
     """
     if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
-        return {}
+        return AutocastDtypes()
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
-    before, read = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
+    before, parameters = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # a block in 16 bits has its own dtype and the autocast dtype in one
     tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))
@@ -75,14 +77,14 @@ def _autocast_dtypes(
                 torch.autocast(device, dtype, cache_enabled=False),
                 torch.no_grad(),
             ):
-                kind = kind_of(rewritten.guards, _named(block, *given), block, read)
+                kind = kind_of(rewritten.guards, _named(block, *given), block, parameters)
                 result = block.forward(*given[0], **given[1])
                 found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
         except Exception as error:
             log.debug("%s under autocast to %s: %s", rewritten.path or type(block).__name__, dtype, error)
         finally:
             before.restore()
-    return found
+    return AutocastDtypes(found, parameters)
 
 
 def _mixtures(leaves: list[Any], autocast: torch.dtype) -> Iterator[tuple[torch.dtype | None, ...]]:
