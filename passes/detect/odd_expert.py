@@ -19,7 +19,7 @@ def odd_expert(block: nn.Module) -> str:
     for paths in _experts(block):
         for kinds_of in (_classes, _settings):
             kinds = {path: kinds_of(block.get_submodule(path)) for path in paths}
-            said = _odd(kinds)
+            said = _odd(kinds, kinds_of is _settings)
             if said:
                 return f"{said}; only experts that compute the same are rewritten"
     return ""
@@ -59,16 +59,19 @@ def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:
     yield from (paths for paths in sorted(found) if all(path in modules for path in paths))
 
 
-def _odd(kinds: Mapping[str, _Kinds]) -> str:
+def _odd(kinds: Mapping[str, _Kinds], if_most_agree: bool) -> str:
+    """Where an expert differs. Settings count ``if_most_agree``: one that differs in all of them is a name or a number of each."""
     for key in dict.fromkeys(key for of_one in kinds.values() for key in of_one):
         values = {path: of_one.get(key) for path, of_one in kinds.items()}
         usual, count = Counter(values.values()).most_common(1)[0]
         odd = next((path for path, value in values.items() if value != usual), None)
-        if odd is not None and 2 * count > len(values):  # what differs in all of them is a name or a number of each
+        most = 2 * count > len(values)
+        if odd is not None and (most or not if_most_agree):
             place = f"{odd}.{key}".rstrip(".")
+            others = "other experts" if most else next(path for path, value in values.items() if value == usual)
             if values[odd] is None:
-                return f"there is no {place}, but {usual} in other experts"
-            return f"{place} is {values[odd]}, where other experts have {'nothing' if usual is None else usual}"
+                return f"there is no {place}, but {usual} in {others}"
+            return f"{place} is {values[odd]}, where {others} {'have' if most else 'has'} {'nothing' if usual is None else usual}"
     return ""
 
 

@@ -115,3 +115,18 @@ def test_one_of_a_list_whose_parameters_all_have_other_names() -> None:
     block = nn.Module()
     block.experts = nn.ModuleList([*wrapped[:2], plain[2], wrapped[3]])
     assert odd_expert(block).startswith("experts.2.up is Linear, where other experts have ModuleDict")
+
+
+class EachItsOwn(Routed):
+    """Activations alternate."""
+
+    def __init__(self) -> None:
+        super().__init__(Expert(nn.GELU()), idle=False)
+        for number, expert in enumerate(self.experts):
+            expert.act = (nn.GELU, nn.ReLU, nn.SiLU)[number % 3]()
+
+
+def test_activations_of_several_kinds() -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(EachItsOwn().double(), _tokens(2, 7)).blocks
+    assert block.reason.startswith("experts.1.act is ReLU, where experts.0 has GELU" + SAME), block.reason
