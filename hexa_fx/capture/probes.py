@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -55,10 +56,11 @@ OVERFLOW_TOKENS = 160
 """Tokens in a probe that overflows experts, unless the code names a larger capacity."""
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
+_LEAST = frozenset("max maximum clamp_min clamp_min_ clamp_max clamp_max_ mod __mod__ remainder".split())
 _PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
 _QUOTIENTS = frozenset("floordiv __floordiv__ floor_divide".split())
 _ORDER = frozenset("lt le gt ge".split())
-_LARGEST = 8192
+LARGEST_LIMIT = 8192
 
 
 def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple[int, ...]:
@@ -67,8 +69,17 @@ def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple
     That is twice the largest whole number up to 8192 in a comparison, that a count is divided by, where a list of integers is
     cut, or in a slice or split of rows that left the example whole.
     """
-    limits = [limit for node in graph.nodes for limit in _limits(node) if 1 < limit <= _LARGEST and 2 * limit > least]
+    limits = [
+        limit for node in graph.nodes for limit in _limits(node) if 1 < limit <= LARGEST_LIMIT and 2 * limit > least
+    ]
     return (least, 2 * max(limits)) if limits else (least,)
+
+
+def limits_of(node: torch.fx.Node) -> list[int]:
+    """The numbers that it compares with, divides by or cuts rows at, also as floats."""
+    given = [*node.args, *node.kwargs.values()] if _name(node) in _COMPARISONS | _QUOTIENTS | _LEAST else []
+    numbers = [value for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
+    return [*map(int, numbers), *_limits(node)]
 
 
 def decides_between_numbers(graph: torch.fx.Graph) -> bool:

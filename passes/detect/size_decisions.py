@@ -37,6 +37,7 @@ _PLACES: dict[str, tuple[int | None, int]] = {
 """Operations that say where something stands, and their dimension: by default, and its place among the arguments."""
 
 _TAKING = frozenset("getitem gather index_select take take_along_dim".split())
+_CUTS = frozenset("split chunk tensor_split unsafe_split unsafe_chunk hsplit vsplit dsplit".split())
 UNIQUE = frozenset(("unique", "unique_consecutive"))
 _EQUALITIES = frozenset("eq ne __eq__ __ne__".split())
 _REMAINDERS = frozenset("mod __mod__ __rmod__ remainder fmod divmod __and__ and_ bitwise_and".split())
@@ -93,6 +94,23 @@ def is_condition(
 def counts_pieces(node: torch.fx.Node) -> bool:
     """Whether the code took a tensor apart, as a loop over its rows does, and reads none of the parts: it can only have counted."""
     return operation(node) == "unbind" and not any(operation(n) != "getitem" or n.users for n in node.users)
+
+
+def cuts_rows(node: torch.fx.Node) -> bool:
+    """Whether it takes a tensor apart by a number, so that there are more parts of more rows, and the code may go through all.
+
+    Those of features, which weights decide, are always as many.
+    """
+    if operation(node) not in _CUTS or not node.op.startswith("call"):
+        return False
+    whole, *given = node.args
+    by = (*given, *(node.kwargs.get(name) for name in ("split_size", "split_size_or_sections", "chunks", "sections")))
+    dim = node.kwargs.get("dim", given[1] if len(given) > 1 else 0)
+    if isinstance(next(filter(None, by), None), (list, tuple)) or not isinstance(whole, torch.fx.Node):
+        return False
+    dims = record_of(whole).value.dim()
+    is_width = dims > 1 and isinstance(dim, int) and dim % dims == dims - 1
+    return not is_width and any(n.op == "placeholder" for n in ancestors([whole]))
 
 
 def _refuse_size_inside(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.in_numpy import refuse_array
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_generator
-from hexa_fx.passes.detect.size_decisions import SIZES
+from hexa_fx.passes.detect.size_decisions import SIZES, cuts_rows
+from hexa_fx.passes.rewrite.far_limits import require_fewer
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
@@ -74,6 +76,8 @@ class _Rewriter:
         captured = self.match.captured
         regions = self._regions()
         kept = keep(captured, self._roots(), [*regions])
+        cut = (ShapeBranch(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
+        self.match = replace(self.match, branches=(*self.match.branches, *cut))
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
@@ -92,6 +96,9 @@ class _Rewriter:
                 self.unwritten[node] = self.graph.call_method("clone", (self.new[node],))
             for form in routers.forms.get(node, ()):
                 form.emit(self.graph, self.new, self.called)
+        removed = self._removed(kept)
+        bounded = {m.source for m in self.match.regions if require_fewer(self.graph, self.new[m.source], m, removed)}
+        refuse_late_conditions(bounded, order, kept)
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
@@ -104,7 +111,7 @@ class _Rewriter:
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
-        small = own_code_limit(self.match, self._removed(kept), self._added(), len(packed))
+        small = own_code_limit(self.match, removed, self._added(), len(packed))
         guards, experts = input_guards(captured, self.graph, self.new, by_rows), self.match.num_experts
         of_python = routers.reads, None, routers.in_trace
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)

@@ -49,6 +49,7 @@ class CountsToTry:
         decisions: how many decisions the host takes on what was chosen; a loop over experts takes one or two for each.
         unseen: whether it takes choices as plain numbers all at once.
         rows: how many tokens there may be in a case.
+        far: the least number that is not tried, since it is too large, where the code may count; 0 if there is none.
         location: where the code takes choices, first of all.
     """
 
@@ -56,6 +57,7 @@ class CountsToTry:
     decisions: int = 0
     unseen: bool = False
     rows: int = 0
+    far: int = 0
     location: SourceLocation | None = None
 
     def routings(self, experts: int, top_k: int) -> Iterator[tuple[ForcedRouting, int]]:
@@ -121,7 +123,8 @@ def counts_to_try(captured: CapturedBlock, rows: int) -> CountsToTry:
         if any(_chooses(n) for n in ancestors([node])):
             decisions, location = decisions + 1, location or record_of(node).location
             unseen = unseen or _leaves_no_trace(node)
-    return CountsToTry(tuple(n for n in numbers if 1 < n <= _ROWS), decisions, unseen, min(rows, _ROWS), location)
+    far = min((n for n in numbers if unseen and n > _ROWS), default=0)
+    return CountsToTry(tuple(n for n in numbers if 1 < n <= _ROWS), decisions, unseen, min(rows, _ROWS), far, location)
 
 
 def _chooses(node: torch.fx.Node) -> bool:

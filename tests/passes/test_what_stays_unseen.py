@@ -107,8 +107,16 @@ class CutFarOut(ListMoE):
 
 
 class InParts(ListMoE):
+    """One part of the example, and more of more tokens than any that it is tried on."""
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([super(InParts, self).forward(part) for part in hidden.split(600)])
+        return torch.cat([super(InParts, self).forward(part) for part in hidden.split(9000)])
+
+
+class InMoreParts(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = torch.chunk(hidden, chunks=math.ceil(len(hidden) / 600), dim=0)
+        return torch.cat([super(InMoreParts, self).forward(part) for part in parts])
 
 
 class ByLoad(ListMoE):
@@ -298,6 +306,8 @@ def optimized(block: type[nn.Module], *given: Any) -> tuple[nn.Module, nn.Module
         (Catching, lambda model: None, lambda: torch.randn(D, 12).t()),
         (OnArguments, lambda model: sys.argv.append("--double"), tokens),
         (OnHooks, lambda model: model.register_forward_hook(lambda *call: None), tokens),
+        (InParts, lambda model: None, lambda: tokens(9001)),
+        (InMoreParts, lambda model: None, lambda: tokens(700)),
     ],
 )
 def test_own_code_runs_where_it_gives_something_else(
@@ -462,7 +472,6 @@ class OfAFile(OnChoices):
         (Listed, "reads dir"),
         (ByCaller, "reads _getframe"),
         (CutFarOut, "600 tokens"),
-        (InParts, "1200 tokens"),
         (ByLoad, "800 tokens"),
         (ByLargestLoad, "experts"),
         (HalvesFirst, "has written to its input"),

@@ -1,0 +1,103 @@
+"""Limits on tokens that no run of verification reaches: above them the block's own code runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import hexa_fx
+from tests.detect.mixture import D, E, K, Mixture
+from tests.zoo.compare import operators_run
+
+
+class Cut(Mixture):
+    """Experts have room for some tokens."""
+
+    room = 20000
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.router(x).softmax(-1).topk(K)
+        return weights, ids
+
+    def kept(self, token: torch.Tensor) -> Any:
+        return token[: self.room]
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            token, slot = self.kept(token), self.kept(slot)
+            out.index_add_(0, token, self.result(expert(x[token]), len(token)) * weights[token, slot, None])
+        return out
+
+
+class Left(Cut):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token[: min(len(token), self.room)] if len(token) < 2 * self.room else token[:0]
+
+
+class FirstPart(Cut):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token.split(self.room)[0]
+
+
+class Scaled(Cut):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        return y * (2e4 / max(rows, 2e4))
+
+
+class InNumpy(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, ids = self.choose(x)
+        counts = torch.bincount(ids.flatten(), minlength=E).numpy()
+        return super().forward(x) * (0.5 if counts[0] > 20000 else 1.0)
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        return y
+
+
+class ByPlace(Cut):
+    """No router can be made to choose otherwise."""
+
+    room = 600
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.arange(len(x))[:, None] % E
+        return torch.ones_like(ids, dtype=x.dtype), ids
+
+
+class ByThreshold(ByPlace):
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.bucketize(self.router(x)[:, :1].detach(), torch.tensor([-0.3, 0.0, 0.3]))
+        return torch.ones_like(ids, dtype=x.dtype), ids
+
+
+@pytest.mark.parametrize("block", [Cut, Left, FirstPart, Scaled, InNumpy, ByPlace, ByThreshold])
+def test_above_them_the_own_code_runs(block: type[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+    torch.manual_seed(0)
+    model = block().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), torch.randn(21, D))
+    assert operators_run(optimized, (torch.randn(250, D),))
+    rows = 4 * block.room + 9 if block is ByPlace else block.room + 9
+    tokens = torch.randn(rows, D) if block is ByPlace else torch.randn(1, D).expand(rows, D).contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(tokens), model(tokens))
+
+
+def test_limits_that_were_tried_are_no_conditions() -> None:
+    torch.manual_seed(0)
+    model = Cut()
+    model.room = 100
+    optimized = hexa_fx.optimize(model, torch.randn(21, D))
+    assert operators_run(optimized, (torch.randn(500, D),))
