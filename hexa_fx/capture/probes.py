@@ -57,7 +57,9 @@ OVERFLOW_TOKENS = 160
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 _LEAST = frozenset("max maximum clamp_min clamp_min_ clamp_max clamp_max_ mod __mod__ remainder".split())
-_PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
+_SUBSCRIPTS = frozenset(("getitem", "set_item"))
+_PARTS = _SUBSCRIPTS | frozenset("split split_with_sizes tensor_split narrow".split())
+_LESS = frozenset("sub __sub__ rsub __rsub__ sub_ isub".split())
 _QUOTIENTS = frozenset("floordiv __floordiv__ floor_divide".split())
 _ORDER = frozenset("lt le gt ge".split())
 LARGEST_LIMIT = 8192
@@ -66,8 +68,8 @@ LARGEST_LIMIT = 8192
 def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple[int, ...]:
     """Numbers of tokens to try: ``least``, and more than any limit that the code compares with or cuts rows at.
 
-    That is twice the largest whole number up to 8192 in a comparison, that a count is divided by, where a list of integers is
-    cut, or in a slice or split of rows that left the example whole.
+    That is twice the largest whole number up to 8192 in a comparison, that a count is divided by or lessened by, where a list of
+    integers is cut, or in a slice or split of rows that left the example whole.
     """
     limits = [
         limit for node in graph.nodes for limit in _limits(node) if 1 < limit <= LARGEST_LIMIT and 2 * limit > least
@@ -98,17 +100,28 @@ def _name(node: torch.fx.Node) -> str:
 
 def _limits(node: torch.fx.Node) -> list[int]:
     name = _name(node)
-    if name in _COMPARISONS or (name in _QUOTIENTS and not is_of_sizes(node)):
+    if (
+        name in _COMPARISONS
+        or (name in _QUOTIENTS and not is_of_sizes(node))
+        or (name in _LESS and not _is_float(node))
+    ):
         return _whole_numbers([*node.args, *node.kwargs.values()])
     if name not in _PARTS or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return []
     given = record_of(node.args[0]).value
     rows = given.shape[0] if isinstance(given, torch.Tensor) and given.dim() and given.is_floating_point() else 0
     first = node.args[1] if len(node.args) > 1 else None
-    if name == "getitem":
+    places = [*first] if name == "tensor_split" and isinstance(first, (list, tuple)) else [first]
+    numbers = [*places, *node.kwargs.values()]
+    if name in _SUBSCRIPTS:
         first = first[0] if isinstance(first, tuple) and first else first
-        first = first.stop if isinstance(first, slice) else None
-    return [number for number in _whole_numbers([first, *node.kwargs.values()]) if number >= rows]
+        numbers = [first.start, first.stop] if isinstance(first, slice) else []
+    return [abs(number) for number in _whole_numbers(numbers) if abs(number) >= rows]
+
+
+def _is_float(node: torch.fx.Node) -> bool:
+    value = record_of(node).value
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _whole_numbers(values: list[Any]) -> list[int]:

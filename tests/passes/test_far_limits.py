@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hexa_fx
 from tests.detect.mixture import D, E, K, Mixture
@@ -46,6 +47,33 @@ class Left(Cut):
 class FirstPart(Cut):
     def kept(self, token: torch.Tensor) -> Any:
         return token.split(self.room)[0]
+
+
+class LastOnes(Cut):
+    room = 300
+
+    def kept(self, token: torch.Tensor) -> Any:
+        return token[-self.room :]
+
+
+class BetweenPlaces(LastOnes):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token.tensor_split([self.room])[0]
+
+
+class TooMany(LastOnes):
+    def kept(self, token: torch.Tensor) -> Any:
+        left = len(token) - self.room
+        return token[left:] if left > 0 else token
+
+
+class SetToZero(LastOnes):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        y[self.room :] = 0
+        return y
 
 
 class Scaled(Cut):
@@ -91,6 +119,19 @@ def test_above_them_the_own_code_runs(block: type[Cut], monkeypatch: pytest.Monk
     assert operators_run(optimized, (torch.randn(250, D),))
     rows = 4 * block.room + 9 if block is ByPlace else block.room + 9
     tokens = torch.randn(rows, D) if block is ByPlace else torch.randn(1, D).expand(rows, D).contiguous()
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("block", [LastOnes, BetweenPlaces, TooMany, SetToZero])
+def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
+    """They are so large that verification has no other reason to try as many."""
+    torch.manual_seed(0)
+    model = block()
+    wide = nn.ModuleList(nn.Sequential(nn.Linear(D, 2048), nn.GELU(), nn.Linear(2048, D)) for _ in range(E))
+    model.experts = wide
+    optimized = hexa_fx.optimize(copy.deepcopy(model), torch.randn(21, D))
+    tokens = torch.randn(1, D).expand(2 * model.room + 5, D).contiguous()
     with torch.no_grad():
         torch.testing.assert_close(optimized(tokens), model(tokens))
 
