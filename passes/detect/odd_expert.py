@@ -68,10 +68,13 @@ def _odd(kinds: Mapping[str, _Kinds], if_most_agree: bool) -> str:
         most = 2 * count > len(values)
         if odd is not None and (most or not if_most_agree):
             place = f"{odd}.{key}".rstrip(".")
-            others = "other experts" if most else next(path for path, value in values.items() if value == usual)
+            usually = "nothing" if usual is None else usual
             if values[odd] is None:
-                return f"there is no {place}, but {usual} in {others}"
-            return f"{place} is {values[odd]}, where {others} {'have' if most else 'has'} {'nothing' if usual is None else usual}"
+                return f"there is no {place}, but {usual} in other experts"
+            if most:
+                return f"{place} is {values[odd]}, where other experts have {usually}"
+            first = next(path for path, value in values.items() if value == usual)
+            return f"{place} is {values[odd]}, where {first} has {usually}"
     return ""
 
 
