@@ -105,7 +105,7 @@ def _limits(node: torch.fx.Node) -> list[int]:
         or (name in _QUOTIENTS and not is_of_sizes(node))
         or (name in _LESS and not _is_float(node))
     ):
-        return _whole_numbers([*node.args, *node.kwargs.values()])
+        return _compared(node)
     if name not in _PARTS or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return []
     given = record_of(node.args[0]).value
@@ -117,6 +117,18 @@ def _limits(node: torch.fx.Node) -> list[int]:
         first = first[0] if isinstance(first, tuple) and first else first
         numbers = [first.start, first.stop] if isinstance(first, slice) else []
     return [abs(number) for number in _whole_numbers(numbers) if abs(number) >= rows]
+
+
+def _compared(node: torch.fx.Node) -> list[int]:
+    """The whole numbers that it is given; of counts, also floats, and what a buffer or parameter of one element holds."""
+    given = [*node.args, *node.kwargs.values()]
+    nodes = [value for value in given if isinstance(value, torch.fx.Node)]
+    if any(_is_float(n) for n in nodes if n.op != "get_attr"):
+        return _whole_numbers(given)
+    held = [record_of(n).value for n in nodes if n.op == "get_attr"]
+    given += [value.item() for value in held if isinstance(value, torch.Tensor) and value.numel() == 1]
+    numbers = [value for value in given if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return [int(value) for value in numbers if math.isfinite(value)]
 
 
 def _is_float(node: torch.fx.Node) -> bool:

@@ -67,6 +67,20 @@ class TooMany(LastOnes):
         return token[left:] if left > 0 else token
 
 
+class AboveABuffer(LastOnes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("most", torch.tensor(300))
+
+    def kept(self, token: torch.Tensor) -> Any:
+        return token if len(token) <= self.most else token[:0]
+
+
+class AboveAFloat(LastOnes):
+    def kept(self, token: torch.Tensor) -> Any:
+        return token if len(token) <= 300.5 else token[:0]
+
+
 class SetToZero(LastOnes):
     def kept(self, token: torch.Tensor) -> Any:
         return token
@@ -123,7 +137,7 @@ def test_above_them_the_own_code_runs(block: type[Cut], monkeypatch: pytest.Monk
         torch.testing.assert_close(optimized(tokens), model(tokens))
 
 
-@pytest.mark.parametrize("block", [LastOnes, BetweenPlaces, TooMany, SetToZero])
+@pytest.mark.parametrize("block", [LastOnes, BetweenPlaces, TooMany, AboveABuffer, AboveAFloat, SetToZero])
 def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
     """They are so large that verification has no other reason to try as many."""
     torch.manual_seed(0)
