@@ -162,7 +162,7 @@ struct PackedSource {
       stream16(to.word[0][i], code[j] + byte, wanted);
       stream16(to.word[1][i], code[j] + (byte + code_step[j]), wanted);
     }
-    const unsigned scales = min(depth, k - 1) / C::kBlock * kScaleBytes;
+    const unsigned scales = (C::kBits == 8 ? unsigned(min(depth, k - 1)) : at) / C::kBlock * kScaleBytes;
     stream_number<kScaleBytes>(to.scale[0], scale[j] + scales, wanted);
     stream_number<kScaleBytes>(to.scale[1], scale[j] + (scales + scale_step[j]), wanted);
   }
