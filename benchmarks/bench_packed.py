@@ -1,19 +1,21 @@
 """Decode of layers with packed experts on one GPU, beside bf16 and what bytes allow: microseconds a layer.
 
-    python benchmarks/bench_packed.py [--shapes qwen3-30b,gpt-oss-20b] [--tokens 1,8,64] [--layers 6] [--tiles] [--json FILE]
+    python benchmarks/bench_packed.py [--shapes qwen3-30b-fp8,...] [--tokens 1,8,64] [--layers 6] [--tiles] [--json FILE]
 
-A layer is reindex, both products and combine. Each time is that of a CUDA graph that runs `--layers` layers one after another,
-over their number: they have weights and routings of their own, so that no weight is found in a cache. ``limit`` is the time in
-which the packed bytes of the experts that are reached can be read once, as fast as the card reads one large tensor. ``up`` and
-``down`` are the products alone, the same way. ``error`` is ||out - ref|| / ||ref|| of the first layer against bf16 weights as they
-are unpacked. ``--tiles`` times every tile of both products.
+A layer is `hexa::moe_ffn_sources`. Each time is that of a CUDA graph that runs `--layers` layers in a row, over their number:
+they have weights and routings of their own, so that no weight is found in a cache. ``limit`` is the time in which the packed bytes
+of the experts that are reached can be read once, as fast as the card reads one large tensor. ``up`` and ``down`` are the products
+alone, the same way. ``error`` is ||out - ref|| / ||ref|| of the first layer against bf16 weights as they are unpacked. ``--tiles``
+times every tile of both products.
 """
 
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -23,13 +25,12 @@ from kept_rows import keep, options_of
 from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.codegen.family_packed import PackedTile, candidates
+from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import calls, choosing, packed
 from hexa_fx.cuda.kernel import prebuild
-from hexa_fx.cuda.packed import PackedProduct
-from hexa_fx.formats import MXFP4, NF4
-from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.cuda.packed import PackedProduct, Streamed
+from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.jit import background
 from hexa_fx.ops.operands import Esmm, EsmmAct
 
@@ -41,13 +42,14 @@ QWEN3_8_US = 70
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: E experts, k a token, D model size, I intermediate size."""
+    """A layer of a model: E experts, k a token, D model size, I intermediate size."""
 
+    layer: str
     experts: int
     top_k: int
     model: int
     inner: int
-    format: FourBit
+    format: Streamed
     activation: str
     glu: str
     params: tuple[float, ...]
@@ -55,9 +57,14 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3-30b": Shape(128, 8, 2048, 768, NF4, "silu", "concat", (), False),
-    "gpt-oss-20b": Shape(32, 4, 2880, 2880, MXFP4, "swiglu_oai", "interleaved", (1.702, 7.0), True),
-    "tiny": Shape(6, 2, 192, 64, NF4, "silu", "concat", (), False),
+    "qwen3-30b": Shape("qwen3-30b", 128, 8, 2048, 768, NF4, "silu", "concat", (), False),
+    "qwen3-30b-fp8": Shape("qwen3-30b", 128, 8, 2048, 768, FP8_BLOCK, "silu", "concat", (), False),
+    "qwen3-30b-int8": Shape("qwen3-30b", 128, 8, 2048, 768, INT8_ROWS, "silu", "concat", (), False),
+    "dsv3-fp8": Shape("dsv3", 256, 8, 7168, 2048, FP8_BLOCK, "silu", "concat", (), False),
+    "mixtral": Shape("mixtral", 8, 2, 4096, 14336, NF4, "silu", "concat", (), False),
+    "mixtral-fp8": Shape("mixtral", 8, 2, 4096, 14336, FP8_BLOCK, "silu", "concat", (), False),
+    "gpt-oss-20b": Shape("gpt-oss-20b", 32, 4, 2880, 2880, MXFP4, "swiglu_oai", "interleaved", (1.702, 7.0), True),
+    "tiny": Shape("tiny", 6, 2, 192, 64, NF4, "silu", "concat", (), False),
 }
 
 
@@ -92,6 +99,9 @@ def random_weight(shape: Shape, columns: int, k: int) -> Packed:
     f, experts = shape.format, shape.experts
     codes = torch.randint(0, 256, f.packed_shape((experts, columns, k)), dtype=torch.uint8, device=DEVICE)
     (size,), (dtype,) = f.scale_shapes((experts, columns, k)), f.scale_dtypes()
+    if f.per_item == 1:
+        codes.sub_(codes.bitwise_and(127).eq(127).byte())  # E4M3's are NaN
+        return codes.view(f.dtype), (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5 / 128
     if dtype == torch.uint8:
         return codes, torch.randint(117, 121, size, dtype=dtype, device=DEVICE)
     return codes, (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5
@@ -128,9 +138,11 @@ def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor
 
 
 def run_packed(layer: Layer, c: Call) -> Tensor:
-    rows = OPS.reindex(c.ids, layer.shape.experts)
-    y = down(layer, up(layer, c, rows), rows)
-    return OPS.combine(y, c.gates, rows[1], rows[2], layer.shape.top_k)  # type: ignore[no-any-return]
+    s, name = layer.shape, layer.shape.format.name
+    weights = (layer.w1[0], layer.b1, None, None, layer.w2[0], layer.b2)
+    sources = (*[None] * 6, [0.0] * 3, [layer.w1[1]], [], [layer.w2[1]], [name, "dense", name])
+    static = (s.activation, s.glu, list(s.params), "nk", "nk", False)
+    return OPS.moe_ffn_sources(c.x, c.ids, c.gates, *weights, *sources, *static)  # type: ignore[no-any-return]
 
 
 def dense(layer: Layer) -> tuple[Tensor | None, ...]:
@@ -146,8 +158,11 @@ def run_dense(shape: Shape, weights: tuple[Tensor | None, ...], c: Call) -> Tens
 
 def packed_bytes(shape: Shape, c: Call) -> int:
     """Of the experts that are reached: codes and scales of both weights."""
-    bits = 4 + (8 if shape.format is MXFP4 else 32) / shape.format.block
-    return int(c.ids.unique().numel() * 3 * shape.model * shape.inner * bits / 8)
+    f, columns = shape.format, (2 if shape.glu != "none" else 1) * shape.inner
+    sizes = [(1, columns, shape.model), (1, shape.model, shape.inner)]
+    codes = sum(prod(f.packed_shape(size)) for size in sizes)
+    scales = sum(prod(f.scale_shapes(size)[0]) for size in sizes) * f.scale_dtypes()[0].itemsize
+    return int(c.ids.unique().numel()) * (codes + scales)
 
 
 def read_rate() -> float:
@@ -173,8 +188,14 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
     }
     prebuild(lambda: [step() for step in steps.values()])
     out, ref = run_packed(*pairs[0]).float(), run_dense(shape, cache["dense"][0], calls[0]).float()
+    wait_for_builds()
     times = steady({key: captured(step) for key, step in steps.items()}, turns=options.turns)
-    row: dict[str, Any] = {"shape": name, "tokens": tokens, "error": float((out - ref).norm() / ref.norm())}
+    row: dict[str, Any] = {
+        "shape": shape.layer,
+        "format": shape.format.name,
+        "tokens": tokens,
+        "error": float((out - ref).norm() / ref.norm()),
+    }
     row |= {f"{key}_us": ms * 1e3 / count for key, ms in times.items()}
     row["bytes"] = sum(packed_bytes(shape, c) for c in calls) / count
     row["limit_us"] = row["bytes"] / rate * 1e6
@@ -183,14 +204,22 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
     return row
 
 
+def wait_for_builds() -> None:
+    """A layer's first call requests its kernels for any number of tokens, and compilers keep the host busy."""
+    for thread in threading.enumerate():
+        if thread.name == "hexa_fx kernel set":
+            thread.join()
+    background.builder().wait()
+
+
 def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> list[dict[str, Any]]:
     """Microseconds of each product with each tile."""
-    block = shape.format.block
     products: dict[str, tuple[int, Callable[[], object]]] = {
         "up": (shape.model, lambda: [up(layer, c, c.rows) for layer, c in pairs]),
         "down": (shape.inner, lambda: [down(layer, c.a, c.rows) for layer, c in pairs]),
     }
     rows = []
+    block = MOST_DEPTH if shape.format.per_item == 1 else shape.format.block  # type: ignore[union-attr]
     background.prebuild(
         [spec for k, step in products.values() for tile in candidates(k, block) for spec in wanted(tile, step)]
     )
@@ -228,7 +257,7 @@ class fixed_tile:
 def main() -> None:
     """Prints a line for each shape and number of tokens, writes the JSON."""
     parser = options_of(__doc__)
-    parser.add_argument("--shapes", default="qwen3-30b,gpt-oss-20b")
+    parser.add_argument("--shapes", default="qwen3-30b,qwen3-30b-fp8,gpt-oss-20b")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--turns", type=int, default=1)
@@ -247,8 +276,8 @@ def main() -> None:
 
 def line(row: dict[str, Any]) -> str:
     times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in ("packed", "bf16", "up", "down", "limit"))
-    bar = f"   bar {QWEN3_8_US}" if (row["shape"], row["tokens"]) == ("qwen3-30b", 8) else ""
-    return f"{row['shape']:12s} {row['tokens']:3d} tokens   us: {times}   error {row['error'] * 1e3:.2f}e-3{bar}"
+    bar = f"   bar {QWEN3_8_US}" if (row["shape"], row["format"], row["tokens"]) == ("qwen3-30b", "nf4", 8) else ""
+    return f"{row['shape']:11s} {row['format']:9s} {row['tokens']:3d} tokens   us: {times}   error {row['error'] * 1e3:.2f}e-3{bar}"
 
 
 if __name__ == "__main__":

@@ -198,8 +198,7 @@ def packed(folder: Path) -> str:
     for card in ("h200", "h100"):
         for row in json.loads((folder / f"packed_decode_{card}.json").read_text())["rows"]:
             times = [f"{row[key]:.1f}" for key in ("packed_us", "bf16_us", "limit_us")]
-            form = "NF4" if row["shape"] == "qwen3-30b" else "MXFP4"
-            lines.append([row["shape"], form, row["tokens"], card.upper(), *times])
+            lines.append([row["shape"], row["format"], row["tokens"], card.upper(), *times])
     return table(head, lines)
 
 
