@@ -78,7 +78,9 @@ def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple
 
 
 def limits_of(node: torch.fx.Node) -> list[int]:
-    """The numbers that it compares with, divides by or cuts rows at, also as floats."""
+    """The numbers that it compares counts with, divides them by or cuts rows at, also as floats. What bounds features is none."""
+    if _name(node) not in _PARTS and any(map(_is_of_features, node.all_input_nodes)):
+        return []
     given = [*node.args, *node.kwargs.values()] if _name(node) in _COMPARISONS | _QUOTIENTS | _LEAST else []
     numbers = [value for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
     return [*map(int, numbers), *_limits(node)]
@@ -129,6 +131,10 @@ def _compared(node: torch.fx.Node) -> list[int]:
     given += [value.item() for value in held if isinstance(value, torch.Tensor) and value.numel() == 1]
     numbers = [value for value in given if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return [int(value) for value in numbers if math.isfinite(value)]
+
+
+def _is_of_features(node: torch.fx.Node) -> bool:
+    return _is_float(node) and record_of(node).value.dim() > 1
 
 
 def _is_float(node: torch.fx.Node) -> bool:

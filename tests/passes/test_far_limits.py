@@ -98,6 +98,13 @@ class Scaled(Cut):
         return y * (2e4 / max(rows, 2e4))
 
 
+class Bounded(Scaled):
+    """What bounds numbers is no limit on tokens."""
+
+    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
+        return y.clamp(-16384, 16384.0)
+
+
 class InNumpy(Scaled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, ids = self.choose(x)
@@ -148,6 +155,14 @@ def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
     tokens = torch.randn(1, D).expand(2 * model.room + 5, D).contiguous()
     with torch.no_grad():
         torch.testing.assert_close(optimized(tokens), model(tokens))
+
+
+def test_bounds_of_features_are_no_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+    torch.manual_seed(0)
+    optimized = hexa_fx.optimize(Bounded(), torch.randn(21, D))
+    with torch.no_grad():
+        assert operators_run(optimized, (torch.randn(17000, D),))
 
 
 def test_limits_that_were_tried_are_no_conditions() -> None:
