@@ -3,9 +3,9 @@
 //   D[p, n] = sum_k x[row(p), k] W[e(p)][n, k] + bias[e(p), n], row(p) = v[p] / top_k or p
 //
 // Made for reading packed weights as fast as memory gives them. The weight's lines are the 16 rows of mma.sync, up to eight rows of
-// an expert its columns (four, where each has a column for two scales). Codes come to registers by 16 bytes a lane, a unit ahead, and become elements there; x stays in registers
-// while its rows are the same, but for lines that take more than one pass. The warps of a block share k, so that a unit is small, and add up in shared memory: in the half of the
-// table's lines that holds no values.
+// an expert its columns (four, where each has a column for two scales). Codes come to registers by 16 bytes a lane, a unit ahead, and
+// become elements there; x stays in registers while its rows are the same, but for lines that take more than one pass. The warps of
+// a block share k, so that a unit is small, and add up in shared memory: in the half of the table's lines that holds no values.
 #pragma once
 #include <hexa_fx/epilogue/activations.cuh>
 #include <hexa_fx/load/packed.cuh>
