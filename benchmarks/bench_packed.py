@@ -25,7 +25,7 @@ from kept_rows import keep, options_of
 from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates
+from hexa_fx.codegen.family_packed import PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import calls, choosing, packed
 from hexa_fx.cuda.kernel import prebuild
@@ -219,7 +219,7 @@ def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> lis
         "down": (shape.inner, lambda: [down(layer, c.a, c.rows) for layer, c in pairs]),
     }
     rows = []
-    block = MOST_DEPTH if shape.format.per_item == 1 else shape.format.block  # type: ignore[union-attr]
+    block = packed.codes_of(shape.format).block
     background.prebuild(
         [spec for k, step in products.values() for tile in candidates(k, block) for spec in wanted(tile, step)]
     )

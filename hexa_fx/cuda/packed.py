@@ -60,18 +60,17 @@ class PackedProduct(NamedTuple):
     format: Streamed
 
     @property
-    def codes(self) -> Codes:
-        """What the kernel is told of them."""
-        f = self.format
-        if isinstance(f, FourBit):
-            return Codes("code4", f.block, 1, f.high_first)
-        rows, columns = f.block
-        return Codes("int8" if f.dtype == torch.int8 else "e4m3", columns or MOST_DEPTH, rows, False)
-
-    @property
     def depth(self) -> int:
         """K."""
         return self.format.per_item * self.base.w1.shape[2]
+
+
+def codes_of(format: Streamed) -> Codes:
+    """What the kernels are told of a format."""
+    if isinstance(format, FourBit):
+        return Codes("code4", format.block, 1, format.high_first)
+    rows, columns = format.block
+    return Codes("int8" if format.dtype == torch.int8 else "e4m3", columns or MOST_DEPTH, rows, False)
 
 
 def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | None:
@@ -82,7 +81,7 @@ def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | N
 
 def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
-    x, experts, together = o.base.x, o.base.offs.shape[0] - 1, o.codes.together
+    x, experts, together = o.base.x, o.base.offs.shape[0] - 1, codes_of(o.format).together
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
     if card.arch < 80:
         return f"sm_{card.arch}; the kernels need sm_80 or newer"
@@ -135,7 +134,7 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
         o.depth,
         base.w1.shape[1],
         _SCALES[o.scales.dtype],
-        o.codes,
+        codes_of(o.format),
         base.v is not None,
         base.activation,
         base.glu,
