@@ -6,7 +6,7 @@ import types
 from typing import Any
 from unittest import mock
 
-from library_registry import D, E, I, block, mlp, one_process
+from benchmarks.library_registry import D, E, I, block, mlp, one_process
 from torch import nn
 
 

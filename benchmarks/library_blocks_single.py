@@ -7,7 +7,7 @@ import types
 from typing import Any
 
 import torch
-from library_registry import D, E, I, block, mlp, rows, tokens
+from benchmarks.library_registry import D, E, I, block, mlp, rows, tokens
 from torch import nn
 
 

@@ -36,6 +36,7 @@ from hexa_fx.capture.calls import (
     without_numpy,
     written_tensor,
 )
+from hexa_fx.capture.error_checks import only_raises
 from hexa_fx.capture.memory import MemoryNumbers, memory_of
 from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
@@ -92,7 +93,7 @@ class Recorder(TorchFunctionMode):
     def note_decision(self, node: torch.fx.Node | None) -> None:
         """Notes that the host reads ``node`` as a plain value, so that the rest of the recording depends on it."""
         if node is not None:
-            record_of(node).decision = True
+            record_of(node).note_decision(only_raises())
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
         return self._bind(tensor, self.add("placeholder", name, (), {}, tensor))
