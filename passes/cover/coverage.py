@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
+from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, levels_out, restricts, sets_to_zero
 from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
 from hexa_fx.passes.detect.match import MoEMatch
@@ -213,6 +213,8 @@ class _Walk:
         if not is_float(node):
             self._select(node)
         elif node.op.startswith("call") and operation(node) in MOVES | SUMS | PRODUCTS and not self._is_explained(node):
+            if operation(node) not in MOVES and levels_out(node):
+                self._lose(node, "factor")
             self._also("factor", node.all_input_nodes)
         elif sets_to_zero(node) and not self._is_explained(node):
             self._also("factor", [n for n in node.all_input_nodes if is_float(n)])

@@ -26,10 +26,6 @@ from hexa_fx.passes.detect.sparse_weights import asks_who_was_chosen
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_SELECTIONS = frozenset(
-    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
-    "__eq__ multinomial isin searchsorted cumsum".split()
-)
 _CHOICES = frozenset(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
 )
@@ -129,7 +125,7 @@ def shape_branches(
             )
         if any(n.op == "placeholder" and is_float(n) for n in asked):
             raise Refuse(ON_DATA, node)
-        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+        if behind & (routing | follows):
             refuse_exact_count(node)
             refuse_exact_place(node, experts)
             return []
