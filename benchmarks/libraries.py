@@ -4,7 +4,8 @@
     python benchmarks/libraries.py [name ...] [--write docs/libraries.md]
 
 Every block of `library_blocks_*.py` is made twice from the same seed, one of the two is optimized, and both are compared in eval
-and train mode, also at another size and after all parameters were moved. `tests/test_libraries.py` compares the table with what is so. A library that is not installed or does not run on the
+and train mode, also at another size and after all parameters were moved (`tests/test_libraries.py`).
+A library that is not installed or does not run on the
 CPU is listed with its reason.
 """
 

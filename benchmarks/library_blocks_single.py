@@ -7,8 +7,9 @@ import types
 from typing import Any
 
 import torch
-from benchmarks.library_registry import D, E, I, block, mlp, rows, tokens
 from torch import nn
+
+from benchmarks.library_registry import D, E, I, block, mlp, rows, tokens
 
 
 @block("mixture-of-experts", "MoE, second policy 'random'")

@@ -43,6 +43,7 @@ from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.capture.texts import noted_text
+from hexa_fx.isolation.endless import end_after
 from hexa_fx.isolation.held_objects import fields_of
 
 
@@ -79,6 +80,7 @@ class Recorder(TorchFunctionMode):
 
     @untold
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+        end_after(self.count)
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None

@@ -18,11 +18,13 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
+from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
     RoutingSource,
     Slots,
+    counts_of_choices,
     covered,
     find_factor,
     find_mask,
@@ -96,16 +98,16 @@ def find_routing(
             index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
         except NoRouting as of_host:
             raise (refusal if isinstance(refusal, OtherNumbers) else of_host) from None
-    slots = Slots(ids, active, tokens, experts, replay.value)
+    slots = Slots(ids, active, tokens, experts, replay.value, chosen_apart(index.nodes))
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []
     if prefer_earliest and not before:
-        before = straight_through(slots, given)
+        before = straight_through(slots, given, end)
     after, constant = _find_after(
         active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end), tags
     )
     if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
-        after = straight_through(slots, [n for n in in_order[::-1] if n not in given])
+        after = straight_through(slots, [n for n in in_order[::-1] if n not in given], end)
     absent = slots.without_rows(pairs)
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
@@ -151,7 +153,8 @@ def _find_after(
 ) -> tuple[tuple[RoutingSource, ...], float]:
     """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``; or times a constant."""
     try:
-        return find_factor(active.after, slots, known, inner, end, covers_dropped), 1.0
+        found = find_factor(active.after, slots, known, inner, end, covers_dropped)
+        return found or (counts_of_choices(slots, known, end) if slots.apart else ()), 1.0
     except Refuse as refusal:
         for vector in vectors:
             numbers = slots.value(vector).reshape(-1)[active.expert]
@@ -203,7 +206,9 @@ def find_row_factor(
     """
     effective = pairs.effective
     ids = ids_of(routing.index, tokens, experts)
-    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value)
+    # a table among the factors after the experts has what two choices of the same expert come to
+    apart = chosen_apart(routing.index.nodes) and all(source.reading == "columns" for source in routing.after)
+    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value, apart)
     known = _candidates(captured, tags, end)[::-1]
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
+from hexa_fx.isolation.endless import Bounded
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes.modes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
@@ -76,6 +77,7 @@ def _autocast_dtypes(
                 random_state_kept(),
                 torch.autocast(device, dtype, cache_enabled=False),
                 torch.no_grad(),
+                Bounded(),
             ):
                 kind = kind_of(rewritten.guards, _named(block, *given), block, parameters)
                 result = block.forward(*given[0], **given[1])
