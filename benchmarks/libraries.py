@@ -39,9 +39,10 @@ of the first floating point type that the library's own code runs in, and 0 wher
 
 """
 APPENDIX = """
-Looked at and not in the table: tutel, fastmoe, scattermoe and gpt-oss have no package on the index for this Python; nanotron and
-torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and moe_peft want a whole training setup around
-their blocks and were not tried; densemixer replaces the forward of transformers' own blocks.
+Looked at and not in the table: megablocks builds only where there is a GPU; tutel, fastmoe, scattermoe and gpt-oss have no package
+on the index for this Python; nanotron and torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and
+moe_peft want a whole training setup around their blocks and were not tried; densemixer replaces the forward of transformers' own
+blocks.
 
 The refusals: a soft mixture gives every expert an average of all tokens, and expert choice has no fixed number of experts a
 token, so neither is a mixture of routed tokens. Two levels of routing, product keys and convolutional experts are of another

@@ -18,8 +18,8 @@ from benchmarks.library_registry import BLOCKS, LibraryBlock
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
-SLOW = frozenset({"deepspeed", "diffusers", "uni2ts"})
-"""Imports that take longer than all else."""
+SLOW = frozenset({"deepspeed", "torchtitan"})
+"""The first compiles operators of its own where it runs first; the second imports triton."""
 
 
 @cache
@@ -48,7 +48,7 @@ def test_what_the_page_says(block: LibraryBlock) -> None:
     if outcome == "rewritten":
         assert row.forward is not None
         assert row.gradient is not None
-        assert max(row.forward, row.gradient) < (1e-2 if row.dtype == "bfloat16" else 1e-6)
+        assert max(row.forward, row.gradient) < 2e-5  # of routers that are float32 in all dtypes
 
 
 def test_the_page_has_every_block() -> None:
