@@ -220,6 +220,8 @@ def _tag_node(
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
         return _tag_selection(node, tags, counts)
+    if weights and operation(node) in _LAYING_OUT and len(weights) < len([n for n in inputs if is_tensor(n)]):
+        return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
         return _tag_weight_operation(node, weights, tags)
     experts = _union(tags[n].experts for n in inputs)
@@ -228,6 +230,10 @@ def _tag_node(
     ):
         experts |= {ALL}
     return Tag(experts)
+
+
+_LAYING_OUT = frozenset({"repeat_interleave", "embedding"})
+"""Operations that give rows the parts of a weight that ids or counts of rows say."""
 
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
