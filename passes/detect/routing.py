@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -45,6 +45,7 @@ class Routing:
         index: where the expert ids are.
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
         constant: a number in the code that the experts' outputs are multiplied by too.
+        always: experts that every token is given beside those it chose, with a factor of 1: shared ones in the same list.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
@@ -56,6 +57,7 @@ class Routing:
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
     constant: float = 1.0
+    always: tuple[int, ...] = ()
 
     @property
     def weights(self) -> list[torch.fx.Node]:
@@ -84,6 +86,36 @@ def find_routing(
     Raises:
         Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
+    search = tokens, experts, captured, tags, end, replay, prefer_earliest
+    try:
+        return _find_routing(pairs, *search)
+    except NoRouting:
+        always = _given_all_tokens(pairs, tokens)
+        if not always:
+            raise
+        routing = _find_routing(pairs.without(always), *search)
+        if routing.before:
+            raise
+        return replace(routing, always=always)
+
+
+def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
+    """The experts whose outputs all tokens get as they are, if there are others."""
+    plain = (pairs.before == 1) & ((pairs.after - 1).abs() <= 1e-9)
+    found = tuple(e for e in pairs.expert.unique().tolist() if int(((pairs.expert == e) & plain).sum()) == tokens)
+    return found if len(found) < len(pairs.expert.unique()) else ()
+
+
+def _find_routing(
+    pairs: Pairs,
+    tokens: int,
+    experts: int,
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    end: torch.fx.Node,
+    replay: Replay,
+    prefer_earliest: bool,
+) -> Routing:
     in_order = _candidates(captured, tags, end)
     known = in_order if prefer_earliest else in_order[::-1]
     inner = inside_calls(captured)
@@ -204,6 +236,11 @@ def find_row_factor(
     Raises:
         Refuse: it is not among the tensors computed before ``end``.
     """
+    if routing.always:
+        kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
+        if not bool((wanted[~kept] == 1).all()):
+            raise Refuse("an expert that every token is given computes with a weight of the token's", end)
+        pairs, wanted = pairs.taken(kept), wanted[kept]
     effective = pairs.effective
     ids = ids_of(routing.index, tokens, experts)
     # a table among the factors after the experts has what two choices of the same expert come to

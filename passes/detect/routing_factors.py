@@ -56,6 +56,10 @@ class Pairs:
         """The pairs that a mask selects."""
         return Pairs(self.token[mask], self.expert[mask], self.before[mask], self.after[mask])
 
+    def without(self, experts: Sequence[int]) -> Pairs:
+        """The pairs of other experts."""
+        return self.taken(~torch.isin(self.expert, torch.tensor(experts, device=self.expert.device)))
+
 
 @dataclass(frozen=True)
 class RoutingSource:
