@@ -91,8 +91,7 @@ def judge(block: LibraryBlock) -> Row:
     if runs := own_code_runs(optimized, *args):
         return Row(block, "own code", f"reported as rewritten, runs its own code: {', '.join(runs)}", _name(found))
     forward, gradient = _errors(original, optimized, args)
-    modes = [f"{m} mode runs the original: {t}" for b in blocks for m, t in b.modes.items() if t != "rewritten"]
-    as_what = "; ".join([f"`{b.expert}`" for b in blocks if b.status == "rewritten"] + modes)
+    as_what = "; ".join(f"`{b.expert}`" for b in blocks if b.status == "rewritten")
     return Row(block, "rewritten", as_what, _name(found), forward, gradient)
 
 
