@@ -38,7 +38,7 @@ from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import HexaForward, install, installed_forward, uninstall
-from hexa_fx.runtime.preflight import called_in, check_model
+from hexa_fx.runtime.preflight import called_in, check_model, check_values
 from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.runtime.warmup import request_kernels_of_steps
@@ -129,6 +129,8 @@ def optimize_(
     """
     check_model(model)
     config = _checked(config)
+    if example_inputs is not None:
+        check_values(model)
     spread = Spread(mesh, strategy, capacities, partition, data_mesh)
     spread.check(example_inputs)
     if config.skip.strip() == "*" and mesh is None:

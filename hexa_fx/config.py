@@ -29,8 +29,8 @@ class HexaConfig:
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
         batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
-        skip: paths of blocks that are left as they are, as patterns of `fnmatch` with commas between them; ``*`` switches everything
-            off (so does ``HEXA_FX_SKIP=*`` in the environment).
+        skip: paths of blocks that are left as they are, as patterns of `fnmatch` with commas between them; ``*`` switches
+            everything off (so does ``HEXA_FX_SKIP=*`` in the environment).
         specialisations: for how many kinds of calls (modes, dtypes, autocast, settings) a block is analysed; past that, calls of
             new kinds run its own code.
         compute: in what experts multiply: ``native``, their tensors' dtype, or ``fp8_block``, e4m3 with a scale for 128 elements of

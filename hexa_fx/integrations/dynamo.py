@@ -161,8 +161,8 @@ def _rewrite_first(
     for region in levels:
         analysis, same_as = _analyse(region, values, config, known)
         rewritten = _usable(analysis)
-        if rewritten is not None:
-            replaced = regions.put_back(gm, region, rewritten, analysis.match.captured.constants)
+        if rewritten is not None and analysis.captured is not None:
+            replaced = regions.put_back(gm, region, rewritten, analysis.captured.constants)
             values.update({new: values[old] for old, new in replaced.items()})
             return analysis, same_as
         first = first or (analysis, same_as)

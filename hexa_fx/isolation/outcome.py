@@ -18,6 +18,7 @@ from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import SEED, random_state_kept, random_states
 from hexa_fx.isolation.size import batches, is_out_of_memory
+from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
@@ -120,6 +121,7 @@ def _unfolded(leaf: Any) -> Any:
     return leaf if held is None else (type(leaf), pytree.tree_map(_unfolded, held))
 
 
+@autocast_off()
 def difference(original: Outcome, other: Outcome) -> Difference:
     """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
     for name in sorted({*original.facts, *other.facts}):
@@ -269,6 +271,7 @@ def largest(tensor: torch.Tensor) -> float:
     return float(torch.stack(torch.aminmax(tensor)).abs().max())
 
 
+@autocast_off()
 def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """`largest` of each, by few waits for a device. Small ones, and all on a GPU, are laid side by side for it."""
     found = [0.0] * len(tensors)

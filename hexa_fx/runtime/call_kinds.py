@@ -101,11 +101,6 @@ def _kind(value: Any) -> Any:
     return value if type(value) in (bool, int, float, str, NoneType) else type(value)
 
 
-def call_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The shapes of its tensors."""
-    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-
-
 def call_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Rows of the longest floating tensor."""
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -268,8 +268,6 @@ def test_a_wrong_buffer_update_is_found_in_each_mode():
     result = verify(block.train(), list_rewritten(True, count_twice=True), example())
     assert "buffer seen" in result.reason
     assert verify(block.eval(), list_rewritten(False, count_twice=True), example()).ok
-    result = verify(block.eval(), list_rewritten(True, count_twice=True), example())
-    assert "buffer seen" in result.reason
 
 
 def test_a_changed_input_is_found():
@@ -307,11 +305,6 @@ def test_gradients_of_a_large_block_are_compared_in_two_cases():
     ]
     assert len(result.cases) >= 11
     assert not verify(ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=settings).ok
-
-
-def test_a_mode_that_does_the_same_is_compared_on_the_example_only():
-    result = verify(ListMoE(), list_rewritten(), example(), settings=VerifySettings(brief=True))
-    assert [case.name for case in result.cases] == ["the example"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
