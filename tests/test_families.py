@@ -27,10 +27,10 @@ def _marked(family: str, implementation: str) -> Any:
 def test_family(family: str, implementation: str) -> None:
     row = family_table.judge(family, implementation)
     expected = FAMILIES[family]
+    assert not row.own_code, "the original was compared with itself"
     if expected.expect == "rewritten":
         assert row.refused == 0, row.reasons
         assert row.rewritten == expected.blocks
-        assert row.calls >= expected.blocks, "the original was compared with itself"
     elif row.refused:
         assert all(len(reason.split()) > 3 for reason in row.reasons)
     for dtype, errors in row.errors.items():

@@ -15,7 +15,7 @@ import torch
 
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
-from hexa_fx.capture.output import LOGS, noted_output, writer
+from hexa_fx.capture.output import LOGS, noted_output, say_left_out, writer
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
@@ -103,12 +103,12 @@ class RanCode:
         self.hidden[self._scope()] = name, SWITCH, user_location()
 
     def _writes(self, name: str, frame: types.FrameType) -> None:
-        self.hidden[self._scope()] = name, OUTPUT, SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+        self.hidden[self._scope()] = name, OUTPUT, _place(frame)
 
     def _starts(self, frame: types.FrameType) -> bool:
         if frame.f_code is LOGS:
             if found := writer(frame):
-                self._writes(*found)
+                say_left_out(_place(found[1]))
             return True
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
@@ -199,6 +199,10 @@ class RanCode:
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def _place(frame: types.FrameType) -> SourceLocation:
+    return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
 
 
 def words(values: Iterable[Any]) -> Iterator[str]:

@@ -36,12 +36,14 @@ from hexa_fx.capture.calls import (
     without_numpy,
     written_tensor,
 )
+from hexa_fx.capture.error_checks import only_raises
 from hexa_fx.capture.memory import MemoryNumbers, memory_of
 from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.capture.texts import noted_text
+from hexa_fx.isolation.endless import end_after
 from hexa_fx.isolation.held_objects import fields_of
 
 
@@ -78,6 +80,7 @@ class Recorder(TorchFunctionMode):
 
     @untold
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+        end_after(self.count)
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
@@ -92,7 +95,7 @@ class Recorder(TorchFunctionMode):
     def note_decision(self, node: torch.fx.Node | None) -> None:
         """Notes that the host reads ``node`` as a plain value, so that the rest of the recording depends on it."""
         if node is not None:
-            record_of(node).decision = True
+            record_of(node).note_decision(only_raises())
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
         return self._bind(tensor, self.add("placeholder", name, (), {}, tensor))

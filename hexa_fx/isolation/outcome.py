@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
+from hexa_fx.isolation.endless import Bounded
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.module_state import ModuleState
@@ -91,7 +92,8 @@ def observe(
     with torch._C.DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(SEED), torch.set_grad_enabled(gradients):
-        result = pytree.tree_map(_unfolded, call(*args, **kwargs))
+        with Bounded():
+            result = pytree.tree_map(_unfolded, call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})

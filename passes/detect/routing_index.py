@@ -187,6 +187,12 @@ def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
 
 def _why_not(wanted: torch.Tensor) -> str:
     """By which tokens (T, E) experts are given, whether tokens choose, experts do, or neither as many each time."""
+    shared = wanted.all(0).nonzero().flatten().tolist()
+    if shared and len(shared) < len(wanted[0]):
+        return (
+            f"the expert at place {shared[0]} (counted from 0) is given every token, with a weight of its own or more done to it; "
+            "a shared expert beside the list of those that tokens choose can stay, and the others are rewritten"
+        )
     of_token, of_expert = wanted.sum(1), wanted.sum(0)
     if int(of_token.min()) == int(of_token.max()):
         return (

@@ -30,7 +30,7 @@ _DIGESTED = (
     "to the code around it can be rewritten"
 )
 _WRITES = (
-    "the code writes to the terminal or to a log ({}), which the rewritten block would not; what the code around it writes, or its "
+    "the code writes to the terminal ({}), which the rewritten block would not; what the code around it writes, or its "
     "router as a module of its own, can stay"
 )
 _AUTOCAST = (
