@@ -155,7 +155,7 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
         recorder.functions_running.append(set())
         start = recorder.count
         try:
-            result = original.__func__(cls, *args, **kwargs)
+            result = original.__get__(None, cls)(*args, **kwargs)
         finally:
             asked = recorder.functions_running.pop()
         with torch._C.DisableTorchFunction():

@@ -59,10 +59,11 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The tokens of a call: those of the argument ``input_ids``, ``inputs_embeds`` or ``hidden_states``, or of the first tensor.
 
     A two-dimensional ``attention_mask`` says which are padding; of a longer one, as with a cache, the last columns count. Of one
-    of queries and keys, as `generate` makes for a static cache, padding are the tokens that do not see themselves.
+    of queries and keys, as `generate` makes for a static cache, padding are the tokens that do not see themselves. How many keys
+    came before, the call's cache says: the one argument with `get_seq_length`, whatever its name.
 
     Raises:
-        InputError: there is no tensor among the arguments, or the mask does not fit.
+        InputError: there is no tensor among the arguments, the mask does not fit, or nothing says how many keys came before.
     """
     named = _named(module, args, kwargs)
     tensors = [value for value in named.values() if isinstance(value, Tensor) and value.dim()]
@@ -76,7 +77,7 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(mask, dict):  # of layers of several kinds
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if isinstance(mask, Tensor) and mask.dim() == 4 and len(shape) == 2:
-        mask = _seen_by_themselves(mask, shape, named.get("past_key_values"))
+        mask = _seen_by_themselves(mask, shape, [*named.values()])
     if not isinstance(mask, Tensor) or mask.dim() != 2 or len(shape) != 2:
         lengths = (shape[1],) * shape[0] if len(shape) == 2 else (torch.Size(shape).numel(),)
         return ModelCall(shape, None, lengths)
@@ -87,16 +88,26 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return ModelCall(shape, None if sum(lengths) == real.numel() else real.reshape(-1), lengths)
 
 
-def _seen_by_themselves(mask: Tensor, shape: tuple[int, ...], cache: Any) -> Tensor:
-    """(B, S) of a mask (B or 1, heads or 1, S, keys), which is bool or is added to scores; ``cache``: what holds earlier keys."""
+def _seen_by_themselves(mask: Tensor, shape: tuple[int, ...], arguments: list[Any]) -> Tensor:
+    """(B, S) of a mask (B or 1, heads or 1, S, keys), which is bool or is added to scores; ``arguments``: of the call."""
     queries, keys = mask.shape[2:]
     if mask.shape[0] not in (1, shape[0]) or queries != shape[1] or keys < queries:
         raise InputError(f"the attention mask is {list(mask.shape)}, and the tokens are {list(shape)}")
-    length = getattr(cache, "get_seq_length", None)  # behind it, a static cache has room for more keys
-    start = keys - queries if length is None else min(int(length()), keys - queries)
+    start = 0 if keys == queries else min(_keys_before(mask, arguments), keys - queries)
     own = mask[..., start : start + queries].diagonal(dim1=2, dim2=3)
     seen = own > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else own != 0
     return seen.any(1).expand(shape)
+
+
+def _keys_before(mask: Tensor, arguments: list[Any]) -> int:
+    """How many keys a cache among the arguments holds; behind them, a static one has room for more."""
+    lengths = [value.get_seq_length for value in arguments if hasattr(value, "get_seq_length")]
+    if len(lengths) != 1:
+        raise InputError(
+            f"the attention mask is {list(mask.shape)}, and which of its keys belong to this call is unknown: {len(lengths)} "
+            "arguments are caches with get_seq_length(), and it takes one; pass an attention mask of (batch, tokens)"
+        )
+    return int(lengths[0]())
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
