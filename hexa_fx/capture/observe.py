@@ -25,6 +25,7 @@ from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _hooks(model: nn.Module, suspects: set[str], mode: Selections, recorded: dic
             if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
                 mode.chained.add(owner)
             if path in wanted and path not in recorded:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     recorded[path] = Observation(path, module, copied(args), copied(kwargs))
 
         return hook

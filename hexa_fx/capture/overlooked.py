@@ -18,6 +18,7 @@ from torch import nn
 from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE
+from hexa_fx.torch_private import _ConvNd
 
 SOFT = (
     "nothing is chosen here: every token gets a mixture of all experts, of their outputs or of their weights (a dense or soft "
@@ -195,7 +196,7 @@ def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
     found: dict[str, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
         block, _, name = path.rpartition(".")
-        if block not in selecting or not isinstance(module, nn.modules.conv._ConvNd):
+        if block not in selecting or not isinstance(module, _ConvNd):
             continue
         groups = module.groups
         if 1 < groups < module.in_channels and has_router(model.get_submodule(block), module, groups):

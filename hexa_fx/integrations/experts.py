@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hexa_fx import ops
 from hexa_fx.ir import FfnSpec, Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS, activation_forward
+from hexa_fx.torch_private import DisableTorchFunction, _disable_current_modes
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def _gate_of(experts: Any) -> Gate | None:
     return found
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate(number: int, training: bool) -> Gate | None:
     """Of the module with this id, which the caller holds: a compiler of torch 2.11 hands constants over, and no module."""
     experts = ctypes.cast(number, ctypes.py_object).value
@@ -117,7 +117,7 @@ def identify_gate(experts: Any) -> Gate | None:
     # The caller may be tracing (torch.export, FakeTensorMode), but the experiment needs real numbers.
     with (
         _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
+        DisableTorchFunction(),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
     ):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
+from hexa_fx.torch_private import _current_autograd_node, _current_graph_task_id, _get_sequence_nr
 
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
 
@@ -35,7 +36,7 @@ class ModelCall:
     real: Tensor | None
     lengths: tuple[int, ...]
     start: int = 0
-    first: int = field(default_factory=lambda: torch._C._autograd._get_sequence_nr())
+    first: int = field(default_factory=lambda: _get_sequence_nr())
     last: int = 0
     in_function: bool = field(default_factory=lambda: not torch.is_grad_enabled() and _is_below("forward"))
 
@@ -129,7 +130,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def in_backward() -> bool:
     """Whether autograd runs a backward here: a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 class EndedReplay:
@@ -142,7 +143,7 @@ class EndedReplay:
         """The calls of a context that has ended."""
         starts = [start for call in calls if (start := call.start_of_graph) is not None]
         if starts:
-            self.calls.append((min(starts), max(torch._C._autograd._get_sequence_nr(), *(call.last for call in calls))))
+            self.calls.append((min(starts), max(_get_sequence_nr(), *(call.last for call in calls))))
 
     def __call__(self) -> None:
         """To be called before a block.
@@ -195,5 +196,5 @@ def _is_below(method: str, within: CodeType | None = None) -> bool:
 
 def _number() -> int:
     """Autograd's sequence number of the node in which backward is."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = _current_autograd_node()
     return int(node._sequence_nr())

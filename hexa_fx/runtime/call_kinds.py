@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.overrides import _get_current_function_mode_stack
 
 from hexa_fx.isolation.users_code import is_users
+from hexa_fx.torch_private import (
+    TransformType,
+    _are_functorch_transforms_active,
+    _get_current_function_mode_stack,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _top_saved_tensors_default_hooks,
+    get_interpreter_stack,
+    is_forward_mode,
+)
 
 _TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
 _TRANSFORMED = "torch.func.grad, torch.vmap and forward-mode derivatives go through its own code only"
@@ -50,7 +55,7 @@ def reason_for_own_code(block: nn.Module, weights: Sequence[str]) -> str:
             return f"{path} is {said_of(weight)}"
     if is_compiling():
         return ""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return _TRANSFORMED
     stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
     if any(level.key() in _TRANSFORMS for level in stack or ()):
