@@ -76,7 +76,7 @@ def _by_rows(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     h = ops.esmm(x, w1, b1, v, offs, top_k, layout)
     a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
     y = ops.esmm(a.to(w2.dtype), w2, b2, None, offs, 1, layout)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # which older versions of transformers lack
         y = experts.post_expert_norm(y)
     return ops.combine(y, top_k_weights, inv, offs, top_k)
 
@@ -97,7 +97,7 @@ def _gate(number: int, training: bool) -> Gate | None:
     experts = ctypes.cast(number, ctypes.py_object).value
     known = _KNOWN.setdefault(experts, {})
     if training not in known:
-        gate = None if experts.has_post_expert_norm else identify_gate(experts)
+        gate = None if getattr(experts, "has_post_expert_norm", False) else identify_gate(experts)
         if gate is None:
             log.info("%s: what it computes around its products runs as it is written", type(experts).__name__)
         known[training] = gate
