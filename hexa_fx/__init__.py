@@ -68,7 +68,8 @@ def __getattr__(name: str) -> Any:
     """Imports the API on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with registry.interrupts_after():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -196,3 +198,27 @@ def never_runs() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(lambda *call: pytest.fail("the model was run"))
     return model
+
+
+def test_ctrl_c_in_the_first_use_breaks_nothing():
+    code = """
+import os, signal, torch, hexa_fx
+
+define = torch.library.Library.define
+
+def interrupted(*args, **options):
+    torch.library.Library.define = define
+    found = define(*args, **options)
+    os.kill(os.getpid(), signal.SIGINT)
+    return found
+
+torch.library.Library.define = interrupted
+try:
+    hexa_fx.optimize
+except KeyboardInterrupt:
+    print("interrupted")
+print(hexa_fx.optimize(torch.nn.Linear(2, 2), torch.ones(1, 2)).report)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("interrupted\n"), done.stderr
+    assert done.returncode == 0, done.stderr
