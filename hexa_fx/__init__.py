@@ -14,6 +14,7 @@ and `profile_devices` measures how fast each device is.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,9 @@ def _cuda_kernels() -> Callable[[], None]:
 
     return register
 
+
+# Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
+warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
 registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)

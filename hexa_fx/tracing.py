@@ -33,7 +33,10 @@ class PassTrace:
     def __init__(self, environment: Mapping[str, str]) -> None:
         _set_level(environment)
         folder = environment.get("HEXA_FX_DUMP_DIR", "")
-        self.dump = Dump(Path(folder).expanduser()) if folder else None
+        try:
+            self.dump = Dump(Path(folder).expanduser()) if folder else None
+        except OSError as error:
+            raise InputError(f"HEXA_FX_DUMP_DIR={folder!r}: {error.strerror}; expected a folder to write to") from error
         self._memory = EventReader()
         self._traced = is_traced()
 

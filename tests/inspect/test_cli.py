@@ -222,7 +222,7 @@ def test_predicted_times_follow_capacities_tokens_and_links():
         (("explain", "nosuch.module:thing"), "No module named 'nosuch'; expected MODULE:FACTORY"),
         (("explain", "nosuch.py:thing"), "there is no file nosuch.py; expected MODULE:FACTORY or FILE.py:FACTORY"),
         (("explain", FACTORY.replace(":factory", ":nothing")), "has no attribute 'nothing'"),
-        (("explain", FACTORY.replace(":factory", ":not_a_pair")), "expected a tuple (model, example_inputs)"),
+        (("explain", FACTORY.replace(":factory", ":not_a_pair")), "returned a Model; expected (model, example_inputs)"),
         (
             ("explain", FACTORY.replace(":factory", ":failing")),
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
