@@ -109,14 +109,14 @@ def _overlooked(
         if said is not None:
             left.setdefault(*said)
     hidden = overlooked.in_groups(model, mode.selecting) | overlooked.in_plain_lists(model, mode.selecting)
-    parts = mode.runs.parts()
-    left = hidden | mode.runs.tables() | left | {path: why for path, (why, _) in parts.items()}
+    parts = {path: why for path, (why, _) in mode.runs.parts().items()}
+    left = hidden | mode.runs.tables() | left | parts
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate(
             (recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),),
             reason,
-            location=parts[path][1] if path in parts else None,
+            location=mode.runs.place_of(path, reason),
         )
         for path, reason in overlooked.innermost(left).items()
     ]

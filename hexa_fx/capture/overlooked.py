@@ -66,11 +66,11 @@ COMPARISONS = frozenset(
 
 @dataclass
 class Runs:
-    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers."""
+    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers, where."""
 
     rows: dict[str, int] = field(default_factory=dict)
     some: dict[str, torch.Tensor] = field(default_factory=dict)
-    comparing: set[str] = field(default_factory=set)
+    comparing: dict[str, SourceLocation | None] = field(default_factory=dict)
     chosen: list[torch.Tensor] = field(default_factory=list)
     """Ids that were chosen; what is kept here keeps its memory to itself."""
     looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
@@ -96,6 +96,18 @@ class Runs:
                 name, place = cuts[count]
                 found[path] = PARTS.format(count, name), place
         return found
+
+    def compare(self, path: str) -> None:
+        """Notes the first line at which the code of the module at ``path`` compares numbers."""
+        if path not in self.comparing:
+            self.comparing[path] = user_location()
+
+    def place_of(self, path: str, reason: str) -> SourceLocation | None:
+        """The line that is the reason for leaving the block at ``path``; None if there is not one."""
+        if reason == THRESHOLD:
+            return next((place for other, place in self.comparing.items() if _inside(path, [other])), None)
+        why, place = self.parts().get(path, ("", None))
+        return place if why == reason else None
 
     def choose(self, result: object) -> None:
         """Notes ids among the results of a choice."""
