@@ -160,8 +160,8 @@ class Graphs(Mapping[str, BlockGraphs]):
                 graph = analysis.rewritten.graph
                 made[analysis.path] = BlockGraphs.of(analysis, inspector, first.get(graph))
                 first.setdefault(graph, made[analysis.path])
-            else:
-                left += [*analysis.refusals.values()][:1]
+            elif analysis.refusal is not None:
+                left.append(analysis.refusal)
         return cls(made, left)
 
     def __getitem__(self, path: str) -> BlockGraphs:

@@ -95,7 +95,7 @@ try:
     from torch import _foreach_sub
 except ImportError:
 
-    def _foreach_sub(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:  # type: ignore[no-redef]
+    def _foreach_sub(left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Tensor]:  # type: ignore[no-redef, misc]
         return [one - other for one, other in zip(left, right)]
 
 
@@ -103,7 +103,7 @@ try:
     from torch import _debug_has_internal_overlap
 except ImportError:
 
-    def _debug_has_internal_overlap(tensor: Tensor) -> int:  # type: ignore[no-redef]
+    def _debug_has_internal_overlap(tensor: Tensor) -> int:  # type: ignore[no-redef, misc]
         """Always 2: it cannot be ruled out. More is compared and copied then."""
         return 2
 

@@ -51,7 +51,7 @@ def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: s
         for each, found in zip(runs, times):
             found.append(_timed(each, device))
     before, after = (1e3 * statistics.median(found) for found in times)
-    return Timed(what, before, after, *peaks, same_code=same_code)
+    return Timed(what, before, after, peaks[0], peaks[1], same_code)
 
 
 def model_runs(inputs: Any) -> list[tuple[str, Run]]:
