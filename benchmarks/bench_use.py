@@ -163,8 +163,9 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def measured(folder: str, cell: Cell, implementation: str, options: argparse.Namespace) -> Row:
     """One cell with one implementation."""
-    import hexa_fx
     from transformers import AutoModelForCausalLM
+
+    import hexa_fx
 
     tokens = cell.tokens or options.tokens
     ids = tokens_of(options.device, tokens)
