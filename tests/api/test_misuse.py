@@ -208,6 +208,8 @@ def test_ctrl_c_in_the_first_use_breaks_nothing():
     code = """
 import os, signal, torch, hexa_fx
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs this in the background switches off
+
 define = torch.library.Library.define
 
 def interrupted(*args, **options):
