@@ -218,7 +218,7 @@ def _places(part: Sequence[object], whole: Sequence[object]) -> list[int] | None
 
 
 def _runs_with_branches(labels: Sequence[object], at: int) -> list[tuple[int, int]]:
-    """Starts and ends of the runs of a loop that begins here, of which some leave out what an ``if`` leaves out; empty if none does."""
+    """Starts and ends of the runs of a loop that begins here, some of which leave out what an ``if`` leaves out; else empty."""
     starts = [place for place in range(at, len(labels)) if labels[place] == labels[at]]
     lengths = [after - before for before, after in pairwise(starts)]
     if len(set(lengths)) < 2 or min(lengths) < 3 or not max(lengths) <= min(_LONGEST_LOOP, 2 * min(lengths)):
