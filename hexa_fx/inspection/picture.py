@@ -134,8 +134,8 @@ class _Drawing:
         start, stop = max(runs, key=lambda run: run[1] - run[0])
         self.times.update({node.name: 1 for node in nodes[start:stop]})
         for first, end in runs:
-            places = _places(labels[first:end], labels[start:stop]) if first != start else ()
-            for node, place in zip(nodes[first:end], places):
+            places = _places(labels[first:end], labels[start:stop]) if first != start else None
+            for node, place in zip(nodes[first:end], places or ()):
                 head = nodes[start + place].name
                 self.stands_for[node.name] = head
                 self.varied.add(node.name)
