@@ -14,6 +14,7 @@ and `profile_devices` measures how fast each device is.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ def __getattr__(name: str) -> Any:
     """Imports the API on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with registry.interrupts_after():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -86,6 +88,9 @@ def _cuda_kernels() -> Callable[[], None]:
 
     return register
 
+
+# Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
+warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
 registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)

@@ -166,8 +166,10 @@ class BlockReport:
         Needs no GPU. Empty for experts of an unusual form, which do not run as `hexa::moe_ffn`.
 
         Raises:
-            KernelError: there are no kernels for ``arch``. InputError: ``tokens`` is less than 1.
+            KernelError: there are no kernels for ``arch``. InputError: ``arch`` is no whole number, or ``tokens`` less than 1.
         """
+        if type(arch) is not int:
+            raise InputError(f"arch={arch!r}: expected a compute capability as a whole number, such as 90")
         if tokens is not None and tokens < 1:
             raise InputError(f"tokens={tokens}: expected at least 1")
         return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()

@@ -23,7 +23,7 @@ def patch_transformers() -> None:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
         raise InputError(
-            "transformers 5 or later is needed for experts_implementation; pip install 'hexa-fx[hf]', "
+            "transformers 5 or later is needed for experts_implementation; pip install '.[hf]', "
             "or call hexa_fx.optimize on the model"
         ) from error
     from hexa_fx.integrations.experts import hexa_experts_forward
