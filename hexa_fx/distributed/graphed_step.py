@@ -41,8 +41,6 @@ class StepSession(Protocol):
 
     def guard(self, where: str) -> AbstractContextManager[None]: ...
 
-    def check(self, where: str) -> None: ...
-
     def settle(self) -> None: ...
 
     def abandon(self) -> None: ...
@@ -248,7 +246,6 @@ class GraphedStep:
             for parameter, kept in zip(parameters, recorded.added_to):
                 if kept is not None and parameter.grad is not None and parameter.grad is not kept:
                     kept.copy_(parameter.grad)
-        self._session.check("the replay of a step")
         recorded.recording.replay()
         self.replays += 1
         for parameter, grad in zip(parameters, recorded.gradients):

@@ -14,10 +14,10 @@ import torch.fx
 from torch import Tensor, is_grad_enabled
 from torch.distributed.tensor import DTensor
 
-from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.local_weight import LocalWeight
+from hexa_fx.distributed.lockstep import in_backward_of
 from hexa_fx.distributed.reductions import Destination, can_defer
 from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward

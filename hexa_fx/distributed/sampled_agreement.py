@@ -27,7 +27,6 @@ from hexa_fx.distributed.lockstep import is_capturing
 from hexa_fx.distributed.optimizer_states import before_every_step
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.distributed.slice_states import not_ours
-from hexa_fx.distributed.whereabouts import await_others
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class SampledAgreement:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._guard = guarded("the comparison of a few weights", groups)
+        self._guard = guarded("the comparison of a few weights")
         self._forwards = 0
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._places: list[tuple[str, nn.Module, str]] = []
@@ -149,8 +148,7 @@ class SampledAgreement:
             steps[number] = self._of_step.get(number, 0)
         parts = [torch.empty_like(mine) for _ in range(self._groups.world)]
         with self._guard:
-            work = dist.all_gather(parts, mine, group=self._groups.host, async_op=True)
-            await_others(work, self._groups, "the beginning of a forward")
+            dist.all_gather(parts, mine, group=self._groups.host)
         of_all = torch.stack(parts).split((_NUMBERS, _NUMBERS, 1), -1)
         self._last_seen = of_all[0][:, 0]
         return of_all[0], of_all[1], of_all[2]

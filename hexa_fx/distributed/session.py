@@ -15,16 +15,15 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.distributed import collective_errors, rank_failures, whereabouts
+from hexa_fx.distributed import collective_errors
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
-from hexa_fx.distributed.broken_steps import BrokenSteps, in_backward_of
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, check_there, make_groups
-from hexa_fx.distributed.lockstep import Place, is_capturing, meet
+from hexa_fx.distributed.lockstep import Place, in_backward_of, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
@@ -68,9 +67,6 @@ class PartitionSession(AttachedPartition):
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
         self.data = data_axes(data_mesh, self.groups)
-        with self.guard("the set-up of the watch of lost ranks"):
-            rank_failures.watch(self.groups)
-        whereabouts.answer_for(self.groups)
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
         centric = [layer for layer in plan.layers if layer.mode == "data_centric"]
@@ -78,7 +74,6 @@ class PartitionSession(AttachedPartition):
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
-        self._steps = BrokenSteps(self.groups)
         self._wrappers = Wrappers(
             self.groups, dist.get_process_group_ranks(self.everyone) if plan.data_parallel == "sum" else ()
         )
@@ -144,8 +139,8 @@ class PartitionSession(AttachedPartition):
     def bind(self, module: nn.Module, where: str = "", traced: Mapping[str, Program] | None = None) -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph, and returns the module.
 
-        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
-        ranks. Binding both an outer and an inner module is harmless.
+        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that says where it
+        failed. Binding both an outer and an inner module is harmless.
 
         Args:
             traced: what torch.compile traces instead, by mode; without it, its graphs break here.
@@ -155,7 +150,7 @@ class PartitionSession(AttachedPartition):
 
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
-        self._bindings.around_forward(model, self.begin, self._end)
+        self._bindings.before_forward(model, self.begin)
         self._bindings.around_states(self.shards, self._agreement.check_loaded)
 
     def begin(self, *_: Any) -> None:
@@ -163,30 +158,21 @@ class PartitionSession(AttachedPartition):
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
         check_there(self.groups)
-        if self._steps.found():
-            self._steps.agree()
-            self.invalidate()
         self._wrappers.check()
-        self._agreement.check()
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
-        self._steps.in_forward = True
+        self._agreement.check()
 
-    def _end(self, *_: Any) -> None:
-        self._steps.in_forward &= is_compiling()
-
-    def guard(self, where: str) -> AbstractContextManager[None]:
-        """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+    def guard(self, where: str, barrier: bool = False) -> AbstractContextManager[None]:
+        """A context that turns the error of a failed collective into a `RankError` that says where it failed.
 
         Bound forwards and our own backward collectives run in it. Put it around ``loss.backward()`` to cover torch's collectives.
-        """
-        return collective_errors.guarded(where, self.groups)
 
-    def check(self, where: str) -> None:
-        """Raises `RankError` if a rank is known to be lost. Does not communicate."""
-        if rank_failures.any_lost:
-            rank_failures.check(where, self.groups)
+        Args:
+            barrier: hosts wait for each other first, so that ranks that do not come are named.
+        """
+        return collective_errors.guarded(where, self.groups if barrier else None)
 
     def exchange_counts(self, rows: int, place: Place = Place.LAYER) -> list[int]:
         """Every rank's ``rows``, exchanged over the host group.
@@ -222,7 +208,6 @@ class PartitionSession(AttachedPartition):
 
     def abandon(self) -> None:
         """Forgets gathers and sums of a step that was broken off."""
-        self._steps.forget()
         self.reductions.forget()
         self.cache.abandon()
 
@@ -283,8 +268,7 @@ class PartitionSession(AttachedPartition):
         for step in self._graphed:
             step.end()
         self.cache.drain()
-        if open_sessions.pop(self.name, None) is not None:
-            rank_failures.unwatch(self.groups)
+        open_sessions.pop(self.name, None)
         self._bindings.undo()
 
 
