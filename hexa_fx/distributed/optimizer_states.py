@@ -16,16 +16,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
+from torch import optim
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from hexa_fx.distributed.by_element import works_on_elements
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
+
+_ON_MATRICES = (optim.Adafactor, optim.LBFGS, optim.Muon)
+_ON_ELEMENTS = (
+    *(optim.SGD, optim.Adam, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop, optim.SparseAdam),
+)
+"""torch's optimizers, by what they look at. AdamW is an Adam."""
 
 
 class _Slices:
@@ -54,7 +61,7 @@ def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
     _watched.add(slices)
     _looked_at.clear()
     _made.clear()
-    before_every_step(_stepping)
+    _before_every_step()
     return slices.end
 
 
@@ -97,9 +104,9 @@ def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedP
 
 
 @functools.cache
-def before_every_step(hook: Callable[..., None]) -> None:
-    """Calls ``hook`` before every step. Once in a process, since it is of all optimizers; those who partition nothing have none."""
-    register_optimizer_step_pre_hook(hook)
+def _before_every_step() -> None:
+    """Once in a process, since the hook is of all optimizers; those who partition nothing have none."""
+    register_optimizer_step_pre_hook(_stepping)
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
@@ -132,24 +139,22 @@ def _check_kinds(optimizer: Optimizer) -> None:
 
 def _check_steps(optimizer: Optimizer) -> None:
     """Raises `PlanError` if an optimizer does something else to slices than to the whole; says once where that is not known."""
-    for group, here in _slices_in(optimizer):
-        cuts = {(shard.parameter.ndim, chunk.dim) for shard in here for chunk in shard.chunks}
-        same = works_on_elements(optimizer, group, cuts) if cuts else True
-        if same is False:
-            raise PlanError(
-                f"{type(optimizer).__name__} does something else to slices than to whole weights (it was tried on small ones), and "
-                f"has only this rank's slices of {here[0].name!r} and others, so that its steps would not be those of one device: "
-                "give the experts, hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements "
-                "(AdamW, SGD), or plan with strategy='fsdp', which keeps them whole for it"
-            )
-        if same is None and type(optimizer) not in _warned:
-            _warned.add(type(optimizer))
-            log.warning(
-                "%s may look at whole matrices (norms, factored moments), and has only this rank's slices of %r and others: its "
-                "steps are then not those of one device. Those that look at single elements (AdamW, SGD) are the same on slices; "
-                "if this one looks at no more, ignore this",
-                *(type(optimizer).__name__, here[0].name),
-            )
+    first = next(shard for _, here in _slices_in(optimizer) for shard in here)
+    if isinstance(optimizer, _ON_MATRICES):
+        raise PlanError(
+            f"{type(optimizer).__name__} looks at whole matrices (norms, factored moments) and has only this rank's slices of "
+            f"{first.name!r} and others, so that its steps would not be those of one device: give the experts, "
+            "hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements (AdamW, SGD), or plan "
+            "with strategy='fsdp', which keeps them whole for it"
+        )
+    if not isinstance(optimizer, _ON_ELEMENTS) and type(optimizer) not in _warned:
+        _warned.add(type(optimizer))
+        log.warning(
+            "%s may look at whole matrices (norms, factored moments), and has only this rank's slices of %r and others: its "
+            "steps are then not those of one device. Those that look at single elements (AdamW, SGD) are the same on slices; "
+            "if this one looks at no more, ignore this",
+            *(type(optimizer).__name__, first.name),
+        )
 
 
 def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

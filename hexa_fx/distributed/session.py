@@ -28,7 +28,6 @@ from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
-from hexa_fx.distributed.sampled_agreement import SampledAgreement
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
@@ -77,7 +76,6 @@ class PartitionSession(AttachedPartition):
         self._wrappers = Wrappers(
             self.groups, dist.get_process_group_ranks(self.everyone) if plan.data_parallel == "sum" else ()
         )
-        self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -108,7 +106,6 @@ class PartitionSession(AttachedPartition):
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = ref(model)
         self._wrappers.watch(self._model, self._of_layer, self.plan)
-        self._agreement.watch(model, self.shards)
 
     @property
     def model(self) -> nn.Module:
@@ -151,7 +148,7 @@ class PartitionSession(AttachedPartition):
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
         self._bindings.before_forward(model, self.begin)
-        self._bindings.around_states(self.shards, self._agreement.check_loaded)
+        self._bindings.around_states(self.shards)
 
     def begin(self, *_: Any) -> None:
         """Called when a forward of the whole model begins."""
@@ -162,7 +159,6 @@ class PartitionSession(AttachedPartition):
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
-        self._agreement.check()
 
     def guard(self, where: str, barrier: bool = False) -> AbstractContextManager[None]:
         """A context that turns the error of a failed collective into a `RankError` that says where it failed.
