@@ -232,14 +232,15 @@ class PartitionSession(AttachedPartition):
     def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
         """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.
 
-        Parameters stay the same objects; their gradients are dropped. For another number of ranks save a checkpoint and load it.
+        Gradients are dropped, and parameters are new objects where shares turn from equal to unequal or back. For another number of
+        ranks save a checkpoint and load it.
 
         Args:
             optimizers: those that hold state of the experts, which moves along.
             changes: ``capacities``, ``strategy`` and ``partition`` as of `hexa_fx.optimize_`. Default: measured, and as before.
 
         Raises:
-            PlanError: the experts are DTensors or under FSDP2; or the plan is impossible. The old session then goes on.
+            PlanError: the experts are under FSDP2; or the plan is impossible. The old session then goes on.
         """
         if self.replanner is None:
             raise PlanError("this session was installed by hand: only that of hexa_fx.optimize_ can plan anew")

@@ -128,9 +128,9 @@ def check_element_wise(state: Mapping[str, object], shard: ShardedParameter) -> 
     """
     held = tuple(shard.parameter.shape)
     for key, value in state.items():
-        if is_slice(shard) and isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != held:
+        if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != held:
             raise PlanError(
-                f"an optimizer keeps {key!r} of {shard.name!r} as {tuple(value.shape)}, and this rank's slice is {held}: only what "
+                f"an optimizer keeps {key!r} of {shard.name!r} as {tuple(value.shape)}, which is {held}: only what "
                 "it keeps of every element can be put together or moved. Give the experts, "
                 "hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements (AdamW, SGD)"
             )

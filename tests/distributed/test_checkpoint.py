@@ -189,7 +189,7 @@ def factored(rank, world, plan):
 
 
 def test_factored_state_of_slices_is_refused():
-    run(2, factored, make_plan(2, "even", MODES["data"], THREE))
+    run(2, factored, make_plan(2, "uneven", MODES["data"], THREE))
 
 
 def test_what_torch_saved_of_the_original_model_loads_and_the_other_way_round(tmp_path):

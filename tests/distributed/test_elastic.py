@@ -74,11 +74,9 @@ def begun(rank: int, world: int, kind: str, folder: str) -> Any:
     job = Job(rank, world, kind, "data", None)
     job.step()
     first = job.model.partition
-    parameters = list(map(id, job.model.parameters()))
     saving = async_save(f"{folder}/one", job.model, first, job.ours)
     second = first.replan([job.ours], capacities=(1.0, 3.0), strategy="model")
     assert job.model.partition is second
-    assert list(map(id, job.model.parameters())) == parameters
     assert second.plan.fingerprint in str(job.model.report)
     assert first.plan.fingerprint not in str(job.model.report)
     with pytest.raises(PlanError, match="to or from 'fsdp'"):

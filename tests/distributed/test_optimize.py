@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run
-from models import cut, full, largest
+from models import cut, held, largest
 from test_transformers import build, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -57,7 +57,7 @@ def compared(model, whole, data, rank, loss):
         grad = names[name].grad
         pairs.append(
             (
-                torch.zeros_like(full(p)) if p.grad is None else full(p.grad),
+                held(session, name, torch.zeros_like(p) if p.grad is None else p.grad),
                 cut(session, name, torch.zeros_like(names[name]) if grad is None else grad),
             )
         )
