@@ -21,7 +21,6 @@ from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, check_there, make_groups
 from hexa_fx.distributed.lockstep import Place, in_backward_of, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
@@ -29,6 +28,7 @@ from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed.sharded_modules import forget_step
 from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
@@ -36,6 +36,7 @@ from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import AttachedPartition, Plan
 from hexa_fx.runtime.program import Program
+from hexa_fx.steps.graphed import GraphedStep
 
 _numbers = itertools.count()
 open_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
@@ -203,12 +204,26 @@ class PartitionSession(AttachedPartition):
         self.reductions.finish()
 
     def abandon(self) -> None:
-        """Forgets gathers and sums of a step that was broken off."""
+        """Forgets gathers and sums of a step that was broken off; so does FSDP2 around the experts."""
         self.reductions.forget()
         self.cache.abandon()
+        forget_step(self.model)
+
+    def gathered(self, mine: Sequence[int]) -> list[list[int]]:
+        """These numbers of every rank of the partition and of the data-parallel axes that it knows."""
+        out = [
+            torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(self.everyone))
+        ]
+        with self.guard("the agreement on a recorded step"):
+            dist.all_gather(out, torch.tensor(mine, device="cpu"), group=self.everyone)
+        return [part.tolist() for part in out]
+
+    def held(self) -> list[Any]:
+        """Memory that a recorded step uses and the cache might give up."""
+        return [slot.buffer for slot in self.cache.slots]
 
     def graphed(self, step: Callable[..., Any], warmup: int = 3) -> GraphedStep:
-        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, by the rules of docs/partition.md.
+        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, by the rules of docs/training.md.
 
         Args:
             step: forward and backward, and what else of the step is to be in the graph.

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 import hexa_fx
 from hexa_fx.distributed.gradients import sync_gradients
-from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from hexa_fx.steps.graphed import GraphedStep
 
 KINDS = {"0": "data", "1": "model"}
 
@@ -121,7 +121,7 @@ class Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
-        logging.getLogger("hexa_fx.distributed.graphed_step").addHandler(self)
+        logging.getLogger("hexa_fx.steps.graphed").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
