@@ -86,8 +86,6 @@ class Bindings:
         for owner in states.owners:
             self._undo.append(owner.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
             self._undo.append(owner.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
-        for owner in states.in_pieces:
-            self._undo.append(owner.register_state_dict_post_hook(_Bound(states.pieces_given)).remove)  # type: ignore[no-untyped-call]
         self._undo.append(optimizer_states.watch(shards))
 
     def undo(self) -> None:
