@@ -28,6 +28,8 @@ class HexaConfig:
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
         batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
+        specialisations: for how many kinds of calls (modes, dtypes, autocast, settings) a block is analysed; past that, calls of
+            new kinds run its own code.
         compute: in what experts multiply: ``native``, their tensors' dtype, or ``fp8_block``, e4m3 with a scale for 128 elements of
             a row and for 128 x 128 of a weight (docs/fp8.md). What that adds to results is measured and reported.
 
@@ -41,8 +43,8 @@ class HexaConfig:
         overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of the wrong type, ``probe_tokens`` or ``analysis_bytes`` is less than 1, ``compute`` is
-            unknown, or ``batch_invariant``, FP8 and ablations are combined.
+        InputError: a field has a value of the wrong type, ``probe_tokens``, ``analysis_bytes`` or ``specialisations`` is less than
+            1, ``compute`` is unknown, or ``batch_invariant``, FP8 and ablations are combined.
     """
 
     verify: bool = True
@@ -52,6 +54,7 @@ class HexaConfig:
     own_code_when_small: bool = True
     analysis_bytes: int = 2 << 30
     batch_invariant: bool = False
+    specialisations: int = 8
     compute: str = "native"
     expert_operators: bool = True
     fused_kernel: bool = True
@@ -64,7 +67,7 @@ class HexaConfig:
             value = getattr(self, field.name)
             if type(value) is not type(field.default):
                 raise InputError(f"HexaConfig({field.name}={value!r}): expected {type(field.default).__name__}")
-        for name in ("probe_tokens", "analysis_bytes"):
+        for name in ("probe_tokens", "analysis_bytes", "specialisations"):
             if getattr(self, name) < 1:
                 raise InputError(f"HexaConfig({name}={getattr(self, name)}): expected at least 1")
         if self.batch_invariant and not (self.expert_operators and self.fused_kernel):
