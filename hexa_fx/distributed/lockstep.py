@@ -9,6 +9,8 @@ the next. So hosts tell each other where they are when a pass and when a backwar
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
@@ -17,7 +19,7 @@ from torch.autograd import Variable
 
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups, gather_even, groups_named
-from hexa_fx.errors import RankError
+from hexa_fx.errors import PlanError, RankError
 
 
 class Place(IntEnum):
@@ -65,6 +67,47 @@ def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
     if places.count(place) != groups.world:
         raise _apart(places, groups.rank)
     return numbers  # type: ignore[no-any-return]
+
+
+class NotedCounts:
+    """Numbers of tokens that hosts exchange, and those that they exchanged in the step before.
+
+    A CUDA graph of a step has the same sizes as the step before it, on every rank, so hosts need not exchange them again.
+    """
+
+    def __init__(self) -> None:
+        self._notes: list[list[int]] | None = None
+        self._taken = 0
+
+    @contextmanager
+    def following(self, notes: list[list[int]]) -> Iterator[None]:
+        """Within it counts are noted, or taken from the notes where a graph is recorded."""
+        self._notes, self._taken = notes, 0
+        try:
+            yield
+        finally:
+            self._notes = None
+
+    def exchange(self, groups: Groups, rows: int) -> list[int]:
+        """Every rank's ``rows``.
+
+        Raises:
+            PlanError: a graph is being recorded of a step that was not noted, or had another number of rows.
+            RankError: other ranks are elsewhere.
+        """
+        if not is_capturing():
+            counts = meet(groups, Place.LAYER, rows)
+            if self._notes is not None:
+                self._notes.append(counts)
+            return counts
+        noted = (self._notes or [])[self._taken : self._taken + 1]
+        self._taken += 1
+        if not noted or noted[0][groups.rank] != rows:
+            raise PlanError(
+                "hosts exchange numbers of tokens, which a CUDA graph cannot repeat: record the step with model.partition.graphed, "
+                "or plan with static_tokens=True"
+            )
+        return noted[0]
 
 
 def in_backward_of(group: str) -> None:

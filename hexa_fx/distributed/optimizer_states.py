@@ -119,9 +119,9 @@ def _around_every_step() -> None:
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
     if is_compiling():
         return
+    _stepped(optimizer)  # if an error broke off the step before
     if _looked_at.get(optimizer) != _sessions:
         _look_at(optimizer)
-    _stepped(optimizer)  # if an error broke off the step before
     parts = [part for group in optimizer.param_groups for part in _by_mesh(group)]
     if len(parts) > len(optimizer.param_groups):
         _groups_of[optimizer], optimizer.param_groups = optimizer.param_groups, parts

@@ -22,7 +22,7 @@ from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, check_there, make_groups
-from hexa_fx.distributed.lockstep import Place, in_backward_of, is_capturing, meet
+from hexa_fx.distributed.lockstep import NotedCounts, Place, in_backward_of, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
@@ -81,6 +81,8 @@ class PartitionSession(AttachedPartition):
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._graphed: WeakSet[GraphedStep] = WeakSet()
+        self._counts = NotedCounts()
+        self.following = self._counts.following
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
         self._bindings = Bindings(self.saved_tensors, self.guard)
@@ -171,24 +173,28 @@ class PartitionSession(AttachedPartition):
         """
         return collective_errors.guarded(where, self.groups if barrier else None)
 
-    def exchange_counts(self, rows: int, place: Place = Place.LAYER) -> list[int]:
-        """Every rank's ``rows``, exchanged over the host group.
+    def exchange_counts(self, rows: int) -> list[int]:
+        """Every rank's ``rows`` of a layer, exchanged over the host group.
+
+        Raises:
+            PlanError: a CUDA graph is being captured of a step that was not noted before.
+            RankError: other ranks are elsewhere.
+        """
+        in_backward_of(self.groups.main_name)
+        return self._counts.exchange(self.groups, rows)
+
+    def total(self, count: int) -> int:
+        """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows.
 
         Raises:
             PlanError: a CUDA graph is being captured, which would hold the counts of this step for ever.
-            RankError: other ranks are elsewhere.
         """
         if is_capturing():
             raise PlanError(
-                "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
-                "weight the loss by a count that is known"
+                "counts of samples are exchanged between hosts, which a CUDA graph cannot repeat: weight the loss by a number that "
+                "is known"
             )
-        in_backward_of(self.groups.main_name)
-        return meet(self.groups, place, rows)
-
-    def total(self, count: int) -> int:
-        """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
-        total = torch.tensor([sum(self.exchange_counts(count, Place.COUNT))], device="cpu")
+        total = torch.tensor([sum(meet(self.groups, Place.COUNT, count))], device="cpu")
         with self.guard("the exchange of counts"):
             for host in self.data.hosts:
                 dist.all_reduce(total, group=host)

@@ -7,15 +7,16 @@ call. The first calls run as they are; so does, with a sentence, whatever a grap
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import InputError, PlanError, RankError, first_line
+from hexa_fx.steps.context import OneDevice, StepContext
 from hexa_fx.steps.recorder import CudaRecorder, Recording, StepRecorder
 from hexa_fx.steps.signature import Call, HostRandom, Optimizers, difference
 
@@ -23,45 +24,6 @@ log = logging.getLogger(__name__)
 
 _MOST = 8
 _AS_IT_IS, _WARM_UP, _RECORD, _REPLAY = range(4)
-
-
-class StepContext(Protocol):
-    """What a recorded step needs to know of where its model runs."""
-
-    @property
-    def model(self) -> nn.Module:
-        """Whose parameters the step trains."""
-
-    def gathered(self, mine: Sequence[int]) -> list[list[int]]:
-        """These numbers of every rank, in rank order."""
-
-    def held(self) -> list[Any]:
-        """Memory beside the model's that a recording uses and somebody else might give up."""
-
-    def settle(self) -> None:
-        """Waits for what goes on after a step has returned, so that the next one depends on none of it."""
-
-    def abandon(self) -> None:
-        """Forgets a step that was broken off."""
-
-
-@dataclass(frozen=True)
-class OneDevice:
-    """A model that no other process has a part of."""
-
-    model: nn.Module
-
-    def gathered(self, mine: Sequence[int]) -> list[list[int]]:
-        return [list(mine)]
-
-    def held(self) -> list[Any]:
-        return []
-
-    def settle(self) -> None:
-        return
-
-    def abandon(self) -> None:
-        return
 
 
 def graphed(step: Callable[..., Any], model: nn.Module, warmup: int = 3) -> GraphedStep:
@@ -111,10 +73,11 @@ class _Recorded:
 
 @dataclass(eq=False)
 class _Known:
-    """One kind of call: how often it ran, and its recording."""
+    """One kind of call: how often it ran, what hosts told each other in it last, and its recording."""
 
     call: Call
     runs: int = 0
+    notes: list[Any] = field(default_factory=list)
     recorded: _Recorded | None = None
     said: set[str] = field(default_factory=set)
 
@@ -163,9 +126,10 @@ class GraphedStep:
             return self._replay(call, known.recorded)
         if known is not None and how == _RECORD:
             return self._record(call, known)
-        if known is not None:
-            known.runs += 1
-        with self._recorder.beside():
+        known = known or next((kind for kind in self._known if kind.call is call), _Known(call))
+        known.runs += 1
+        known.notes.clear()
+        with self._recorder.beside(), self._context.following(known.notes):
             return self._step(*args, **kwargs)
 
     def reset(self) -> None:
@@ -211,7 +175,7 @@ class GraphedStep:
             self._say(known, "the ranks' calls are of different kinds")
             return _AS_IT_IS
         if known is None and len(self._known) < _MOST:
-            self._known.append(_Known(call, runs=1))
+            self._known.append(_Known(call))
         return mine[0]
 
     def _say(self, known: _Known | None, what: str) -> None:
@@ -231,7 +195,7 @@ class GraphedStep:
         before = [p.grad for p in parameters]
         problem = next((said for tensor in call.tensors if (said := _obstacle(tensor, self._device))), "")
         if not problem:
-            problem, known.recorded = self._try(call, parameters, before, random)
+            problem, known.recorded = self._try(call, parameters, before, random, known.notes)
         failed = [rank for rank, (bad,) in enumerate(self._context.gathered([int(bool(problem))])) if bad]
         if not failed:
             assert known.recorded is not None
@@ -246,7 +210,12 @@ class GraphedStep:
         return self._step(*args, **kwargs)
 
     def _try(
-        self, call: Call, parameters: list[nn.Parameter], before: list[Tensor | None], random: HostRandom
+        self,
+        call: Call,
+        parameters: list[nn.Parameter],
+        before: list[Tensor | None],
+        random: HostRandom,
+        notes: list[Any],
     ) -> tuple[str, _Recorded | None]:
         assert self._recorder is not None
         inputs, optimizers, context = [t.detach().clone() for t in call.tensors], Optimizers(), self._context
@@ -259,7 +228,7 @@ class GraphedStep:
 
         context.settle()
         try:
-            with optimizers.noted():
+            with optimizers.noted(), context.following(notes):
                 recording, outputs = self._recorder.record(run)
         except RankError:
             raise

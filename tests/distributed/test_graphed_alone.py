@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import hexa_fx
 from hexa_fx.errors import InputError
-from hexa_fx.steps.graphed import GraphedStep, OneDevice
+from hexa_fx.steps.context import OneDevice
+from hexa_fx.steps.graphed import GraphedStep
 
 
 class Case:

@@ -497,6 +497,10 @@ def test_a_checkpoint_continues_on_another_mesh(kind: str, tmp_path: Path) -> No
     assert not torch.equal(loss_of(model, x), expected)
 
 
+def broken_off() -> float:
+    raise RuntimeError("in the middle")
+
+
 def mixed_kinds(rank: int, world: int) -> list[float]:
     """Optimizers of all parameters in one group, where torch takes DTensors and others only apart, against one device's."""
     mesh, found = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "hexa")), []
@@ -507,6 +511,9 @@ def mixed_kinds(rank: int, world: int) -> list[float]:
         assert {isinstance(shard.parameter, DTensor) for shard in session.shards} == {True}
         ours, theirs = (torch.optim.AdamW(net.parameters(), lr=1e-2, **options) for net in (model, whole))
         schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (ours, theirs)]
+        ours.step()  # without gradients
+        with pytest.raises(RuntimeError, match="in the middle"):
+            ours.step(broken_off)
         for _ in range(3):
             (loss_of(model, split_batch(x, session.plan, rank)) / world).backward()
             loss_of(whole, x).backward()
