@@ -158,6 +158,8 @@ def _analyse_model(
             block = candidate.levels[0]
             if parted := why_not_parted(block.module, shared):
                 candidate = replace(candidate, reason=parted)
+            if config.skips(block.path):
+                candidate = replace(candidate, reason="it is left out by HexaConfig(skip=...)")
             if not candidate.reason and is_elsewhere(block.module):
                 waiting.append(block.path)
                 bar.advance()

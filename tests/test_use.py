@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ Model = Any
 @pytest.fixture(scope="module", params=KINDS)
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     model, inputs = tiny_model(request.param)
     model.save_pretrained(path)
-    yield path, inputs
+    return path, inputs
 
 
 def loaded(folder: tuple[Path, dict[str, Any]], **options: Any) -> Model:

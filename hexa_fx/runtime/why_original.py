@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hexa_fx.runtime.guards import OwnCodeOnly
-from hexa_fx.runtime.install import SMALL, HexaForward
+from hexa_fx.runtime.install import SMALL, HexaForward, installed_forward
 
 
 class Calls(NamedTuple):
@@ -50,6 +50,8 @@ def why_original(forward: HexaForward) -> str:
     try:
         module = forward.module
     except ReferenceError:  # of a model that is gone
+        return ""
+    if installed_forward(module) is not forward:  # taken off since
         return ""
     made = forward.in_mode(bool(module.training))
     miss = None if made is None else made.why_not_now(module)
