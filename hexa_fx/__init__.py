@@ -7,8 +7,8 @@
 `optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
 reports, and `undo_` restores. `patch_transformers` makes ``experts_implementation="hexa"`` known to transformers.
 `quantize_experts_` packs the experts of an optimized model into 4 or 8 bits. `record_routing` and `replay_routing` note and repeat
-which experts tokens go to. Their options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
-and `profile_devices` measures how fast each device is.
+which experts tokens go to. `graphed` makes a CUDA graph of a training step. Their options are `HexaConfig` and `PartitionConfig`.
+`debug` shows the graphs between passes, and `profile_devices` measures how fast each device is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hexa_fx.quantize import quantize_experts_
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
+    from hexa_fx.steps.graphed import graphed
     from hexa_fx.undo import undo_
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "RoutingLog",
     "debug",
     "explain",
+    "graphed",
     "optimize",
     "optimize_",
     "patch_transformers",
@@ -54,6 +56,7 @@ _HOMES = {
     "RoutingLog": "hexa_fx.routing.log",
     "debug": "hexa_fx.inspection.debug",
     "explain": "hexa_fx.api",
+    "graphed": "hexa_fx.steps.graphed",
     "optimize": "hexa_fx.api",
     "optimize_": "hexa_fx.api",
     "patch_transformers": "hexa_fx.integrations.transformers",

@@ -179,7 +179,7 @@ class BlockReport:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
         found["advice"], found["now"], found["packed"] = self.advice, self.now, self.packed
-        found["calls"] = self.calls._asdict()
+        found["calls"] = {**self.calls._asdict(), "own": dict(self.calls.own)}
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
 

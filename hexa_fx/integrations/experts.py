@@ -50,7 +50,7 @@ def hexa_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     Returns:
         (T, D) in the dtype of hidden_states.
     """
-    w1, b1, w2, b2 = _weights(self)
+    w1, b1, w2, b2 = weights_of(self)
     x = hidden_states.to(w1.dtype)
     gate = _gate_of(self)
     layout: Layout = "kn" if self.is_transposed else "nk"
@@ -60,7 +60,8 @@ def hexa_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     return ops.moe_ffn(x, top_k_index, top_k_weights, w1, b1, None, None, w2, b2, spec).to(hidden_states.dtype)
 
 
-def _weights(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def weights_of(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """First weight and bias, second weight and bias, as the module stores them."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     w1, w2 = getattr(experts, name), experts.down_proj
     if not experts.has_bias:
@@ -70,7 +71,7 @@ def _weights(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None
 
 def _by_rows(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layout: Layout) -> Tensor:
     """Runs the module's own function of a row between the projections, and its own norm after them."""
-    w1, b1, w2, b2 = _weights(experts)
+    w1, b1, w2, b2 = weights_of(experts)
     top_k = top_k_index.shape[1]
     v, inv, offs = ops.reindex(top_k_index, w1.shape[0])
     h = ops.esmm(x, w1, b1, v, offs, top_k, layout)
