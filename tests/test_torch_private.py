@@ -17,6 +17,7 @@ FILE = ROOT / "hexa_fx" / "torch_private.py"
 ELSEWHERE = {  # these have names of their own
     "hexa_fx/cuda",
     "hexa_fx/distributed",
+    "hexa_fx/integrations/expert_parallel.py",
     "hexa_fx/runtime/autocast.py",
     "hexa_fx/runtime/attribute_guards.py",
 }

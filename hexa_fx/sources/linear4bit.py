@@ -23,6 +23,7 @@ from hexa_fx.isolation.lookup import lookup
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _STATE = ("absmax", "shape", "code", "blocksize", "quant_type", "dtype", "offset", "state2")
 _PROBES = 8
@@ -186,7 +187,7 @@ def _dense(linear: Any, dtype: torch.dtype | None) -> nn.Linear:
     in_rows(linear)
     codes, bias = read(linear.weight), linear.bias
     weight = QuantizedWeight(codes.packed, codes.scales, codes.format, dtype or codes.dtype).expert(0)
-    kind = _InItsOwnDtype if torch._C._is_any_autocast_enabled() else nn.Linear
+    kind = _InItsOwnDtype if _is_any_autocast_enabled() else nn.Linear
     made = kind(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     made._parameters["bias"] = bias
