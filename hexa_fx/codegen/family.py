@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 
+NEWEST_ARCH = 90
+"""The newest compute capability that kernels have run on. On later ones torch's operators run (docs/scope.md)."""
+
 
 @dataclass(frozen=True)
 class LaunchShape:
@@ -70,8 +73,15 @@ class Family:
     values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
     min_arch: int = 80
-    max_arch: int = 129
+    max_arch: int = NEWEST_ARCH
     arch_specific: bool = False
+
+    def why_not_on(self, arch: int) -> str:
+        """Why its kernels do not run on a compute capability; empty if they do."""
+        if arch > NEWEST_ARCH:
+            return f"sm_{arch}: no kernel has run on anything newer than an sm_{NEWEST_ARCH}"
+        takes = self.min_arch <= arch <= self.max_arch
+        return "" if takes else f"sm_{arch}: {self.name} needs sm_{self.min_arch} to sm_{self.max_arch}"
 
     def target(self, spec: KernelSpec) -> str:
         """The compiler's name of the architecture, e.g. ``sm_90a``."""
@@ -105,8 +115,8 @@ def validate(family: Family, spec: KernelSpec) -> LaunchShape:
 def _common(family: Family, spec: KernelSpec) -> Iterable[str]:
     if spec.op not in family.ops:
         yield f"family {family.name} serves {', '.join(family.ops)}, not {spec.op}"
-    if not family.min_arch <= spec.arch <= family.max_arch:
-        yield f"needs sm_{family.min_arch} to sm_{family.max_arch}"
+    if reason := family.why_not_on(spec.arch):
+        yield reason
 
 
 def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:

@@ -118,6 +118,9 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
         card: what kernels are chosen for, see `hexa_fx.cuda.choosing`. Chosen are those of `most` aligned addresses.
         training: also those of forward and backward of training.
         most: tokens.
+
+    Raises:
+        KernelError: no kernel runs on such a card, or takes these operands.
     """
     found: dict[KernelSpec, None] = {}
     for tokens in token_counts(layer.call, most):

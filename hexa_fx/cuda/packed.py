@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_packed import (
+    FAMILY,
     MOST_DEPTH,
     MOST_EXPERTS,
     PackedTile,
@@ -83,8 +85,8 @@ def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
     x, experts, together = o.base.x, o.base.offs.shape[0] - 1, codes_of(o.format).together
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
-    if card.arch < 80:
-        return f"sm_{card.arch}; the kernels need sm_80 or newer"
+    if reason := get_family(FAMILY).why_not_on(card.arch):
+        return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"rows are {x.dtype}; the kernels multiply bfloat16 and float16"
     scale = _SCALES.get(o.scales.dtype)

@@ -70,6 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setattr(cuda_plan, "_empty_strided", None)
     monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(cuda_fallback, "fallbacks", {})
+    monkeypatch.setattr(cuda_fallback, "_permanent", set())
     cuda_choosing.forget_choices()
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
