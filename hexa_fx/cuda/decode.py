@@ -7,7 +7,7 @@ that. All but the first launch begin while the one before still runs.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of
+from hexa_fx.ops.table_layers import MoeFfn
 
 MOST_TOKENS = 256
 BUSY = 0.8
@@ -81,34 +82,24 @@ class DecodeSlots(NamedTuple):
         return row_bucket(self.rows, self.experts)
 
 
-def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *rest: Any) -> Tensor | None:
-    """``hexa::moe_ffn`` on operands; None where another way has to compute it, or is faster.
-
-    Args:
-        x: (T, D).
-        top_k_index: (T, k), any ids.
-        top_k_weights: (T, k) or None.
-        rest: the operator's other arguments.
-
-    Returns:
-        (T, D).
-    """
-    w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, _ = rest
-    card = planning_of(x).card
-    if not is_few(card, top_k_index, w1.shape[0]) or is_fixed() or ids_are_checked():
+def few_tokens(o: MoeFfn) -> Tensor | None:
+    """``hexa::moe_ffn`` on operands, (T, D); None where another way has to compute it, or is faster."""
+    card, x, ids = planning_of(o.x).card, o.x, o.top_k_index
+    if not is_few(card, ids, o.experts) or is_fixed() or ids_are_checked():
         return None
-    slots = DecodeSlots(top_k_index.contiguous(), w1.shape[0])
-    first = _as_stored(DecodeProjection(w1, b1, w3, b3, layout1, activation, glu, tuple(params)))
-    second = _as_stored(DecodeProjection(w2, b2, None, None, layout2))
-    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
+    slots = DecodeSlots(ids.contiguous(), o.experts)
+    steps = o.activation, o.glu, tuple(o.params)
+    first = _as_stored(DecodeProjection(o.w1, o.b1, o.w3, o.b3, o.layout1, *steps))
+    second = _as_stored(DecodeProjection(o.w2, o.b2, None, None, o.layout2))
+    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
     if not columns and not very_few(slots.rows, slots.experts):
         return None
     a = _up(x, first, slots, columns > 0)
     if columns:
-        return _down(a, second, slots, columns, top_k_weights)
-    return _combine(_down(a, second, slots), top_k_weights, slots)
+        return _down(a, second, slots, columns, o.top_k_weights)
+    return _combine(_down(a, second, slots), o.top_k_weights, slots)
 
 
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:

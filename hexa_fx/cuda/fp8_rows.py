@@ -1,6 +1,6 @@
 """Quantisation of rows, columns and weights on CUDA, sums over quantised rows, and the activation's gradient of FP8 block compute.
 
-Arguments and results are those of `hexa_fx.ops.fp8`. Bandwidth-bound: every operand is read once.
+Arguments and results are those of `hexa_fx.ops.table_fp8`. Bandwidth-bound: every operand is read once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
-from hexa_fx.ops.fp8_quantizing import GroupRowsFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
+from hexa_fx.ops.table_fp8 import (
+    CombineFp8,
+    EssFp8,
+    GroupRowsFp8,
+    QuantizeColumnsFp8,
+    QuantizeRowsFp8,
+    QuantizeWeightFp8,
+    glu_of,
+)
 
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
@@ -35,22 +42,20 @@ TILES_A_BLOCK = 4
 
 
 @cuda_kernel("quantize_rows_fp8")
-def quantize_rows_fp8(x: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8."""
-    x = dense_rows(x)
-    q, s = QuantizeRowsFp8(x, binary).results()
+def quantize_rows_fp8(o: QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8."""
+    x, (q, s) = dense_rows(o.x), o.results()
     grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), (0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
-    op, fit = "quantize_rows_binary" if binary else "quantize_rows", _fits(x)
+    op, fit = "quantize_rows_binary" if o.binary else "quantize_rows", _fits(x)
     _quantize(op, x, grid, (x, None, None, None, q, s, None, None, None), sizes, fit)
     return q, s
 
 
 @cuda_kernel("quantize_columns_fp8")
-def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
+def quantize_columns_fp8(o: QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
+    """A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
     read the same rows, of which these columns stay in L2 meanwhile.
     """
-    o = QuantizeColumnsFp8(*args)
     x, (q, s) = dense_rows(o.x), o.results()
     grid, sizes = _tiles(s), (0, x.stride()[0], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
     _quantize("quantize_columns", x, grid, (x, None, o.v, o.offs, q, s, None, None, None), sizes, _fits(x))
@@ -58,9 +63,8 @@ def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 @cuda_kernel("group_rows_fp8")
-def group_rows_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. As `quantize_columns_fp8`, of half the bytes."""
-    o = GroupRowsFp8(*args)
+def group_rows_fp8(o: GroupRowsFp8) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8. As `quantize_columns_fp8`, of half the bytes."""
     x, xs, (q, s) = o.x.contiguous(), o.xs.contiguous(), o.results()
     grid, sizes = _tiles(s), (0, x.shape[1], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
     _quantize("group_rows", s, grid, (x, xs, o.v, o.offs, q, s, None, None, None), sizes)
@@ -91,9 +95,8 @@ class _Matrices(NamedTuple):
 
 
 @cuda_kernel("quantize_weight_fp8")
-def quantize_weight_fp8(*args: Any) -> None:
-    """See hexa_fx.ops.fp8. Both orientations from one read, in the one that the weight lies in."""
-    o = QuantizeWeightFp8(*args)
+def quantize_weight_fp8(o: QuantizeWeightFp8) -> None:
+    """See hexa_fx.ops.table_fp8. Both orientations from one read, in the one that the weight lies in."""
     w, w3 = o.w, o.w3
     if not w.numel():
         return
@@ -103,7 +106,7 @@ def quantize_weight_fp8(*args: Any) -> None:
         w, w3 = w.contiguous(), w3.contiguous()
     turned = w.stride()[2] != 1 and w.stride()[1] == 1
     m = _matrices(w, w3, o.glu, turned)
-    made = (o.q_t, o.s_t, o.q, o.s) if turned else o[:4]
+    made = (o.q_t, o.s_t, o.q, o.s) if turned else (o.q, o.s, o.q_t, o.s_t)
     sizes = (w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
     _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), sizes, _fit(w, m))
@@ -125,9 +128,8 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 
 
 @cuda_kernel("combine_fp8")
-def combine_fp8(*args: Any) -> Tensor:
-    """See hexa_fx.ops.fp8. A block for each token, of many as many as the card holds at a time."""
-    o = CombineFp8(*args)
+def combine_fp8(o: CombineFp8) -> Tensor:
+    """See hexa_fx.ops.table_fp8. A block for each token, of many as many as the card holds at a time."""
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
     pointers = (o.y, o.ys, weights, o.inv, o.offs[-1:], out)
@@ -138,18 +140,17 @@ def combine_fp8(*args: Any) -> Tensor:
 
 
 @cuda_kernel("ess_fp8")
-def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
-    """See hexa_fx.ops.fp8. A warp has a column of an expert."""
-    y = EssFp8(g, gs, offs).results()
+def ess_fp8(o: EssFp8) -> Tensor:
+    """See hexa_fx.ops.table_fp8. A warp has a column of an expert."""
+    y, g, gs, offs = o.results(), o.g.contiguous(), o.gs.contiguous(), o.offs
     experts, width = y.shape
-    g, gs = g.contiguous(), gs.contiguous()
     grid, sizes = (width // (THREADS // 32), experts, 1), (0, 0, 1, 0, width, experts, 1, 1, 1)
     _quantize("ess", gs, grid, (None, None, None, offs, g, gs, None, None, y), sizes)
     return y
 
 
 class Gradient(NamedTuple):
-    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.fp8.EsmmActBackwardFp8`.
+    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`.
 
     Args:
         da: (n, I') in bfloat16.
@@ -186,7 +187,8 @@ def activation_gradient(o: Gradient, into: Results) -> None:
     static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
     spec = KernelSpec(ACTIVATE, "activate_backward", _converting(o.da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    launch(o.da, spec, grid, (*o[:6], *into), experts, width, *constants_of(o.activation, tuple(o.params)))
+    pointers = (o.da, o.h, o.hs, o.weights, o.v, o.offs, *into)
+    launch(o.da, spec, grid, pointers, experts, width, *constants_of(o.activation, o.params))
 
 
 def _quantize(

@@ -20,8 +20,8 @@ from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 
 _SIZES = Struct(SIZES)
 _GROUP = 8
@@ -39,9 +39,7 @@ def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
 @product
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
-    n, inner = o.rows, o.inner
-    h = o.x.new_empty((n if o.keep_h else 0, o.width))
-    a = o.x.new_empty((n, inner))
+    n, (h, a) = o.rows, o.results()
     if o.glu == "none" and o.activation == "none":
         _rows(o, a, None, n)
         return (a.clone() if o.keep_h else h), a
@@ -106,7 +104,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     pointers = (g, stored, None, None, None, dx, None, None, None, o.offs)
     strides = (g.stride()[0], stored.stride()[1], stored.stride()[0], k, 0, 0)
     rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
-    of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
+    of_weight = _by_rows(o.to(Estmm, x=x, g=g, layout=layout))
     weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
     row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
     pieces = (rows, _weight_piece(of_weight, dw), ((db,), b""))
@@ -166,10 +164,9 @@ def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any)
 
 def _by_rows(o: Estmm) -> Estmm:
     """The same gradient with the operand first that gives the rows of dW, both with contiguous rows."""
-    x, g, x_index, g_index, offs, top_k, layout = o
-    if layout == "nk":
-        x, g, x_index, g_index = g, x, g_index, x_index
-    return Estmm(dense_rows(x), dense_rows(g), x_index, g_index, offs, top_k, "kn")
+    if o.layout == "nk":
+        o = o._replace(x=o.g, g=o.x, x_index=o.g_index, g_index=o.x_index)
+    return o._replace(x=dense_rows(o.x), g=dense_rows(o.g), layout="kn")
 
 
 def _weight_piece(o: Estmm, d: Tensor) -> Piece:

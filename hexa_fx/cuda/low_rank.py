@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 from torch import Tensor
 
@@ -11,12 +10,13 @@ from hexa_fx.cuda import low_rank_sm90
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.gemm import esfk, esmm, estmm
 from hexa_fx.cuda.rows import scaled_transpose
-from hexa_fx.ops.low_rank_gradients import LowRankGradients, composed
+from hexa_fx.ops.low_rank_gradients import composed
+from hexa_fx.ops.table import LowRankGradients
 
 _OTHERS = SimpleNamespace(esfk=esfk, esmm=esmm, estmm=estmm, scaled_transpose=scaled_transpose)
 
 
 @cuda_kernel("low_rank_gradients")
-def low_rank_gradients(*args: Any) -> tuple[Tensor, Tensor]:
+def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.low_rank_gradients."""
-    return low_rank_sm90.gradients(LowRankGradients(*args)) or composed(*args, by=_OTHERS)
+    return low_rank_sm90.gradients(o) or composed(o, by=_OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from struct import Struct
 from typing import NamedTuple
@@ -81,7 +82,7 @@ def numbers_of(args: Struct) -> Struct:
     return Struct(re.sub(r"^(\d*P)+", "", args.format))
 
 
-def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+def constants_of(activation: str, params: Sequence[float]) -> tuple[float, float]:
     """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
     return alpha, limit

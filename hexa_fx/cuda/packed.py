@@ -34,7 +34,7 @@ from hexa_fx.formats import FORMATS
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
-from hexa_fx.ops.operands import EsmmAct
+from hexa_fx.ops.table import EsmmAct
 
 MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written
@@ -115,9 +115,8 @@ def esmm(o: PackedProduct) -> Tensor:
 @product
 def esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
-    base, n = o.base, o.base.rows
-    h, a = base.x.new_empty((n if base.keep_h else 0, base.width)), base.x.new_empty((n, base.inner))
-    _product(o, h if base.keep_h else None, a)
+    h, a = o.base.results()
+    _product(o, h if o.base.keep_h else None, a)
     return h, a
 
 

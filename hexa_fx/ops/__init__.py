@@ -25,10 +25,9 @@ from hexa_fx.ops.low_rank import esmm_composed as _low_rank  # noqa: F401  (regi
 from hexa_fx.ops.low_rank_gradients import low_rank_gradients
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
-from hexa_fx.ops.moe_ffn_fixed import _define as _fixed  # noqa: F401  (registers the operators)
+from hexa_fx.ops.moe_ffn_fixed import _fixed  # noqa: F401  (registers the operators)
 from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
 from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
-from hexa_fx.ops.packed_products import product_with as _packed_products  # noqa: F401  (registers the operators)
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.ops.scaled_transpose import scaled_transpose
 

@@ -7,49 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.errors import InputError
-from hexa_fx.ops import checks, library
+from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
+from hexa_fx.ops.table import Combine
 
-library.define("combine(Tensor y, Tensor? top_k_weights, Tensor inv, Tensor offs, SymInt top_k) -> Tensor")
-
-
-def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """``out[t] = sum over s of w[t, s] * y[inv[t*k + s]]``: gather and sum, in a fixed order, so deterministic.
-
-    Args:
-        y: (n, D) in expert order.
-        top_k_weights: (T, k) in any floating dtype, or None, which means 1.
-        inv: (n,) int32 of `reindex`.
-        offs: (E+1,) int32 of `reindex`. Slots whose row is at or after ``offs[E]`` are skipped.
-        top_k: k.
-
-    Returns:
-        (T, D) in y's dtype, summed in float32 (float64 for float64).
-
-    Raises:
-        InputError: the arguments do not fit together.
-    """
-    out: Tensor = torch.ops.hexa.combine(y, top_k_weights, inv, offs, top_k)
-    return out
-
-
-def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> None:
-    """Checks the arguments of combine."""
-    checks.check_floating("combine", ("y",), (y,))
-    checks.check_index("combine", y, ("inv", "offs"), (inv, offs))
-    checks.check_matrix("combine", "y", y)
-    checks.check_rows("combine", "y", y, y.shape[1], inv)
-    if top_k < 1:
-        raise InputError(f"hexa::combine: top_k is {top_k}; expected 1 or more")
-    w = top_k_weights
-    if w is None:
-        return
-    if w.ndim != 2 or w.shape[1] != top_k or w.numel() != inv.shape[0] or w.dtype not in checks.FLOATING:
-        expected = f"floating ({inv.shape[0] // top_k}, {top_k})"
-        raise InputError(f"hexa::combine: top_k_weights is {checks.shape(w)}; expected {expected}")
-    if w.device != y.device:
-        raise InputError(f"hexa::combine: top_k_weights is on {w.device}, y on {y.device}")
+combine = library.wrapper("combine")
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
@@ -80,19 +42,17 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     )[0]
 
 
-def _fake(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    return y.new_empty((inv.shape[0] // top_k, y.shape[1]))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, top_k_weights, inv, offs, top_k = inputs
-    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, top_k_weights, inv, offs)
-    ctx.top_k = top_k
+    o, needs = Combine._make(inputs), Combine.marks(ctx.needs_input_grad)
+    ctx.save_for_backward(o.y if needs.top_k_weights else None, o.top_k_weights, o.inv, o.offs)
+    ctx.top_k = o.top_k
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     y, weights, inv, offs = ctx.saved_tensors
-    return *gradients(grad, y, weights, inv, offs, ctx.top_k, ctx.needs_input_grad[0]), None, None, None
+    needs = Combine.marks(ctx.needs_input_grad)
+    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, bool(needs.y))
+    return Combine.by_argument(y=dy, top_k_weights=dweights)
 
 
 def gradients(
@@ -113,7 +73,6 @@ def gradients(
     return dy, dweights
 
 
-library.register_fake("combine", _fake, check)
 library.register_kernel("combine", "cpu", combine_cpu)
 library.register_kernel("combine", "any", combine_generic)
 library.register_autograd("combine", _backward, _setup_context)

@@ -18,8 +18,9 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.observers import notify
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.ops.program import FfnRequest
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_layers import OPERANDS
 
 hexa = torch.ops.hexa
 PRODUCT = (hexa.estmm.default, hexa.estmm_add.default)

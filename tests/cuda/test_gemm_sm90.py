@@ -26,8 +26,16 @@ from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.table import (
+    Esfk,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmActLowRank,
+    EsmmLowRank,
+    Estmm,
+)
 from tests.cuda.cards import HOPPER
 
 T, K, E, D, N = 400, 2, 5, 48, 72
@@ -137,7 +145,7 @@ def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Record
         u = randn(n, rank)
         into = Segment(h, 320, last, a)
         if rank:
-            sm90.esmm_act(EsmmActLowRank(act, u, randn(2, 2 * N, rank), None), into=into)
+            sm90.esmm_act(EsmmActLowRank(*act, u, randn(2, 2 * N, rank), None), into=into)
         else:
             sm90.esmm_act(act, into=into)
         names = ("out", "act", "offs", "n", "experts")
@@ -145,7 +153,7 @@ def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Record
         assert tuple(recorder.values[name] for name in names) == (*written, n if last else 0, 2)
         into = Segment(dh, 320, last, a, dots)
         if rank:
-            sm90.esmm_act_backward(EsmmActBackwardLowRank(back, u, randn(2, rank, N)), into=into)
+            sm90.esmm_act_backward(EsmmActBackwardLowRank(*back, u, randn(2, rank, N)), into=into)
         else:
             sm90.esmm_act_backward(back, into=into)
         names = ("out", "act", "offs", "row_dot", "n", "bias_ld")
@@ -164,18 +172,18 @@ def test_a_second_product_is_read_through_maps_that_row_products_have_no_other_u
     columns, split = 2 * N if glu == "concat" else N, glu == "split"
     w, w3, c, c3 = (randn(E, columns, k) if given else None for k in (D, RANK) for given in (True, split))
     act = EsmmAct(randn(T, D), w, None, w3, None, v, offs, K, "nk", "silu", glu, (), True)
-    h, _ = sm90.esmm_act(EsmmActLowRank(act, u := randn(T * K, RANK), c, c3), tile)
+    h, _ = sm90.esmm_act(EsmmActLowRank(*act, u := randn(T * K, RANK), c, c3), tile)
     assert recorder.maps == [False, True, split, True, True]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (1, RANK)
     sm90.esmm_act(act, tile)
     assert recorder.maps == [False, True, split, False, False]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (0, 0)
     back = EsmmActBackward(randn(T, D), randn(E, D, N), h, None, v, offs, K, "kn", "silu", "concat", ())
-    sm90.esmm_act_backward(EsmmActBackwardLowRank(back, u, randn(E, RANK, N)))
+    sm90.esmm_act_backward(EsmmActBackwardLowRank(*back, u, randn(E, RANK, N)))
     assert recorder.maps == [False, True, False, True, True]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (1, RANK)
     down = Esmm(h, randn(E, D, 2 * N), None, None, offs, 1, "nk")
-    sm90.esmm(EsmmLowRank(down, u, randn(E, D, RANK)), tile)
+    sm90.esmm(EsmmLowRank(*down, u, randn(E, D, RANK)), tile)
     assert recorder.maps == [True, True, False, True, True]
 
 
@@ -186,7 +194,7 @@ def test_esmm_act_and_its_backward(recorder: Recorder, glu: str) -> None:
     w3 = randn(E, N, D) if glu == "split" else None
     activation, params = ("gelu", ()) if glu == "none" else ("swiglu_oai", (1.5, 6.0))
     h, a = sm90.esmm_act(
-        EsmmAct(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params)
+        EsmmAct(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params, True)
     )
     assert (h.shape[1], a.shape[1]) == (N if glu == "none" else 2 * N, N)
     assert recorder.maps == [False, True, glu == "split", False, False]
@@ -295,7 +303,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
-        sm90.esmm_act(EsmmAct(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat"))
+        sm90.esmm_act(EsmmAct(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat", (), True))
         assert bool(recorder.spec.option("swapped", False)) == swapped
 
 
