@@ -5,7 +5,7 @@ The choice looks at shapes, strides and types only. Arguments and results are th
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,10 @@ from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
+from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, scaled_transpose, settle, substitute
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.low_rank import composed
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import (
     Activate,
@@ -37,6 +38,7 @@ from hexa_fx.ops.table import (
     EsmmLowRank,
     Estmm,
     EstmmAdd,
+    LowRankGradients,
 )
 
 DECODE_BUCKET = 4
@@ -185,7 +187,7 @@ def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("estmm_add")
 def estmm_add(o: EstmmAdd) -> None:
-    """See hexa_fx.ops.adding. The epilogue of the weight tiles adds."""
+    """See hexa_fx.ops.weight_gradients. The epilogue of the weight tiles adds."""
     hopper = _hopper_adds(o)
     held, layout = _held(o.into, o.layout, hopper)
     (sm90 if hopper else sm80).estmm(o.to(Estmm, layout=layout), into=held)
@@ -194,7 +196,7 @@ def estmm_add(o: EstmmAdd) -> None:
 
 @cuda_kernel("esfk_add")
 def esfk_add(given: EsfkAdd) -> Tensor:
-    """See hexa_fx.ops.adding. Launches as `esfk` does."""
+    """See hexa_fx.ops.weight_gradients. Launches as `esfk` does."""
     into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
     fused = _fused(o)
     if fused is None:
@@ -297,3 +299,12 @@ def _only_sm80(activation: str, glu: Glu) -> bool:
 def _stored(*biases: Tensor | None) -> list[Tensor]:
     """The biases that kernels read where they lie. Others are copied first, as those in a slot of the shared cache are."""
     return [b for b in biases if b is not None and b.is_contiguous()]
+
+
+_OTHERS = SimpleNamespace(esfk=esfk, esmm=esmm, estmm=estmm, scaled_transpose=scaled_transpose)
+
+
+@cuda_kernel("low_rank_gradients")
+def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.low_rank_gradients."""
+    return low_rank_sm90.gradients(o) or composed(o, by=_OTHERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,20 +43,14 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     )[0]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    """What backward needs."""
     o, needs = Combine._make(inputs), Combine.marks(ctx.needs_input_grad)
     ctx.save_for_backward(o.y if needs.top_k_weights else None, o.top_k_weights, o.inv, o.offs)
     ctx.top_k = o.top_k
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    y, weights, inv, offs = ctx.saved_tensors
-    needs = Combine.marks(ctx.needs_input_grad)
-    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, bool(needs.y))
-    return Combine.by_argument(y=dy, top_k_weights=dweights)
-
-
-def gradients(
+def _gradients(
     grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dy, dweights): the first if it is needed, the second if y is given."""
@@ -73,6 +68,14 @@ def gradients(
     return dy, dweights
 
 
+def combine_backward(ctx: Any, grad: Tensor, gradients: Callable[..., Any] = _gradients) -> tuple[Tensor | None, ...]:
+    """Gradients of every argument. gradients: as `_gradients`."""
+    y, weights, inv, offs = ctx.saved_tensors
+    needs_dy = bool(Combine.marks(ctx.needs_input_grad).y)
+    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, needs_dy)
+    return Combine.by_argument(y=dy, top_k_weights=dweights)
+
+
 library.register_kernel("combine", "cpu", combine_cpu)
 library.register_kernel("combine", "any", combine_generic)
-library.register_autograd("combine", _backward, _setup_context)
+library.register_autograd("combine", combine_backward, keep_for_combine)

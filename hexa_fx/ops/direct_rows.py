@@ -10,9 +10,8 @@ from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
-from hexa_fx.ops.combine import combine_cpu
-from hexa_fx.ops.combine import gradients as combine_gradients
-from hexa_fx.ops.esmm import esmm_cpu, projection_backward
+from hexa_fx.ops.combine import combine_backward, combine_cpu, keep_for_combine
+from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.reindex import reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
@@ -45,39 +44,29 @@ class _Esmm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        o, needs = Esmm._make(args), Esmm._make(ctx.needs_input_grad)
-        ctx.save_for_backward(o.x if needs.weight else None, o.weight, o.v, o.offs)
-        ctx.static, ctx.wanted = (o.top_k, o.layout), (needs.x, needs.weight, needs.bias)
+        keep_for_esmm(ctx, args)
         with _AutoDispatchBelowAutograd():
-            return esmm_cpu(o)
+            return esmm_cpu(Esmm._make(args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        x, weight, v, offs = ctx.saved_tensors
         with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
-            dx, dw, db = projection_backward(ctx.wanted, x, grads[0], weight, v, offs, *ctx.static)
-        return Esmm.by_argument(x=dx, weight=dw, bias=db)
+            return esmm_backward(ctx, grads[0])
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        y, weights, inv, offs, top_k = args
-        needs = Combine._make(ctx.needs_input_grad)
-        ctx.save_for_backward(y if needs.top_k_weights else None, weights, inv, offs)
-        ctx.static = (top_k, needs.y)
+        keep_for_combine(ctx, args)
         with _AutoDispatchBelowAutograd():
             return combine_cpu(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        grad, (y, weights, inv, offs) = grads[0], ctx.saved_tensors
-        if library.is_plain_tensor(grad):
-            with _AutoDispatchBelowAutograd():
-                dy, dweights = _combine_gradients(grad, y, weights, inv, offs, *ctx.static)
-        else:
-            dy, dweights = combine_gradients(grad, y, weights, inv, offs, *ctx.static)
-        return Combine.by_argument(y=dy, top_k_weights=dweights)
+        if not library.is_plain_tensor(grads[0]):
+            return combine_backward(ctx, grads[0])
+        with _AutoDispatchBelowAutograd():
+            return combine_backward(ctx, grads[0], _combine_gradients)
 
 
 def _combine_gradients(

@@ -19,16 +19,18 @@ esmm = library.wrapper("esmm")
 def esmm_cpu(o: Esmm) -> Tensor:
     """CPU kernel."""
     tile = whole(o.v, o.offs, o.top_k, o.x)
-    return tile.padded(tiles.esmm(tile, tile.operand(o.x, o.v), o.weight, o.bias, o.v is not None, o.layout))
+    return tile.padded(tiles.esmm(tile, o._replace(x=tile.operand(o.x, o.v))))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def keep_for_esmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    """What backward needs."""
     o, needs = Esmm._make(inputs), Esmm.marks(ctx.needs_input_grad)
     ctx.save_for_backward(o.x if needs.weight else None, o.weight, o.v, o.offs)
     ctx.static = (o.top_k, o.layout)
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def esmm_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of every argument."""
     x, weight, v, offs = ctx.saved_tensors
     needs = Esmm.marks(ctx.needs_input_grad)
     wanted = needs.x, needs.weight, needs.bias
@@ -63,4 +65,4 @@ def projection_backward(
     return dx, dw, db if of_bias else None
 
 
-library.register_autograd("esmm", _backward, _setup_context)
+library.register_autograd("esmm", esmm_backward, keep_for_esmm)

@@ -1,4 +1,4 @@
-"""``hexa::esmm_act``: the first projection with the activation folded into its epilogue."""
+"""``hexa::esmm_act`` and ``hexa::esmm_act_backward``: projections with the activation, or its gradient, in their epilogue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, tiles
 from hexa_fx.ops.esmm import projection_backward
-from hexa_fx.ops.table import EsmmAct
+from hexa_fx.ops.table import EsmmAct, EsmmActBackward
 from hexa_fx.ops.tiling import output, whole
 
 esmm_act = library.wrapper("esmm_act", params=(), keep_h=True)
@@ -20,8 +20,7 @@ esmm_act = library.wrapper("esmm_act", params=(), keep_h=True)
 def esmm_act_cpu(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """CPU kernel."""
     tile = whole(o.v, o.offs, o.top_k, o.x)
-    operands = (tile.operand(o.x, o.v), o.w1, o.b1, o.w3, o.b3, o.v is not None)
-    a = tiles.esmm_act(tile, "h" if o.keep_h else None, *operands, o.layout, o.activation, o.glu, o.params)
+    a = tiles.esmm_act(tile, o._replace(x=tile.operand(o.x, o.v)), "h" if o.keep_h else None)
     return output(tile.tiling, "h") if o.keep_h else o.x.new_empty((0, o.width)), tile.padded(a)
 
 
@@ -53,3 +52,17 @@ def _backward(ctx: Any, dh: Tensor | None, da: Tensor | None) -> tuple[Tensor | 
 
 
 library.register_autograd("esmm_act", _backward, _setup_context)
+
+
+esmm_act_backward = library.wrapper("esmm_act_backward", params=())
+
+
+@library.kernel("esmm_act_backward", "cpu", "any")
+def _composed(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel of every device: the two operators it stands for."""
+    device = o.dy.device.type
+    da = library.kernel_for("esmm", device)(o.dy, o.weight, None, o.v, o.offs, o.top_k, o.layout)
+    out: tuple[Tensor, Tensor, Tensor] = library.kernel_for("activate_backward", device)(
+        da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params
+    )
+    return out

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -231,7 +232,7 @@ def _register_mutation(name: str, buffers: int) -> None:
     """Tells autograd that ``hexa::<name>`` writes to its first arguments, as torch.library.custom_op does."""
 
     def bump(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        torch.autograd.graph.increment_version([a for a in args[:buffers] if a is not None])
+        torch.autograd.graph.increment_version([a for a in islice(args, buffers) if a is not None])
         return overload(name).redispatch(keyset & _BELOW_AUTOGRAD, *args)
 
     _LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)

@@ -1,7 +1,7 @@
 """``main_grad``: a buffer on a parameter that its gradient is added to, in place of ``.grad``.
 
-If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.adding`). Otherwise torch adds the
-finished gradient.
+If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.weight_gradients`). Otherwise torch
+adds the finished gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ def gradients(
     taken = _direct(operands, buffers) if plain else ()
     with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
         left = iter(backward(*taken))
-    added = (None, *taken) if taken else (None,) * len(needs)
-    found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
+    added = (None, *taken)
+    found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
     return found
 

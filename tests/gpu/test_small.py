@@ -21,7 +21,7 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ops import activations, library, low_rank_gradients
-from hexa_fx.ops.scaled_transpose import scaled_transpose_any
+from hexa_fx.ops.low_rank import scaled_transpose_any
 from hexa_fx.ops.table import (
     Esfk,
     Esmm,
