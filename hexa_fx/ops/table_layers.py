@@ -348,7 +348,7 @@ class MoeFfnFp8Forward(_Cached, MoeFfn):
     @property
     def floating(self) -> dict[str, Tensor]:
         """x, and weights and biases that are not quantised already, by name."""
-        given = {name: getattr(self, name) for name in ("x", "w1", "b1", "w3", "b3", "w2", "b2")}
+        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
         return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
 
     def results(self) -> tuple[Tensor, ...]:
