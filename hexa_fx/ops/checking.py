@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from hexa_fx.errors import InputError
 from hexa_fx.ops.forms import FLOATING, Operand, Term, shape
 
@@ -26,6 +28,7 @@ def check_of(
         counts: fields that are 1 or more.
     """
     scope: dict[str, Any] = {"FLOATING": FLOATING, "refusal": _refusal, "InputError": InputError, "operands": operands}
+    scope |= {"single": torch.float32, "double": torch.float64}
     scope |= {f"dtypes{n}": each.dtypes for n, each in enumerate(operands)}
     lines = ("def check(o, op):", f"{', '.join(fields)}, = o", *_of_values(choices, counts), *_of_tensors(operands))
     exec("\n ".join(lines), scope)
@@ -65,6 +68,9 @@ def _of_operand(number: int, each: Operand, known: dict[str, bool]) -> Iterator[
     name, refused = each.name, f"raise refusal(op, operands, {number}, locals())"
     if each.dtypes is None:
         yield f"if {name}.dtype is not dtype: {refused}"
+    elif each.form.wide:
+        yield "wide = double if dtype is double else single"
+        yield f"if {name}.dtype is not wide: {refused}"
     elif each.dtypes:
         yield f"if {name}.dtype not in dtypes{number}: {refused}"
     if number:
@@ -115,7 +121,8 @@ def _refusal(op: str, operands: Sequence[Operand], number: int, given: dict[str,
     beside = "" if first is each else f" beside {first.name} {shape(given[first.name])}"
     if gathered:
         beside += f", {given['top_k']} rows of {each.form.by} {shape(given[each.form.by])} for each"
-    return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {each.form.says}{expected}{beside}")
+    says = f"{given['wide']} " if each.form.wide else each.form.says
+    return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {says}{expected}{beside}")
 
 
 def _size(term: Term, given: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ class Form:
         flat: ``dims`` tells how many elements it has, in whatever shape.
         written: the operator writes to it.
         cast: autocast casts it.
+        wide: it has the accumulators' type, float32, or float64 for float64.
     """
 
     dims: str = ""
@@ -41,6 +42,7 @@ class Form:
     flat: bool = False
     written: bool = False
     cast: bool = False
+    wide: bool = False
 
 
 def floating(dims: str, layout: str = "", by: str = "") -> Form:
@@ -56,6 +58,11 @@ def numbers(dims: str, flat: bool = False, cast: bool = False) -> Form:
 def exactly(dtype: torch.dtype, dims: str, by: str = "", written: bool = False) -> Form:
     """In one dtype."""
     return Form(dims, (dtype,), f"{dtype} ", by=by, written=written)
+
+
+def added_to(dims: str, layout: str = "") -> Form:
+    """A buffer that the operator adds to, in the accumulators' type."""
+    return Form(dims, layout=layout, written=True, wide=True)
 
 
 def index(dims: str) -> Form:

@@ -20,10 +20,10 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats import format_of
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation, inner_width
-from hexa_fx.ops.forms import FLOATING, INTEGER, AtLeastOne, Form, floating, index, numbers, shape
+from hexa_fx.ops.forms import FLOATING, INTEGER, AtLeastOne, Form, added_to, floating, index, numbers, shape
 from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import Operands
-from hexa_fx.ops.rows import accumulate_dtype, columns_of, row_count
+from hexa_fx.ops.rows import columns_of, row_count
 
 V: TypeAlias = Annotated[Tensor | None, index("n")]
 Offs: TypeAlias = Annotated[Tensor, index("E+1")]
@@ -343,14 +343,9 @@ class Estmm(Operands):
         """E."""
         return self.offs.shape[0] - 1
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of the result."""
-        columns = self.g.shape[1], self.x.shape[1]
-        return (self.experts, *columns) if self.layout == "nk" else (self.experts, *columns[::-1])
-
     def results(self) -> Any:
-        return self.x.new_empty(self.shape)
+        n, k = self.g.shape[1], self.x.shape[1]
+        return self.x.new_empty((self.experts, n, k) if self.layout == "nk" else (self.experts, k, n))
 
 
 class _Esfk(Operands):
@@ -485,66 +480,49 @@ class LowRankGradients(Operands):
         )
 
 
-class _Into(Operands):
-    into: Annotated[Tensor, Form(written=True)]
+class _IntoWeight(Operands):
+    into: Annotated[Tensor, added_to("E N K", layout="layout")]
 
 
-class _IntoBoth(_Into):
-    into_bias: Annotated[Tensor | None, Form(written=True)]
+class _IntoWeightAndBias(_IntoWeight):
+    into_bias: Annotated[Tensor | None, added_to("E N")]
+
+
+class _IntoSums(Operands):
+    into: Annotated[Tensor, added_to("E C")]
 
 
 class _Adding(Operands):
     """Adds to buffers in the accumulators' type, any strides; the part of an expert without rows stays as it is. No gradient."""
 
-    def buffers(self) -> tuple[tuple[str, Tensor | None, tuple[int, ...], Tensor], ...]:
-        """Name, buffer, its shape, and an operand that it goes with."""
-        raise NotImplementedError
-
     def faults(self) -> str:
-        for name, into, size, like in self.buffers():
-            wide = accumulate_dtype(like.dtype)
-            if into is not None and (tuple(into.shape) != size or into.dtype != wide or into.device != like.device):
-                return f"{name} is {shape(into)} on {into.device}; expected {wide} {size} on {like.device}"
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in self):
             return "it has no gradient; call it under torch.no_grad()"
         return super().faults()
 
+    def results(self) -> Any:
+        """It only writes."""
+
 
 @operator("estmm_add")
-class EstmmAdd(_Adding, Estmm, _Into):
+class EstmmAdd(_Adding, Estmm, _IntoWeight):
     """``into += estmm(x, g, ...)``, the product added before it is rounded; into in float32 (float64 for float64), any strides."""
 
     returns = "()"
 
-    def buffers(self) -> Any:
-        return (("into", self.into, self.shape, self.x),)
-
-    def results(self) -> None:
-        """It only writes."""
-
 
 @operator("ess_add")
-class EssAdd(_Adding, Ess, _Into):
+class EssAdd(_Adding, Ess, _IntoSums):
     """``into += ess(g, ...)``, as `estmm_add`."""
 
     returns = "()"
 
-    def buffers(self) -> Any:
-        return (("into", self.into, (self.offs.shape[0] - 1, self.g.shape[1]), self.g),)
-
-    def results(self) -> None:
-        """It only writes."""
-
 
 @operator("esfk_add")
-class EsfkAdd(_Adding, _Esfk, _IntoBoth):
+class EsfkAdd(_Adding, _Esfk, _IntoWeightAndBias):
     """Returns dx of `esfk`, adds dW to into, and adds db to into_bias (E, N) unless that is None; as `estmm_add`."""
 
     returns = "Tensor dx"
-
-    def buffers(self) -> Any:
-        weight = "into", self.into, tuple(self.weight.shape), self.x
-        return weight, ("into_bias", self.into_bias, (self.experts, self.g.shape[1]), self.x)
 
     def results(self) -> Tensor:
         return self.g.new_empty((self.g.shape[0], self.x.shape[1]))
