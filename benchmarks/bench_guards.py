@@ -59,10 +59,11 @@ def cost(name: str, model: nn.Module, example: Any) -> dict[str, Any]:
     with torch.no_grad():
         opt(**example) if isinstance(example, dict) else opt(example)
     handle.remove()
-    attributes = forward.attributes[False].check
+    (made,) = forward.specialisations
+    attributes = made.attributes.check
     attributes()
-    inputs = _best(lambda: forward._inputs_of(forward.programs[False], False, *given["all"]))
-    row = {"block": name, "class": type(block).__name__, "reads": len(forward.attributes[False].reads)}
+    inputs = _best(lambda: made.inputs_of(forward.arguments, *given["all"]))
+    row = {"block": name, "class": type(block).__name__, "reads": len(made.attributes.reads)}
     return {**row, "attributes_us": _best(attributes), "inputs_us": inputs}
 
 

@@ -88,8 +88,7 @@ def judge(block: LibraryBlock) -> Row:
         text = "; ".join(dict.fromkeys(reasons)) or "holds nothing that looks like experts among its parameters"
         return Row(block, "refused", text, str(found).removeprefix("torch."))
     forward, gradient = _errors(original, optimized, args)
-    modes = [f"{m} mode runs the original: {t}" for b in blocks for m, t in b.modes.items() if t != "rewritten"]
-    as_what = "; ".join([f"`{b.expert}`" for b in blocks if b.status == "rewritten"] + modes)
+    as_what = "; ".join(f"`{b.expert}`" for b in blocks if b.status == "rewritten")
     return Row(block, "rewritten", as_what, str(found).removeprefix("torch."), forward, gradient)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -22,18 +22,19 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal
-from hexa_fx.isolation.torch_state import autocast_off
+from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached
+from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
-from hexa_fx.passes import analyse, refused
-from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
+from hexa_fx.passes import analyse
+from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, mode_of, refused
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.same_memory import in_same_memory, why_not_parted
-from hexa_fx.passes.modes.autocast import with_dtypes
-from hexa_fx.passes.modes.same_run import in_mode
-from hexa_fx.passes.preconditions.unreadable import why_hidden
+from hexa_fx.passes.preconditions.unreadable import is_elsewhere, why_hidden
+from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
@@ -42,6 +43,14 @@ from hexa_fx.runtime.stacked_codes import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
+
+
+class Call(NamedTuple):
+    """Arguments of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
 
 ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -54,20 +63,28 @@ class ModelAnalysis:
         analyses: one for every block that looked like MoE, in model order.
         report: the same for people to read.
         examples: an example call, by path, of every rewritten block that is not identical to an earlier one.
+        calls: (args, kwargs) of every block that was analysed, by path.
         around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
         effects: what code reaches outside of modules, as it was before.
+        waiting: paths of blocks whose weights are elsewhere, until they are called.
+        cache: the analyses, for calls that are like these.
+        forms: what runs in each mode, by path, of blocks that are to be spread over devices.
     """
 
     analyses: tuple[BlockAnalysis, ...]
     report: OptimizationReport
     examples: Mapping[str, Example]
+    calls: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
     around: Mapping[str, Sequence[Observation]]
     effects: SideEffects
+    waiting: tuple[str, ...] = ()
+    cache: StructureCache = field(default_factory=StructureCache)
+    forms: Mapping[str, Mapping[Mode, RewrittenBlock]] = field(default_factory=dict)
 
     @property
     def rewritten(self) -> list[BlockAnalysis]:
         """The blocks that can be replaced."""
-        return [analysis for analysis in self.analyses if analysis.rewritten]
+        return [analysis for analysis in self.analyses if analysis.rewritten is not None]
 
     @property
     def unusual_examples(self) -> dict[str, Example]:
@@ -85,25 +102,26 @@ def analyse_model(
     example_inputs: ExampleInputs,
     config: HexaConfig,
     inspector: Inspector,
-    factors: bool = True,
+    spread: bool = False,
+    most_tokens: int | None = None,
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
-    What these runs append to lists, put into objects or count is taken out again. Caches and counts stay if rewritten blocks read
-    some of them in every call. Autocast is off in these runs: what blocks give under it is found out for each of its dtypes
-    (`hexa_fx.passes.modes.autocast`), and rounding would hide what is compared.
+    Blocks are analysed as they are called: in the present mode, under the present autocast, in their dtypes. What these runs
+    append to lists, put into objects or count is taken out again. Caches and counts stay if rewritten blocks read some of them in
+    every call.
 
     Args:
-        factors: whether rewritten blocks may be given low-rank additions to listed weights at run time. If not, adapters that
-            are there are a part of the experts' code.
+        spread: whether blocks are to be spread over devices, after which no call can be analysed any more. They are then
+            analysed in both modes and for any autocast, and adapters that are there are a part of the experts' code.
+        most_tokens: of what a block is given that are kept as its example; None for all.
     """
-    factors = factors and config.compute == "native"
     effects = SideEffects(model, namespaces_of(model))
     found: ModelAnalysis | None = None
+    autocast: AbstractContextManager[object] = autocast_off() if spread else autocast_uncached()
     try:
-        with autocast_off() as was_on, gradients_kept(model):
-            how = " with torch.autocast off" if was_on else ""
-            found = _analyse_model(model, example_inputs, config, inspector, factors, how, effects)
+        with autocast, gradients_kept(model):
+            found = _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens)
             return found
     finally:
         effects.undo_but_for(relied_on(model, found.rewritten if found else ()))
@@ -114,15 +132,17 @@ def _analyse_model(
     example_inputs: ExampleInputs,
     config: HexaConfig,
     inspector: Inspector,
-    factors: bool,
-    how: str,
+    spread: bool,
     effects: SideEffects,
+    most_tokens: int | None,
 ) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
-    cache = StructureCache()
-    analyses, reports = [], []
+    cache, factors = StructureCache(), not spread and config.compute == "native"
+    analyses, reports, waiting = [], [], []
+    forms: dict[str, Mapping[Mode, RewrittenBlock]] = {}
     examples: dict[str, Example] = {}
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     around: dict[str, Sequence[Observation]] = {}
     with progress("analysing MoE blocks", 1) as bar:
         bar.say("the model runs on the example inputs")
@@ -132,32 +152,42 @@ def _analyse_model(
             if made
             else "the example inputs"
         )
-        candidates = _observe(model, args, kwargs, what + how, effects)
+        candidates = _observe(model, args, kwargs, what, effects, most_tokens)
         bar.total, shared = len(candidates), in_same_memory(model)
         for candidate in candidates:
             block = candidate.levels[0]
             if parted := why_not_parted(block.module, shared):
                 candidate = replace(candidate, reason=parted)
+            if config.skips(block.path):
+                candidate = replace(candidate, reason="it is left out by HexaConfig(skip=...)")
+            if not candidate.reason and is_elsewhere(block.module):
+                waiting.append(block.path)
+                bar.advance()
+                continue
             with listening(*_stages(bar)):
                 analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
+                if spread and analysis.rewritten is not None:
+                    forms[analysis.path] = _forms_of(candidate, analysis, config)
             analyses.append(analysis := analysis.placed_in(model.get_submodule(analysis.path)))
             reports.append(describe(analysis, same_as, inspector))
-            if analysis.rewritten:
+            calls |= {seen.path: (seen.args, seen.kwargs) for seen in candidate.levels if seen.path == analysis.path}
+            if analysis.rewritten is not None:
                 paths = set(with_ancestors(analysis.path))
                 around[analysis.path] = [seen for seen in candidate.around if seen.path in paths]
-            if analysis.rewritten and same_as is None:
+            if analysis.rewritten is not None and same_as is None:
                 at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
             bar.advance()
+    cache.forget_runs()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
-    return ModelAnalysis(tuple(analyses), report, examples, around, effects)
+    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, tuple(waiting), cache, forms)
 
 
 def relied_on(model: nn.Module, rewritten: Sequence[BlockAnalysis]) -> Iterator[tuple[nn.Module, PythonRead]]:
     """What rewritten blocks read from Python in every call, each with its block."""
     for analysis in rewritten:
-        forms = analysis.rewritten.values()
-        yield from ((model.get_submodule(analysis.path), read) for form in forms for read in form.reads)
+        assert analysis.rewritten is not None
+        yield from ((model.get_submodule(analysis.path), read) for read in analysis.rewritten.reads)
 
 
 def _stages(bar: Bar) -> list[Listener]:
@@ -171,10 +201,15 @@ def _stages(bar: Bar) -> list[Listener]:
 
 
 def _observe(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str, effects: SideEffects
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    what: str,
+    effects: SideEffects,
+    most_tokens: int | None,
 ) -> list[Candidate]:
     try:
-        return observe(model, args, kwargs, effects.restore)
+        return observe(model, args, kwargs, effects.restore, most_tokens)
     except Exception as error:
         given = ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
         error.add_note(f"hexa_fx called the model on {what}: {type(model).__name__}({given})")
@@ -190,9 +225,9 @@ def _kind(value: Any) -> str:
 def _analyse_candidate(
     candidate: Candidate, config: HexaConfig, cache: StructureCache, factors: bool
 ) -> tuple[BlockAnalysis, str | None]:
-    """Analyses a candidate's levels from the inside out: the first that can be rewritten in both modes, else in one, else the
-    innermost refusal of a module that chooses. What a module is given may hold more than what it chose from, as weights of all
-    experts do, or less, as sorted rows do.
+    """Analyses a candidate's levels from the inside out: the first that can be rewritten, else the innermost refusal of a module
+    that chooses. What a module is given may hold more than what it chose from, as weights of all experts do, or less, as sorted
+    rows do.
 
     Also returns the path of the identical block whose analysis was reused, if there was one.
     """
@@ -202,25 +237,41 @@ def _analyse_candidate(
         return refused(Refusal(block.path, hidden or candidate.reason, None if hidden else candidate.location)), None
     best: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
-        found = _analyse_level(observation, config, cache, factors)
-        more = best is None or len(found[0].rewritten) > len(best[0].rewritten)
-        if best is None or more or (best[0].elsewhere and not found[0].elsewhere):
+        found = analyse_level(observation, config, cache, factors)
+        if best is None or found[0].rewritten is not None or (best[0].elsewhere and not found[0].elsewhere):
             best = found
-        if found[0].settled or len(best[0].rewritten) == len(MODES):
+        if found[0].settled or found[0].rewritten is not None:
             break
     assert best is not None
     return best
 
 
-def _analyse_level(
+def _forms_of(candidate: Candidate, analysis: BlockAnalysis, config: HexaConfig) -> Mapping[Mode, RewrittenBlock]:
+    """What runs in each mode of a block that is to be spread, for any autocast."""
+    observation = next(seen for seen in candidate.levels if seen.path == analysis.path)
+    block, forms = observation.module, dict[Mode, RewrittenBlock]()
+    example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    for training in (block.training, not block.training):
+        with training_mode(block, training), random_state_kept():
+            found = analysis if training is block.training and not forms else None
+            if found is None and analysis.training is not None:
+                found = _analyse_dense(observation, config)
+            if found is not None and found.rewritten is not None and found.captured is not None:
+                forms[mode_of(block)] = under_any_autocast(block, found.captured, found.rewritten, *example)
+            elif analysis.training is None:
+                forms[mode_of(block)] = next(iter(forms.values()))
+    return forms
+
+
+def analyse_level(
     observation: Observation, config: HexaConfig, cache: StructureCache, factors: bool
 ) -> tuple[BlockAnalysis, str | None]:
-    """Without LoRA that is handed over at run time, whatever is active then; else with it as a part of the code."""
+    """A block as it was called, without LoRA that is handed over at run time, whatever is active then; else with it as a part of
+    the code. Also returns the path of the identical block whose analysis was reused, if there was one."""
     with taken_off(observation.module) if factors else nullcontext(frozenset[str]()) as paths:
         found = _analyse_known(observation, config, cache)
-    forms = found[0].rewritten
-    lora = LinearLora.of(*forms.values())
-    if not paths or (len(forms) == len(MODES) and all(map(lora.reaches, paths))):
+    form = found[0].rewritten
+    if not paths or (form is not None and all(map(LinearLora.of(form).reaches, paths))):
         return found
     return _analyse_known(observation, config, cache)
 
@@ -248,21 +299,22 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
             analysis = analyse(observation, config)
     except linear4bit.OtherNumbers as error:
         return refused(Refusal(observation.path, str(error)))
-    for form in analysis.rewritten.values():
-        if reason := linear4bit.why_not_in(module, form, analysis.reads):
-            return refused(Refusal(observation.path, reason))
+    form = analysis.rewritten
+    if form is None or analysis.captured is None:
+        return analysis
+    if reason := linear4bit.why_not_in(module, form, analysis.reads):
+        return refused(Refusal(observation.path, reason))
     if not packed + replaced:
         return analysis
     kinds = partial(linear4bit.with_kinds, module)
-    rewritten = analysis.with_forms(lambda form: replace(form, reads=kinds(form.reads)))
-    if packed or any(reads_codes(module, weight) for form in rewritten.values() for weight in form.packed):
-        rewritten = {mode: replace(form, small=NEVER_SMALL) for mode, form in rewritten.items()}  # its own code unpacks
+    form = replace(form, reads=kinds(form.reads))
+    if packed or any(reads_codes(module, weight) for weight in form.packed):
+        form = replace(form, small=NEVER_SMALL)  # its own code unpacks
     if replaced:  # modules of codes give other dtypes under autocast than dense ones
-        args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
-        for mode, form in rewritten.items():
-            with in_mode(module, mode == "train"), linear4bit.trained(module):
-                rewritten[mode] = with_dtypes(module, analysis.captured[mode], form, args, kwargs)
-    return replace(analysis, rewritten=rewritten, reads=kinds(analysis.reads))
+        example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+        with linear4bit.trained(module), random_state_kept():
+            form = under_this_autocast(module, analysis.captured, form, *example)
+    return replace(analysis, rewritten=form, reads=kinds(analysis.reads))
 
 
 def _dtype_of_rows(observation: Observation) -> torch.dtype | None:
@@ -286,6 +338,8 @@ def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict
         raise InputError(
             f"example_inputs is {example_inputs!r}; expected a tensor, a tuple of positional arguments, or a mapping of keywords"
         )
+    if isinstance(example_inputs, Call):
+        return example_inputs
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model
+from hexa_fx.analysis import Call, ExampleInputs, ModelAnalysis, analyse_model
 from hexa_fx.attached import attach
 from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, VerificationError
 from hexa_fx.example_tokens import example_tokens
+from hexa_fx.first_call import put_on
 from hexa_fx.graphs import Graphs
+from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock, RoutingSite
@@ -25,21 +28,24 @@ from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.observers import listening
-from hexa_fx.passes.block_analysis import BlockAnalysis, Mode
+from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.options.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
 from hexa_fx.passes.options.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.options.switches import switch_off
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.install import install, installed_forward, uninstall
-from hexa_fx.runtime.preflight import check_model
+from hexa_fx.runtime.install import HexaForward, install, installed_forward, uninstall
+from hexa_fx.runtime.preflight import called_in, check_model
+from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
 from hexa_fx.sources.packed_parameters import collecting
+from hexa_fx.specialise import Specialiser, undisturbed
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
 from hexa_fx.undo import whole_or_not_at_all
@@ -61,15 +67,16 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
     `optimize_`.
 
     Args:
-        model: any module that contains MoE blocks, on the device and in the floating-point type it will run in.
+        model: any module that contains MoE blocks.
         example_inputs: arguments of one call: a tensor, a tuple or list of positional arguments, or a mapping of keyword
-            arguments, on the model's device. Any size will do; the rewritten model accepts other sizes. For a language model
-            of transformers it may be left out: tokens are then made by its configuration (`hexa_fx.example_tokens`).
+            arguments, on the model's device. Any size will do. Without an example the model is analysed when it is first called;
+            with one it is analysed at once, so that there is a report before. Either way calls of another kind (mode, dtypes,
+            autocast, settings) are analysed when they come.
         config: options; by default `HexaConfig.from_environment()`.
 
     Raises:
-        InputError: an argument is of no use, or the model has to be prepared differently (it is on the meta device, wrapped,
-            compiled, scripted or already optimized).
+        InputError: an argument is of no use, or the model has to be prepared differently (it is compiled, scripted or already
+            optimized).
         NothingRewritten: with ``strict``, no block was rewritten.
         VerificationError: with ``strict``, a rewritten block differs from its original.
         Exception: whatever the model raises on the example inputs.
@@ -124,8 +131,21 @@ def optimize_(
     config = _checked(config)
     spread = Spread(mesh, strategy, capacities, partition, data_mesh)
     spread.check(example_inputs)
-    _optimize(model, example_tokens(model) if example_inputs is None else example_inputs, config, spread)
+    if config.skip.strip() == "*" and mesh is None:
+        attach(model, "report", OptimizationReport(()))
+        return model
+    if example_inputs is not None or mesh is not None:
+        _optimize(model, example_tokens(model) if example_inputs is None else example_inputs, config, spread)
+        return model
+    put_on(called_in(model), _at_first_call, config)
+    attach(model, "report", OptimizationReport((), waiting=True))
     return model
+
+
+def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig) -> None:
+    """Analyses a model on its first call."""
+    with undisturbed(), collections_are_cheap(), compiled_as_python():
+        _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None))
 
 
 def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, spread: Spread) -> None:
@@ -137,7 +157,8 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
         kernels_requested(config.compute),
         whole_or_not_at_all(model),
     ):
-        found = analyse_model(model, example_inputs, config, inspector, factors=alone)
+        most = config.probe_tokens if isinstance(example_inputs, Call) else None
+        found = analyse_model(model, example_inputs, config, inspector, not alone, most)
         if config.strict and (error := _complaint(found)):
             trace.finish(found.report)
             raise error
@@ -146,7 +167,7 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
         else:
             sites = _sites_of_whole(model, found, config)
             with listening(inspector.see):
-                session = spread.apply(model, found, example_inputs, config, partial(_finished, config=config))
+                session = spread.apply(model, found, example_inputs, config, partial(_with_options, config=config))
             for path, known in sites.items():
                 if (forward := installed_forward(model.get_submodule(path))) is not None:
                     forward.sites = known
@@ -164,53 +185,65 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
 
 
 def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> OptimizationReport:
-    """Installs what was found rewritable, and returns the report of it."""
-    finished, installed, said = _finished_forms(found, config), {}, {}
-    for analysis in found.rewritten:
-        block, forms = model.get_submodule(analysis.path), finished[analysis.path]
-        said[analysis.path] = _added_error(block, analysis, forms, found) or _said(forms.values(), config)
-        installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
+    """Installs what was found, and returns the report of it. Refused blocks are analysed again in calls of another kind."""
+    specialiser = Specialiser(config, finished, found.cache)
+    forms, installed, said = _finished_forms(found, config), dict[str, HexaForward](), dict[str, str]()
+    for analysis in found.analyses:
+        block, form = model.get_submodule(analysis.path), forms.get(analysis.path)
+        if form is not None:
+            said[analysis.path] = _added_error(block, analysis, form, found) or _said([form], config)
+        if form is not None or analysis.reads:
+            installed[analysis.path] = install(block, form, path=analysis.path, analyst=specialiser)
+        if form is None and analysis.refusal is not None and analysis.reads:
+            example = found.calls[analysis.path]
+            reads = () if analysis.settled else analysis.reads
+            refuse = RefusedKind(block, *example, analysis.refusal.reason, reads, enough=config.probe_tokens)
+            installed[analysis.path].refuse(refuse)
+    for path in found.waiting:
+        installed[path] = install(model.get_submodule(path), path=path, analyst=specialiser)
     request_kernels_of_steps(model, found.unusual_examples)
-    return with_forwards(with_compute(found.report, said, _never_small(finished)), installed)
+    waiting = tuple(BlockReport(path, "waiting") for path in found.waiting)
+    report = with_compute(found.report, said, _never_small(forms))
+    report = replace(report, found=(*report.found, *waiting), later=specialiser.reports)
+    return with_forwards(report, installed)
 
 
 def _sites_of_whole(
     model: nn.Module, found: ModelAnalysis, config: HexaConfig
 ) -> dict[str, dict[bool, RoutingSite | str]]:
     """Where the experts of every block are chosen, by path. Tried before weights are cut, when a call needs no other ranks."""
-    forms = _finished_forms(found, config)
-    installed = {path: install(model.get_submodule(path), f.get("train"), f.get("eval")) for path, f in forms.items()}
+    made = {path: [finished(form, config) for form in forms.values()] for path, forms in found.forms.items()}
+    installed = {path: install(model.get_submodule(path), *forms) for path, forms in made.items()}
     find_sites(model, found.around, {block.path: block.same_as for block in found.report.blocks}, found.effects)
     for path in installed:
         uninstall(model.get_submodule(path))
     return {path: forward.sites for path, forward in installed.items()}
 
 
-def _finished_forms(found: ModelAnalysis, config: HexaConfig) -> dict[str, dict[Mode, RewrittenBlock]]:
-    """The rewritten blocks as they are installed on one device, by path and mode."""
-    return {a.path: a.with_forms(partial(_finished, config=config)) for a in found.rewritten}
+def _finished_forms(found: ModelAnalysis, config: HexaConfig) -> dict[str, RewrittenBlock]:
+    """The rewritten blocks as they are installed on one device, by path."""
+    return {a.path: finished(a.rewritten, config) for a in found.rewritten if a.rewritten is not None}
 
 
-def _never_small(finished: Mapping[str, Mapping[Mode, RewrittenBlock]]) -> set[str]:
+def _never_small(forms: Mapping[str, RewrittenBlock]) -> set[str]:
     """Paths of the blocks that run their own code for no size of their inputs."""
-    return {path for path, forms in finished.items() if not any(any(form.small) for form in forms.values())}
+    return {path for path, form in forms.items() if not any(form.small)}
 
 
-def _finished(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
-    """The block as it is installed."""
+def finished(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block as it is installed on one device, for calls in its dtypes."""
+    return in_own_dtypes(_with_options(block, config))
+
+
+def _with_options(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     return in_fp8(fix_order(switch_off(block, config), config), config)
 
 
-def _added_error(
-    block: nn.Module, analysis: BlockAnalysis, forms: Mapping[Mode, RewrittenBlock], found: ModelAnalysis
-) -> str:
-    """What is said of a block's compute: the error that it adds in the block's present mode. Empty if it computes exactly."""
-    mode: Mode = "train" if block.training else "eval"
-    exact, finished = analysis.rewritten.get(mode), forms.get(mode)
-    if exact is None or finished is None or not computes_in_fp8(finished):
+def _added_error(block: nn.Module, analysis: BlockAnalysis, form: RewrittenBlock, found: ModelAnalysis) -> str:
+    """What is said of a block's compute: the error that it adds. Empty if it computes exactly."""
+    if analysis.rewritten is None or not computes_in_fp8(form):
         return ""
-    calls = [seen for seen in found.around[analysis.path] if seen.path == analysis.path]
-    return added_error(block, exact, finished, (calls[0].args, calls[0].kwargs))
+    return added_error(block, analysis.rewritten, form, found.calls[analysis.path])
 
 
 def _said(forms: Collection[RewrittenBlock], config: HexaConfig) -> str:
@@ -248,9 +281,9 @@ def explain(
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     with torch.inference_mode(False), tracing() as trace, as_before(model):
         found = analyse_model(model, example_inputs, config, Inspector())
-        finished = _finished_forms(found, config)
-        said = {path: _said(forms.values(), config) for path, forms in finished.items()}
-        report = with_compute(found.report, said, _never_small(finished))
+        forms = _finished_forms(found, config)
+        said = {path: _said([form], config) for path, form in forms.items()}
+        report = with_compute(found.report, said, _never_small(forms))
         trace.finish(report)
     return report
 
@@ -284,16 +317,15 @@ def _sharing_copy(model: Model) -> Model:
 
 
 def _complaint(found: ModelAnalysis) -> HexaError | None:
-    """What ``strict`` raises, if anything: a block that differs in one of its modes, or no block at all."""
+    """What ``strict`` raises, if anything: a block that differs, or no block at all."""
     for analysis in found.analyses:
-        for check in analysis.checks.values():
-            if not check.ok:
-                return VerificationError(check.reason, path=analysis.path)
-    return None if found.rewritten else NothingRewritten(f"{found.report}")
+        if analysis.check is not None and not analysis.check.ok:
+            return VerificationError(analysis.check.reason, path=analysis.path)
+    return None if found.rewritten or found.waiting else NothingRewritten(f"{found.report}")
 
 
 def _announce(report: OptimizationReport) -> None:
-    if report.rewritten or (report.blocks and not report.refused):
+    if report.rewritten or any(b.status == "waiting" for b in report.blocks) or (report.blocks and not report.refused):
         if log.isEnabledFor(logging.INFO):  # it checks every block's conditions
             log.info("%s", report.summary())
     else:

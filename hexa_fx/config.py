@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ class HexaConfig:
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
         batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
+        skip: paths of blocks that are left as they are, as patterns of `fnmatch` with commas between them; ``*`` switches everything
+            off (so does ``HEXA_FX_SKIP=*`` in the environment).
+        specialisations: for how many kinds of calls (modes, dtypes, autocast, settings) a block is analysed; past that, calls of
+            new kinds run its own code.
         compute: in what experts multiply: ``native``, their tensors' dtype, or ``fp8_block``, e4m3 with a scale for 128 elements of
             a row and for 128 x 128 of a weight (docs/fp8.md). What that adds to results is measured and reported.
 
@@ -41,8 +46,8 @@ class HexaConfig:
         overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of the wrong type, ``probe_tokens`` or ``analysis_bytes`` is less than 1, ``compute`` is
-            unknown, or ``batch_invariant``, FP8 and ablations are combined.
+        InputError: a field has a value of the wrong type, ``probe_tokens``, ``analysis_bytes`` or ``specialisations`` is less than
+            1, ``compute`` is unknown, or ``batch_invariant``, FP8 and ablations are combined.
     """
 
     verify: bool = True
@@ -52,6 +57,8 @@ class HexaConfig:
     own_code_when_small: bool = True
     analysis_bytes: int = 2 << 30
     batch_invariant: bool = False
+    skip: str = ""
+    specialisations: int = 8
     compute: str = "native"
     expert_operators: bool = True
     fused_kernel: bool = True
@@ -64,7 +71,7 @@ class HexaConfig:
             value = getattr(self, field.name)
             if type(value) is not type(field.default):
                 raise InputError(f"HexaConfig({field.name}={value!r}): expected {type(field.default).__name__}")
-        for name in ("probe_tokens", "analysis_bytes"):
+        for name in ("probe_tokens", "analysis_bytes", "specialisations"):
             if getattr(self, name) < 1:
                 raise InputError(f"HexaConfig({name}={getattr(self, name)}): expected at least 1")
         if self.batch_invariant and not (self.expert_operators and self.fused_kernel):
@@ -78,6 +85,10 @@ class HexaConfig:
             raise InputError(
                 f"HexaConfig(compute={self.compute!r}) goes with neither batch_invariant nor an ablation; leave these as they are"
             )
+
+    def skips(self, path: str) -> bool:
+        """Whether the block at a path is left as it is."""
+        return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self.skip.split(",") if pattern.strip())
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int | str) -> HexaConfig:

@@ -9,7 +9,7 @@ import torch.fx
 from hexa_fx.capture import record_of
 from hexa_fx.capture.calls import written_at
 from hexa_fx.inspection.block_report import BlockReport, CheckReport, Status
-from hexa_fx.inspection.costs import Costs, tokens_of, without_backward
+from hexa_fx.inspection.costs import tokens_of
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import kernels_of
@@ -28,20 +28,17 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
         same_as: path of the identical block whose analysis was reused.
         inspector: takes snapshots and costs; shared between blocks so that identical ones are looked at once.
     """
-    modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
-    modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
-    refusal = next(iter(analysis.refusals.values()), None)
+    refusal = analysis.refusal
     reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
-    status: Status = "rewritten" if analysis.rewritten else "already" if reason == RUNS_ALREADY else "refused"
+    status: Status = "rewritten" if refusal is None else "already" if reason == RUNS_ALREADY else "refused"
     facts = facts_of(analysis)
     if facts is None or analysis.match is None:
-        return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
+        return BlockReport(analysis.path, status, reason, location, same_as=same_as, seconds=analysis.seconds)
     inspector = inspector or Inspector()
-    case = inspector.snapshots(analysis).case if analysis.rewritten else None
+    case = inspector.snapshots(analysis).case if refusal is None else None
     return BlockReport(
         analysis.path,
         status,
-        modes,
         reason,
         location,
         **vars(facts),
@@ -50,26 +47,18 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
         seconds=analysis.seconds,
         code=_code_of(analysis),
         rewritten_to=_rewritten_to(analysis),
-        costs=_costs(analysis, inspector),
+        costs=inspector.costs(analysis) if refusal is None else None,
         kernels=kernels_of(case) if case is not None and _on_gpu(analysis) else (),
         case=case,
         small_tokens=_small_tokens(analysis, case),
     )
 
 
-def _costs(analysis: BlockAnalysis, inspector: Inspector) -> Costs | None:
-    costs = inspector.costs(analysis) if analysis.rewritten else None
-    if costs is None or "train" in analysis.rewritten:
-        return costs
-    return without_backward(costs, "is that of its own code, which train mode runs")
-
-
 def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> Small:
-    """Tokens up to which some mode runs the block's own code on a CPU, from the elements of the first argument that is a tensor."""
-    mode, form = max(analysis.rewritten.items(), key=lambda item: max(item[1].small), default=(None, None))
-    if mode is None or form is None or not any(form.small):
+    """Tokens up to which a CPU runs the block's own code, from the elements of the first argument that is a tensor."""
+    form, captured = analysis.rewritten, analysis.captured
+    if form is None or captured is None or not any(form.small):
         return Small()
-    captured = analysis.captured[mode]
     first = next(record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
     tokens, elements = tokens_of(captured, case), max(1, first.numel())
     return Small(*(int(limit * tokens // elements) for limit in form.small))
@@ -85,7 +74,7 @@ def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
 
 def _rewritten_to(analysis: BlockAnalysis) -> str:
     assert analysis.match is not None
-    if not analysis.rewritten:
+    if analysis.rewritten is None:
         return ""
     return "expert-specific operators" if isinstance(analysis.match.body, FreeBody) else "hexa::moe_ffn"
 
@@ -96,16 +85,16 @@ def _on_gpu(analysis: BlockAnalysis) -> bool:
 
 
 def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
-    checks = list({id(check): check for check in analysis.checks.values()}.values())  # both modes may share one
-    if not checks:
+    check = analysis.check
+    if check is None:
         return None
-    cases = [case for check in checks for case in check.cases]
+    cases = check.cases
     compared = [case for case in cases if case.outcome != "skipped"]
     return CheckReport(
         len(compared),
         max((case.forward_error for case in cases), default=0.0),
         max((case.gradient_error for case in cases), default=0.0),
-        sum(check.seconds for check in checks),
-        str(checks[0].dtype).removeprefix("torch."),
-        any(case.name.startswith(ROUTINGS[-1].name) for case in compared) and any(c.all_reached for c in checks),
+        check.seconds,
+        str(check.dtype).removeprefix("torch."),
+        any(case.name.startswith(ROUTINGS[-1].name) for case in compared) and check.all_reached,
     )

@@ -53,8 +53,9 @@ class BlockGraphs:
         cls, analysis: BlockAnalysis, inspector: Inspector | None = None, alike: BlockGraphs | None = None
     ) -> BlockGraphs:
         """The graphs of an analysed block that was rewritten. ``alike``: those of the identical block whose analysis it shares."""
-        mode = next(iter(analysis.rewritten))
-        rewritten, captured = analysis.rewritten[mode], analysis.captured[mode]
+        rewritten, captured = analysis.rewritten, analysis.captured
+        assert rewritten is not None
+        assert captured is not None
         inspector = inspector or Inspector()
         taken = inspector.snapshots(analysis)
         facts = facts_of(analysis)
@@ -154,8 +155,8 @@ class Graphs(Mapping[str, BlockGraphs]):
         made: dict[str, BlockGraphs] = {}
         first: dict[torch.fx.Graph, BlockGraphs] = {}
         for analysis in analyses:
-            if analysis.rewritten:
-                graph = next(iter(analysis.rewritten.values())).graph
+            if analysis.rewritten is not None:
+                graph = analysis.rewritten.graph
                 made[analysis.path] = BlockGraphs.of(analysis, inspector, first.get(graph))
                 first.setdefault(graph, made[analysis.path])
         return cls(made)

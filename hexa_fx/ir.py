@@ -217,15 +217,17 @@ Destination: TypeAlias = ModuleAttribute | ObjectAttribute | Counter | Container
 
 @dataclass(frozen=True)
 class AutocastDtypes:
-    """Dtypes of a block's results under autocast.
+    """Under which autocast a block was recorded, as dtypes of its results there.
 
     Args:
         results: by the autocast dtype and the dtypes of the inputs and of ``parameters``.
         parameters: paths of those that code does more with than multiply matrices.
+        off: whether it holds without autocast, too.
     """
 
     results: Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
+    off: bool = True
 
 
 @dataclass(frozen=True)
@@ -288,8 +290,9 @@ class RewrittenBlock:
         small: inputs for which the block's own code is faster on a CPU.
         num_experts: expert ids lie below it; None if it is not known.
         reads: what the recorded run read from Python, without what modules read that the graph calls.
-        autocast: dtypes of the original's results under autocast; None if nobody asked. In calls of a kind that is not there the
-            original runs.
+        autocast: dtypes of the original's results under autocast. It does not hold for calls of a kind that is not there. None: it
+            holds whatever autocast does.
+        training: the mode that it was recorded in, if its code asks for it; None if it holds in both.
         in_trace: what counts besides ``reads`` where a compiler traces the graph.
         changed: names of parameters that submodules which the graph calls write to.
         path: the block's path in the model.
@@ -306,3 +309,4 @@ class RewrittenBlock:
     autocast: AutocastDtypes | None = None
     in_trace: tuple[PythonRead, ...] = ()
     changed: tuple[str, ...] = ()
+    training: bool | None = None

@@ -12,7 +12,6 @@ from hexa_fx.attached import has_session
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import AGAIN
@@ -69,7 +68,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
         _pack(alike, format)
     for forward in blocks.values():
         _read_anew(forward)
-        forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}  # its own code would unpack
+        forward.never_small()  # its own code would unpack
     ranks = peft.hand_over_in(model)
     held = [value for module in model.modules() for value in vars(module).values()]
     reports = [value for value in held if isinstance(value, OptimizationReport)]
@@ -88,15 +87,14 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
             f"{path or 'the block'} does not run hexa::moe_ffn as it is (compute, an ablation, experts of an unusual form, "
             "adapters that drop numbers or are no LoRA, which may be added after packing), and that alone reads packed weights"
         )
-    made = [training for training, program in forward.programs.items() if program is not None]
-    found = {training: forward.matrices[training] for training in made}
-    if not all(found.values()):
+    made = forward.specialisations
+    if not all(each.matrices for each in made):
         raise InputError(
             f"{path or 'the block'} reads its experts' weights through other operations (a slice, a reshape, a factor); "
             "quantize_experts_ packs weights that are multiplied as they are"
         )
-    layouts = {name: layout for weights in found.values() for name, layout in weights.items()}
-    parts = {name: forward.lora.weights[name].parts for name in layouts if name in forward.lora.weights}
+    layouts = {name: layout for each in made for name, layout in each.matrices.items()}
+    parts = {name: weight.parts for each in made for name, weight in each.lora.weights.items() if name in layouts}
     named = [(name, layout) for name, layout in layouts.items() if name not in parts]
     for name, listed in parts.items():
         named += [(matrix, layouts[name]) for part in listed for matrix in part]
@@ -183,6 +181,7 @@ def _pack(places: list[_OwnedParameter], format: FormatName) -> None:
 def _read_anew(forward: HexaForward) -> None:
     """Has a block read the matrices of listed experts as they are now."""
     module = forward.module
-    for name, weight in forward.lora.weights.items():
-        module.__dict__[name] = reader = reader_of(module, weight)
-        reader.see_through(forward.lora.bases)
+    for each in forward.specialisations:
+        for name, weight in each.lora.weights.items():
+            module.__dict__[name] = reader = reader_of(module, weight)
+            reader.see_through(each.lora.bases)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +28,27 @@ class OptimizationReport:
     """Every block that looked like MoE, in model order.
 
     Args:
-        blocks: one report per block.
+        found: one report per block, as it was when the model was analysed.
         seconds: how long the analysis took.
         plan: how the blocks are spread over devices, with the numbers behind it; None on one device.
+        later: reports of blocks that were analysed when they were called, by path.
+        waiting: whether the model is analysed in its first call, which did not come yet.
     """
 
-    blocks: tuple[BlockReport, ...]
+    found: tuple[BlockReport, ...]
     seconds: float = 0.0
     plan: Plan | None = None
+    later: Mapping[str, BlockReport] = field(default_factory=dict)
+    waiting: bool = False
+
+    @property
+    def blocks(self) -> tuple[BlockReport, ...]:
+        """One report per block, as it is now."""
+        return tuple(self.later.get(block.path, block) for block in self.found)
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:
-        """The blocks that were rewritten, in at least one mode."""
+        """The blocks that were rewritten."""
         return tuple(block for block in self.blocks if block.status == "rewritten")
 
     @property
@@ -49,6 +58,8 @@ class OptimizationReport:
 
     def summary(self) -> str:
         """One line: how many blocks were rewritten, and in what time."""
+        if self.waiting:
+            return "the model is analysed in its first call, after which its .report says what was found"
         if not self.blocks:
             return "no MoE block was found; the model is unchanged"
         already = sum(block.status == "already" for block in self.blocks)
@@ -58,9 +69,8 @@ class OptimizationReport:
             said.append(
                 f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self.seconds:.2f} s"
             )
-        for mode in ("eval", "train"):
-            only = sum(block.state == f"rewritten in {mode} mode only" for block in self.rewritten)
-            said += [f"{only} of them in {mode} mode only"] if only else []
+        if waiting := sum(block.status == "waiting" for block in self.blocks):
+            said.append(f"{_blocks(waiting)} not called yet")
         if already:
             said.append(f"{_blocks(already)} already run{'s' * (already == 1)} on hexa_fx's operators")
         if now:
@@ -134,7 +144,7 @@ def _blocks(count: int) -> str:
 
 def with_forwards(report: OptimizationReport, installed: Mapping[str, HexaForward]) -> OptimizationReport:
     """The report with what was installed, by block path, so that it can say what is so later."""
-    return replace(report, blocks=tuple(replace(b, forward=installed.get(b.path)) for b in report.blocks))
+    return replace(report, found=tuple(replace(b, forward=installed.get(b.path)) for b in report.found))
 
 
 def with_compute(
@@ -146,7 +156,7 @@ def with_compute(
         small = NEVER_SMALL if block.path in whole else block.small_tokens
         return replace(block, compute=said.get(block.path, ""), small_tokens=small)
 
-    return replace(report, blocks=tuple(map(told, report.blocks)))
+    return replace(report, found=tuple(map(told, report.found)))
 
 
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:
@@ -158,8 +168,8 @@ def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch
         cut = found.get(block.path, ())
         return replace(block, collectives=cut, devices=plan.world, small_tokens=NEVER_SMALL)
 
-    blocks = tuple(spread(block) if block.path in paths else block for block in report.blocks)
-    return replace(report, blocks=blocks, plan=plan)
+    blocks = tuple(spread(block) if block.path in paths else block for block in report.found)
+    return replace(report, found=blocks, plan=plan)
 
 
 def _wide_console() -> Any:

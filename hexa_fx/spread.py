@@ -72,7 +72,7 @@ class Spread:
         args, kwargs = call_arguments(example_inputs)
         return apply_partition(
             model,
-            [analysis.rewritten for analysis in found.rewritten],
+            [found.forms[analysis.path] for analysis in found.rewritten],
             self.mesh,
             self.strategy,
             self.capacities,
@@ -94,7 +94,7 @@ class Spread:
 
 def _timed(model: nn.Module, found: ModelAnalysis, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """Runs the model on the example to see how long it takes, after which all is as it was: counts, buffers, random numbers."""
-    forms = ((analysis.path, form) for analysis in found.rewritten for form in analysis.rewritten.values())
+    forms = ((path, form) for path, forms in found.forms.items() for form in forms.values())
     changed = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, form in forms for name in form.changed)
     state = cache(lambda: ModuleState(model, changed=[*changed]))  # made before the first run, which is not timed
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hexa_fx.attached import detach, has_session
 from hexa_fx.errors import InputError
+from hexa_fx.first_call import take_off
 from hexa_fx.runtime.install import is_installed, uninstall
 from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.sources import peft
@@ -32,6 +33,7 @@ def undo_(model: Model) -> Model:
             )
     for module in model.modules():
         peft.take_back(module)
+        take_off(module)
         if is_installed(module):
             uninstall(module)
         detach(module)

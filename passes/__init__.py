@@ -12,14 +12,15 @@
    `hexa_fx.passes.partition`     collectives, if experts are spread over devices; its `overlap` starts them early
 6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
-Steps 1 to 4 are done for eval and for train mode where code asks for ``self.training``, else once.
+They are taken for one kind of call, with its mode, dtypes and autocast. A call of another kind is taken through them when it comes
+(`hexa_fx.specialise`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -37,12 +38,13 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
-from hexa_fx.passes.block_analysis import MODES, BlockAnalysis, Mode
+from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of, refused
 from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.cover.complete import Findings, detect_all
+from hexa_fx.passes.cover.complete import detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
@@ -50,17 +52,17 @@ from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, exa
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
-from hexa_fx.passes.modes.autocast import with_autocast
-from hexa_fx.passes.modes.first_call import set_up
-from hexa_fx.passes.modes.same_run import depends_on_mode, in_mode, seen_before
-from hexa_fx.passes.preconditions.host_rules import only_written, refusal_of_host
+from hexa_fx.passes.preconditions.first_call import set_up
+from hexa_fx.passes.preconditions.host_rules import depends_on_mode, only_written, refusal_of_host
 from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
+from hexa_fx.passes.rewrite.autocast import under_this_autocast
+from hexa_fx.passes.verify import VerificationResult, verify, why_refused
 from hexa_fx.passes.verify.cases import changes_itself
 from hexa_fx.passes.verify.left_over import decided_by_count
 from hexa_fx.passes.verify.settings import settings_of, unlike
+from hexa_fx.runtime.attribute_guards import called_in
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +82,14 @@ PASSES = {
 
 @dataclass
 class _Runs:
-    """The recorded runs of one call, what they read, what was found in them, and whether another mode may give another."""
+    """What the recorded runs of one call read, and whether their code asks for the block's mode."""
 
-    captured: list[CapturedBlock] = field(default_factory=list)
     reads: list[PythonRead] = field(default_factory=list)
-    found: Findings = field(default_factory=dict)
     by_mode: bool = False
 
 
-_Differed = dict[tuple[Mode, str], VerificationResult]
-"""Of rewritten code that is not the block's, by mode and text."""
+_Differed = dict[str, VerificationResult]
+"""Of rewritten code that is not the block's, by its text."""
 
 
 class _NotRecorded(Refusal):
@@ -102,34 +102,32 @@ _ALIKE = (
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Takes one block through the passes, and again with other probes if the result differs. The block is not changed.
+    """Takes one block through the passes as it was called, and again with other probes if the result differs.
 
-    A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
+    Mode, dtypes and autocast are those of the call. The block is not changed. A failure of the passes themselves is a refusal too,
+    so that it does not keep the user from the rest of the model.
     """
     reason = why_unreadable(observation.module) or (NOT_REACHED if has_no_tokens(observation) else "")
     if reason:
         return refused(Refusal(observation.path, reason))
     try:
-        found = with_few_enough_tokens(_analyse, observation, config)
-        return refused(found) if isinstance(found, Refusal) else _analyse_set_up(observation, config, found)
+        with random_state_kept():
+            found = with_few_enough_tokens(_analyse, observation, config)
+            return refused(found) if isinstance(found, Refusal) else _analyse_set_up(observation, config, found)
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
         return refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
 
 
-def refused(refusal: Refusal) -> BlockAnalysis:
-    """Of a block that is left as it is."""
-    return BlockAnalysis(refusal.path, None, refusals=dict.fromkeys(MODES, refusal))
-
-
 def _analyse_set_up(observation: Observation, config: HexaConfig, found: BlockAnalysis) -> BlockAnalysis:
     """Where a block is refused for what a first call sets up: with that there, as all other calls find it."""
-    if not found.refusals:
+    if found.refusal is None:
         return found
     probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    outside = found.check is not None and changes_itself(found.check.cases)  # a cache that is full now, perhaps
     with set_up(observation.module, *probe) as differs:
-        again = with_few_enough_tokens(_analyse, observation, config) if differs else found
-    return found if isinstance(again, Refusal) or len(again.rewritten) < len(found.rewritten) else again
+        again = with_few_enough_tokens(_analyse, observation, config) if differs or outside else found
+    return found if isinstance(again, Refusal) or again.refusal is not None else again
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -139,14 +137,14 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     left: Iterator[Observation] = examples(replace(observation, args=args, kwargs=kwargs, given=(args, kwargs)))
     while (example := next(left, None)) is not None:
         analysis = _analyse_example(example, config)
-        if analysis.rewritten or analysis.settled:
+        if analysis.refusal is None or analysis.settled:
             return analysis
         tried.append((example, analysis))
         if len(tried) == 1:
-            left = chain(left, after_refusal({refusal.reason for refusal in analysis.refusals.values()}, example))
+            left = chain(left, after_refusal({analysis.refusal.reason}, example))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
-    recorded = [(e, a) for e, a in tried if not any(isinstance(r, _NotRecorded) for r in a.refusals.values())]
+    recorded = [(e, a) for e, a in tried if not isinstance(a.refusal, _NotRecorded)]
     for told_apart in (all_differ, lambda example: not mostly_alike(example)):
         for example, analysis in recorded:
             if told_apart(example):
@@ -156,9 +154,10 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
 
 def _with_hint(analysis: BlockAnalysis, hint: str) -> BlockAnalysis:
-    """The analysis with a hint behind each of its refusals, if there is one."""
-    refusals = {mode: replace(r, reason=f"{r.reason}; {hint}") for mode, r in analysis.refusals.items() if hint}
-    return replace(analysis, refusals=refusals or analysis.refusals)
+    """The analysis with a hint behind its refusal, if there is one."""
+    if not hint or analysis.refusal is None:
+        return analysis
+    return replace(analysis, refusal=replace(analysis.refusal, reason=f"{analysis.refusal.reason}; {hint}"))
 
 
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -169,18 +168,17 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         attempt = left.pop(0)
         if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
             continue
-        graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
         # so that a capacity that the code names is exceeded
-        overflow_tokens = max((overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS)
+        overflow_tokens = overflow_sizes(best.captured.graph)[-1] if best and best.captured else OVERFLOW_TOKENS
         analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
-        for captured in analysis.captured.values():  # which modules that stay calls write to
-            put_back(captured.held, captured.written)
-        if best is None or len(analysis.rewritten) > len(best.rewritten):
+        if analysis.captured is not None:  # which modules that stay calls write to
+            put_back(analysis.captured.held, analysis.captured.written)
+        if best is None or (best.refusal is not None and analysis.refusal is None):
             best = analysis
-        if best.match is None or analysis.settled or all(check.ok for check in best.checks.values()):
+        if best.match is None or analysis.settled or (best.refusal is None and (best.check is None or best.check.ok)):
             break
-        differ = [case for check in analysis.checks.values() for case in check.cases if case.outcome == "different"]
-        if any(case.gradient_error > case.forward_error for case in differ):
+        cases = analysis.check.cases if analysis.check else ()
+        if any(case.outcome == "different" and case.gradient_error > case.forward_error for case in cases):
             # of tensors with the same numbers one is detached
             left.sort(key=lambda attempt: not attempt.prefer_earliest)
     assert best is not None
@@ -190,34 +188,25 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
 def _analyse_on(
     observation: Observation, config: HexaConfig, attempt: Attempt, overflow_tokens: int, differed: _Differed
 ) -> BlockAnalysis:
-    started = time.perf_counter()
+    started, path, runs = time.perf_counter(), observation.path, _Runs()
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
     if attempt.overflow:
         args, kwargs = overflow_inputs(args, kwargs, overflow_tokens)
-    captured: dict[Mode, CapturedBlock] = {}
-    rewritten: dict[Mode, RewrittenBlock] = {}
-    refusals: dict[Mode, Refusal] = {}
-    runs = _Runs()
-    match: MoEMatch | None = None
-    outcome: tuple[MoEMatch, RewrittenBlock] | Refusal | None = None
-    for mode in MODES:
-        if outcome is None or runs.by_mode:
-            with in_mode(observation.module, mode == "train"), at_block(observation.path, mode):
-                outcome = _rewrite_mode(observation, args, kwargs, config, attempt, runs)
+    with at_block(path, mode_of(observation.module)):
+        outcome = _rewrite(observation, args, kwargs, config, attempt, runs)
+        seconds, reads = time.perf_counter() - started, tuple(runs.reads)
+        mode = bool(observation.module.training) if runs.by_mode else None
         if isinstance(outcome, Refusal):
-            refusals[mode] = outcome
-            continue
-        found, rewritten[mode] = outcome
-        put_back(found.captured.held, found.captured.written)  # before the other mode notes what they hold
-        request_kernels(found.captured, rewritten[mode], training=mode == "train")
-        captured[mode], match = found.captured, match or found
-    seconds = time.perf_counter() - started
-    run = observation, captured, rewritten, refusals, args, kwargs, config, differed
-    checks = _check(*run) if config.verify else {}
-    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(runs.reads))
+            return BlockAnalysis(path, refusal=outcome, seconds=seconds, reads=reads, training=mode)
+        match, rewritten = outcome
+        captured = match.captured
+        put_back(captured.held, captured.written)
+        request_kernels(captured, rewritten, training=rewritten.training is not False)
+        found = BlockAnalysis(path, match, captured, rewritten, seconds=seconds, reads=reads, training=mode)
+        return _checked(found, observation, (args, kwargs), config, differed) if config.verify else found
 
 
-def _rewrite_mode(
+def _rewrite(
     observation: Observation,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -237,15 +226,12 @@ def _rewrite_mode(
         runs.reads.extend(captured.reads)
         runs.by_mode |= depends_on_mode(captured)
         with announced("canonicalize", captured.graph) as done:
-            captured = seen_before(canonicalize(captured), runs.captured)
+            captured = canonicalize(captured)
             done.graph = captured.graph
-        if captured.whole_bytes is not None:  # then there is memory for two of them
-            runs.captured.clear()
-        runs.captured.append(captured)
         return captured
 
     try:
-        match = detect_all(record, runs.found, attempt.prefer_earliest)
+        match = detect_all(record, attempt.prefer_earliest)
     except CaptureError as error:
         runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
@@ -258,43 +244,34 @@ def _rewrite_mode(
             return found.at(observation.path)
         rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=NEVER_SMALL)
         done.graph = rewritten.graph
-    captured = match.captured
-    rewritten = replace(rewritten, changed=captured.changed_parameters)
-    refusal = refusal_of_host(observation.module, captured, rewritten) or refusal_of_layout(captured, rewritten)
-    return refusal or (match, with_autocast(observation.module, captured, rewritten, args, kwargs))
+    captured, block = match.captured, observation.module
+    mode = bool(block.training) if depends_on_mode(captured, called_in(rewritten.graph)) else None
+    rewritten = replace(rewritten, changed=captured.changed_parameters, training=mode)
+    refusal = refusal_of_host(block, captured, rewritten) or refusal_of_layout(captured, rewritten)
+    return refusal or (match, under_this_autocast(block, captured, rewritten, args, kwargs))
 
 
-def _check(
+def _checked(
+    found: BlockAnalysis,
     observation: Observation,
-    captured: Mapping[Mode, CapturedBlock],
-    rewritten: dict[Mode, RewrittenBlock],
-    refusals: dict[Mode, Refusal],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    example: tuple[tuple[Any, ...], dict[str, Any]],
     config: HexaConfig,
     differed: _Differed,
-) -> dict[Mode, VerificationResult]:
-    """Compares every rewritten mode with the original. One that differs becomes a refusal, also if another attempt gives it."""
-    checks: dict[Mode, VerificationResult] = {}
-    for mode in list(rewritten):
-        with in_mode(observation.module, mode == "train"), at_block(observation.path, mode):
-            same = [other for other in checks if captured[other].graph is captured[mode].graph]
-            brief = any(checks[other].ok for other in same)
-            settings = settings_of(captured[mode], config, brief, unlike(observation.given, (args, kwargs)))
-            code = mode, rewritten[mode].graph.python_code("self").src
-            one = (o for o in same if captured[o] is captured[mode] or not checks[o].ok)
-            known = differed.get(code) or next((checks[other] for other in one), None)
-            with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
-                checks[mode] = known or verify(observation.module, rewritten[mode], args, kwargs, settings)
-                done.note = checks[mode].reason or "equal"
-            if any(case.outcome == "different" for case in checks[mode].cases):
-                differed[code] = checks[mode]
-            if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
-                rewritten[mode] = in_own_dtype_only(rewritten[mode])
-        if not checks[mode].ok:
-            cases, counted = checks[mode].cases, settings.counts.cause(checks[mode].cases)
-            cause = counted or decided_by_count(captured[mode], rewritten[mode])
-            reason = why_refused(checks[mode], observation.module, cause)
-            refusals[mode] = Refusal(observation.path, reason, settled=bool(counted) or changes_itself(cases))
-            del rewritten[mode]
-    return checks
+) -> BlockAnalysis:
+    """Compares what was rewritten with the original. What differs becomes a refusal, also if another attempt gives it again."""
+    captured, rewritten, block = found.captured, found.rewritten, observation.module
+    assert captured is not None
+    assert rewritten is not None
+    settings = settings_of(captured, config, unlike(observation.given, example))
+    code = rewritten.graph.python_code("self").src
+    with announced("verify", rewritten.graph) as done, muted(), torch_operators():
+        check = differed.get(code) or verify(block, rewritten, *example, settings)
+        done.note = check.reason or "equal"
+    if any(case.outcome == "different" for case in check.cases):
+        differed[code] = check
+    if check.ok:
+        return replace(found, check=check)
+    counted = settings.counts.cause(check.cases)
+    reason = why_refused(check, block, counted or decided_by_count(captured, rewritten))
+    refusal = Refusal(observation.path, reason, settled=bool(counted) or changes_itself(check.cases))
+    return replace(found, check=check, rewritten=None, refusal=refusal)

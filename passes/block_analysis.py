@@ -1,9 +1,9 @@
-"""What the passes hand on of one block, by the mode that it runs in."""
+"""What the passes hand on of one block, for one kind of call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -15,51 +15,59 @@ from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.verify import VerificationResult
 
 Mode = Literal["eval", "train"]
-MODES: tuple[Mode, ...] = ("eval", "train")
+
+
+def mode_of(block: nn.Module) -> Mode:
+    """The mode that a block is in."""
+    return "train" if block.training else "eval"
 
 
 @dataclass(frozen=True)
 class BlockAnalysis:
-    """What the passes made of one block.
+    """What the passes made of one block as it was called.
 
     Args:
         path: the block's path.
-        match: the region, from the first mode in which it was found.
-        captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
-        checks: by mode, for those that were rewritten at first; empty if verification is off.
+        match: the region, if one was found.
+        captured: the recorded run, if the block was rewritten at first.
+        rewritten, refusal: exactly one of them is there.
+        check: how what was rewritten at first compared; None if verification is off.
         seconds: time of capture, detection and rewriting.
-        reads: what the runs of all modes read from Python.
+        reads: what the runs read from Python.
+        training: the mode, if the code asks for it; None if the other mode would give the same.
     """
 
     path: str
-    match: MoEMatch | None
-    captured: Mapping[Mode, CapturedBlock] = field(default_factory=dict)
-    rewritten: Mapping[Mode, RewrittenBlock] = field(default_factory=dict)
-    refusals: Mapping[Mode, Refusal] = field(default_factory=dict)
-    checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
+    match: MoEMatch | None = None
+    captured: CapturedBlock | None = None
+    rewritten: RewrittenBlock | None = None
+    refusal: Refusal | None = None
+    check: VerificationResult | None = None
     seconds: float = 0.0
     reads: tuple[PythonRead, ...] = ()
+    training: bool | None = None
 
-    def with_forms(self, change: Callable[[RewrittenBlock], RewrittenBlock]) -> dict[Mode, RewrittenBlock]:
-        """``change`` of what is rewritten, by mode. What both modes share is changed once, and stays the same in both."""
-        forms = {id(form): form for form in self.rewritten.values()}
-        made = {number: change(form) for number, form in forms.items()}
-        return {mode: made[id(form)] for mode, form in self.rewritten.items()}
+    def with_form(self, change: Callable[[RewrittenBlock], RewrittenBlock]) -> BlockAnalysis:
+        """With ``change`` of what is rewritten, if anything is."""
+        return self if self.rewritten is None else replace(self, rewritten=change(self.rewritten))
 
     def placed_in(self, block: nn.Module) -> BlockAnalysis:
-        """The analysis with a place for each of its refusals that has none: the block's code, where no line of it is the reason."""
-        if all(refusal.location for refusal in self.refusals.values()):
+        """With a place for a refusal that has none: the block's code, where no line of it is the reason."""
+        if self.refusal is None or self.refusal.location:
             return self
-        location = written_at(block)
-        refusals = {mode: replace(r, location=r.location or location) for mode, r in self.refusals.items()}
-        return replace(self, refusals=refusals)
+        return replace(self, refusal=replace(self.refusal, location=written_at(block)))
 
     @property
     def elsewhere(self) -> bool:
         """Whether it is refused because code around it gives tokens to experts."""
-        return not self.rewritten and all(refusal.elsewhere for refusal in self.refusals.values())
+        return self.refusal is not None and self.refusal.elsewhere
 
     @property
     def settled(self) -> bool:
         """Whether it is refused for what other inputs, and modules around it, would not change."""
-        return not self.rewritten and all(refusal.settled for refusal in self.refusals.values())
+        return self.refusal is not None and self.refusal.settled
+
+
+def refused(refusal: Refusal) -> BlockAnalysis:
+    """Of a block that is left as it is."""
+    return BlockAnalysis(refusal.path, refusal=refusal)

@@ -15,6 +15,7 @@ from torch import nn
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
+from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -26,28 +27,36 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class StructureCache:
-    """Analyses by the kinds and shapes of modules, parameters and inputs, and by what was read."""
+    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[BlockAnalysis]] = {}
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike = self._known.get(_key(observation), ())
-        return next((known for known in alike if holds(observation.module, known.reads)), None)
+        return next((known for known in alike if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
         self._known.setdefault(_key(observation), []).append(analysis)
 
+    def forget_runs(self) -> None:
+        """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
+        for known in self._known.values():
+            known[:] = [dataclasses.replace(analysis, match=None, captured=None) for analysis in known]
+
 
 def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
     """The same analysis for the identical block at ``path``."""
-    return dataclasses.replace(
-        analysis,
-        path=path,
-        rewritten=analysis.with_forms(lambda form: dataclasses.replace(form, path=path)),
-        refusals={mode: dataclasses.replace(refusal, path=path) for mode, refusal in analysis.refusals.items()},
-        seconds=0.0,
-    )
+    moved = analysis.with_form(lambda form: dataclasses.replace(form, path=path))
+    refusal = moved.refusal and dataclasses.replace(moved.refusal, path=path)
+    return dataclasses.replace(moved, path=path, refusal=refusal, seconds=0.0)
+
+
+def _holds(block: nn.Module, known: BlockAnalysis) -> bool:
+    """Whether a block gives what was read, and is in the mode, if the code asks for it."""
+    if known.training is None:
+        return holds(block, [read for read in known.reads if read.steps[-1] != "training"])
+    return bool(block.training) is known.training and holds(block, known.reads)
 
 
 def _key(observation: Observation) -> Hashable:
@@ -61,6 +70,7 @@ def _key(observation: Observation) -> Hashable:
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),
+        autocast_state(),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

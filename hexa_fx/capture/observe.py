@@ -17,6 +17,7 @@ from torch import nn
 
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.capture.selections import Selections
 from hexa_fx.capture.suspects import CONVOLUTIONS, holds_numbered, is_one_stack, may_hold_experts
@@ -60,11 +61,13 @@ def observe(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     with_parameters: Callable[[], object] = lambda: None,
+    most_tokens: int | None = None,
 ) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``named_modules(model)``.
 
     Buffers, attributes, hooks and the random state are restored afterwards, and parameters if they were written to, with what
-    ``with_parameters`` restores. Errors of the model itself are not caught.
+    ``with_parameters`` restores. Errors of the model itself are not caught. At most about ``most_tokens`` of what a module is given
+    are noted.
     """
     modules = dict(named_modules(model))
     suspects = {path for path, module in modules.items() if may_hold_experts(path, module)}
@@ -81,7 +84,7 @@ def observe(
         tensors_restored(model, with_parameters),
         restored(model),
         random_state_kept(),
-        _hooks(model, suspects | numbered | packed, mode, recorded),
+        _hooks(model, suspects | numbered | packed, mode, recorded, most_tokens),
         torch.no_grad(),
         scripts_as_python(all_of_them=False),
         mode,
@@ -122,7 +125,9 @@ def _overlooked(
 
 
 @contextmanager
-def _hooks(model: nn.Module, suspects: set[str], mode: Selections, recorded: dict[str, Observation]) -> Iterator[None]:
+def _hooks(
+    model: nn.Module, suspects: set[str], mode: Selections, recorded: dict[str, Observation], most_tokens: int | None
+) -> Iterator[None]:
     """Records the arguments of suspects and of the modules around them, and tracks which module is running."""
     wanted = {ancestor for path in suspects for ancestor in with_ancestors(path)}
     handles = []
@@ -138,6 +143,8 @@ def _hooks(model: nn.Module, suspects: set[str], mode: Selections, recorded: dic
                 mode.chained.add(owner)
             if path in wanted and path not in recorded:
                 with torch._C.DisableTorchFunction():
+                    if most_tokens is not None:
+                        args, kwargs = probe_inputs(args, kwargs, most_tokens)
                     recorded[path] = Observation(path, module, copied(args), copied(kwargs))
 
         return hook

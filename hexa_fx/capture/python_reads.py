@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -280,7 +281,7 @@ class PythonReads:
         found = {id(edge.value) for edge in self.edges}
         self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
         self.classes.anchor(reversed([*modules_of(self._block), *self._met.values()]), found)
-        for read in list(present_ones(self._met.values(), self.ran.mention)):
+        for read in list(present_ones(self._met.values(), partial(self.ran.mention, of_all=False))):
             self._read(*read)
         for name, kind, scopes in self.classes.hidden():
             self.ran.hidden |= {scope: (name, _BEHIND_NOTHING.format(kind), None) for scope in scopes}

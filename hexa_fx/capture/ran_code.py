@@ -87,11 +87,15 @@ class RanCode:
         """Those that the code names."""
         return frozenset().union(*(whole_numbers(code) for code, _, _ in self._ran.values()))
 
-    def mention(self, name: str) -> set[str]:
-        """Of an attribute of a class or a tensor, the modules whose code has its name in it, perhaps as a text, or may make it."""
+    def mention(self, name: str, of_all: bool = True) -> set[str]:
+        """Of an attribute, the modules whose code has its name in it, perhaps as a text, or may make it.
+
+        Args:
+            of_all: whether code counts that takes all attributes of something.
+        """
         if name.startswith("__"):
             return set()
-        wanted = {name} | (_BY_TEXT if name in self.texts else _OF_ALL)
+        wanted = {name} | (_BY_TEXT if name in self.texts else _OF_ALL if of_all else set())
         return {scope for _, scopes, names in self._ran.values() if not wanted.isdisjoint(names) for scope in scopes}
 
     def switches(self, name: str) -> None:

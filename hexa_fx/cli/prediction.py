@@ -144,9 +144,9 @@ def layer_shapes(target: str) -> dict[str, ExpertShape]:
     whole = full_size(target) or model
     found: dict[str, ExpertShape] = {}
     for analysis in analyses:
-        if not analysis.rewritten or analysis.match is None or analysis.path not in _paths(whole):
+        if analysis.rewritten is None or analysis.match is None or analysis.path not in _paths(whole):
             continue
-        for layer in read_layers(whole, next(iter(analysis.rewritten.values()))):
+        for layer in read_layers(whole, analysis.rewritten):
             found[layer.path] = replace(layer.geometry.shape, top_k=_top_k(analysis.match.routing.top_k, whole))
     if not found:
         raise PlanError(f"no MoE block of {target} can be partitioned; `hexa-fx explain {target}` says why")

@@ -59,11 +59,12 @@ class Bindings:
         if not isinstance(forward, HexaForward):
             self._set(module.__dict__, "forward", self._wrapped(forward, label, None, inside))
             return
-        modes = {"train": forward.programs[True], "eval": forward.programs[False]}
-        for mode, program in {id(p): (mode, p) for mode, p in modes.items() if p is not None}.values():
-            instead = traced.get(mode)
-            function = self._wrapped(program.function, label, None if instead is None else instead.function, inside)
-            self._set(program.__dict__, "function", function)
+        for made in forward.specialisations:
+            instead = traced.get("train" if made.training else "eval")
+            function = self._wrapped(
+                made.program.function, label, None if instead is None else instead.function, inside
+            )
+            self._set(made.program.__dict__, "function", function)
 
         @_Bound
         def refuse(*_: Any, **__: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hexa_fx.errors import InputError, named
@@ -13,9 +13,9 @@ from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import NEVER_SMALL, Small, SourceLocation
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.packed_reader import packed_weights
-from hexa_fx.runtime.why_original import why_original
+from hexa_fx.runtime.why_original import NO_CALLS, Calls, calls_of, why_original
 
-Status = Literal["rewritten", "refused", "already"]
+Status = Literal["rewritten", "refused", "already", "waiting"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class BlockReport:
 
     Args:
         path: the block's path in the model.
-        status: ``rewritten`` in at least one mode, ``refused``, or ``already`` where its code calls hexa_fx's operators itself.
-        modes: for ``eval`` and ``train``, ``rewritten`` or the reason why that mode runs the original code.
+        status: ``rewritten``, ``refused``, ``already`` where its code calls hexa_fx's operators itself, or ``waiting`` for a call,
+            since its weights are not here before.
         reason, location: why the block was left as it is, and the line of the user's code behind it.
         idiom: how the user's code runs the experts.
         num_experts, top_k, hidden_size, intermediate_size: E, k, D and I.
@@ -75,12 +75,11 @@ class BlockReport:
             with gradients.
         compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example; or
             whether they are batch invariant, if that was asked for.
-        forward: what `optimize` installed, which knows what is so now. It is neither pickled nor copied along.
+        forward: what `optimize` installed, which knows what is so now. It is not pickled.
     """
 
     path: str
     status: Status
-    modes: dict[str, str]
     reason: str = ""
     location: SourceLocation | None = None
     idiom: str = ""
@@ -110,6 +109,10 @@ class BlockReport:
         sizes = f", {self.idiom}, {self.sizes}" if self.num_experts else ""
         return f"<BlockReport {self.name}: {self.state}{sizes}{': ' + self.reason if self.reason else ''}>"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockReport:
+        """With the forward that was copied along, if one was."""
+        return replace(self, forward=memo.get(id(self.forward)))
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "forward": None}
 
@@ -120,11 +123,13 @@ class BlockReport:
 
     @property
     def state(self) -> str:
-        """``rewritten``, with the mode where it is only one; ``left as it is``; ``already on hexa_fx's operators``."""
-        if self.status != "rewritten":
-            return {"refused": "left as it is", "already": "already on hexa_fx's operators"}[self.status]
-        modes = [mode for mode, outcome in self.modes.items() if outcome == "rewritten"]
-        return "rewritten" if len(modes) == len(self.modes) else f"rewritten in {' and '.join(modes)} mode only"
+        """``rewritten``; ``left as it is``; ``already on hexa_fx's operators``; ``not called yet``."""
+        return _STATES[self.status]
+
+    @property
+    def calls(self) -> Calls:
+        """How its calls ran since `optimize`, outside of compiled code."""
+        return NO_CALLS if self.forward is None else calls_of(self.forward)
 
     @property
     def now(self) -> str:
@@ -172,8 +177,15 @@ class BlockReport:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
         found["advice"], found["now"], found["packed"] = self.advice, self.now, self.packed
+        found["calls"] = self.calls._asdict()
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
 
 
+_STATES: dict[Status, str] = {
+    "rewritten": "rewritten",
+    "refused": "left as it is",
+    "already": "already on hexa_fx's operators",
+    "waiting": "not called yet",
+}
 _NOT_PLAIN = ("case", "kernels", "forward")

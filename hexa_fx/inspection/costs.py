@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,12 +87,6 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
         next((p.device.type for p in captured.block.parameters()), "cpu"),
         why,
     )
-
-
-def without_backward(costs: Costs, why: str) -> Costs:
-    """The costs of a block of which no rewritten form has a backward."""
-    before, after = replace(costs.before, saved=None), replace(costs.after, saved=None)
-    return replace(costs, before=before, after=after, not_saved=why)
 
 
 def _of_parts(graph: GraphView, roles: Iterable[str]) -> tuple[int, int]:

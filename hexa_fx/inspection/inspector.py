@@ -11,7 +11,7 @@ from hexa_fx.inspection.costs import Costs, costs_of
 from hexa_fx.inspection.stages import Snapshots, partition_stage, snapshots
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.observers import PassEvent, at_block, muted
-from hexa_fx.passes.block_analysis import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Inspector:
         return self._look(analysis)[1]
 
     def _look(self, analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
-        graph = next(iter(analysis.rewritten.values())).graph
+        assert analysis.rewritten is not None
+        graph = analysis.rewritten.graph
         if graph not in self._known:
             self._known[graph] = _inspected(analysis)
         return self._known[graph]
@@ -54,14 +55,15 @@ class Inspector:
 
 def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
     """Runs an inspection, logging its errors: they must not keep a block from being rewritten."""
-    mode = next(iter(analysis.rewritten))
-    taken = Snapshots()
+    taken, captured, rewritten = Snapshots(), analysis.captured, analysis.rewritten
+    assert analysis.match is not None
+    assert captured is not None
+    assert rewritten is not None
     try:
-        assert analysis.match is not None
-        with at_block(analysis.path, mode):
-            taken = snapshots(analysis.match, analysis.rewritten[mode])
+        with at_block(analysis.path, mode_of(captured.block)):
+            taken = snapshots(analysis.match, rewritten)
         with muted():
-            return taken, costs_of(analysis.captured[mode], analysis.rewritten[mode], taken)
+            return taken, costs_of(captured, rewritten, taken)
     except Exception as error:
         if is_out_of_memory(error):
             log.warning(

@@ -56,7 +56,7 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[t
 
 def _added(forward: HexaForward, ranks: Ranks) -> dict[str, int]:
     """Ranks by operand."""
-    paths = list(forward.matrices[True] or forward.matrices[False])
+    paths = list(next((each.matrices for each in forward.specialisations if each.matrices), {}))
     operands = ("w1", "w3", "w2") if len(paths) == 3 else ("w1", "w2")
     found = {name: ranks.get((id(forward.module), path)) for name, path in zip(operands, paths)}
     return {name: rank for name, rank in found.items() if rank}

@@ -55,9 +55,8 @@ def _facts(block: BlockReport) -> tuple[tuple[str, str], ...]:
 
 def _notes(block: BlockReport) -> list[str]:
     """What a rewritten block runs with, when its own code runs, and what was not measured."""
-    notes = [f"runs its own code in {mode} mode: {why}" for mode, why in block.modes.items() if why != "rewritten"]
-    notes = notes if block.status == "rewritten" else []
-    notes += [f"runs its own code now: {block.now}"] if block.now else []
+    notes = [f"runs its own code now: {block.now}"] if block.now else []
+    notes += [str(block.calls)] if str(block.calls) else []
     notes += runs_with(block)
     notes += [f"what is kept for backward {block.costs.not_saved}"] if block.costs and block.costs.not_saved else []
     return notes

@@ -33,6 +33,8 @@ def details(block: BlockReport) -> Iterator[str]:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
         yield f"{written} {'was' if block.now else 'is'} {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
     yield from runs_with(block)
+    if str(block.calls):
+        yield str(block.calls)
     if block.costs is not None:
         yield cost_text(block)
     if block.collectives:
@@ -140,21 +142,21 @@ def error_text(block: BlockReport) -> str:
 
 
 def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
-    """Why blocks, or one of their modes, run the original code, with equal sentences merged."""
+    """Why blocks, or some of their calls, run the original code, with equal sentences merged."""
     said: dict[tuple[str, str], list[str]] = {}
     for block in blocks:
         where = f" ({block.location})" if block.location and block.status != "already" else ""
         if block.now:
             said.setdefault(("now", block.now), []).append(block.name)
-        outcomes = block.modes.items() if block.status == "rewritten" else [(block.status, block.reason)]
-        for mode, outcome in outcomes:
-            if outcome != "rewritten":
-                said.setdefault((mode, f"{outcome}{where}"), []).append(block.name)
-    for (mode, sentence), paths in said.items():
-        does = _DOES[mode]
+        for reason in block.calls.own if block.status == "rewritten" else ():
+            said.setdefault(("called", reason), []).append(block.name)
+        if block.status != "rewritten":
+            said.setdefault((block.status, f"{block.reason}{where}"), []).append(block.name)
+    for (what, sentence), paths in said.items():
+        does = _DOES[what]
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
-        if mode != "already" and advice(sentence):
+        if what != "already" and advice(sentence):
             yield f"    what helps: {advice(sentence)}"
 
 
@@ -162,7 +164,8 @@ _DOES = {
     "now": "runs its own code now",
     "refused": "left as it is",
     "already": "left as it is",
-    **{mode: f"runs its own code in {mode} mode" for mode in ("eval", "train")},
+    "called": "ran its own code in some calls",
+    "waiting": "not called yet",
 }
 
 

@@ -28,7 +28,7 @@ from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes import analyse
-from hexa_fx.passes.block_analysis import MODES, BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis, refused
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require, require_finite
@@ -162,7 +162,7 @@ def _rewrite_first(
         analysis, same_as = _analyse(region, values, config, known)
         rewritten = _usable(analysis)
         if rewritten is not None:
-            replaced = regions.put_back(gm, region, rewritten, next(iter(analysis.captured.values())).constants)
+            replaced = regions.put_back(gm, region, rewritten, analysis.match.captured.constants)
             values.update({new: values[old] for old, new in replaced.items()})
             return analysis, same_as
         first = first or (analysis, same_as)
@@ -171,13 +171,10 @@ def _rewrite_first(
 
 
 def _usable(analysis: BlockAnalysis) -> RewrittenBlock | None:
-    """The rewritten block, if it can do without falling back to the original, which a graph does not have.
-
-    The graph has its mode baked in, so eval and train are the same code, and both must have been rewritten.
-    """
-    if len(analysis.rewritten) < len(MODES):
+    """The rewritten block, if it can do without falling back to the original, which a graph does not have."""
+    block = analysis.rewritten
+    if block is None:
         return None
-    block = analysis.rewritten[MODES[0]]
     guarded = any(node.target in (require, require_finite) for node in block.graph.nodes)
     return None if guarded or block.stored else block
 
@@ -188,8 +185,7 @@ def _analyse(
     try:
         module = regions.as_module(region, values)
     except UnknownSize as error:
-        refusal = Refusal(region.path, str(error))
-        return BlockAnalysis(region.path, None, refusals=dict.fromkeys(MODES, refusal)), None
+        return refused(Refusal(region.path, str(error))), None
     args = tuple(values[node] for node in region.inputs if isinstance(values[node], torch.Tensor))
     key = (
         module.code,
@@ -206,9 +202,9 @@ def _analyse(
 
 
 def _without_places(analysis: BlockAnalysis) -> BlockAnalysis:
-    """Drops the source lines of refusals, since they refer to the graph's generated code."""
-    refusals = {mode: dataclasses.replace(refusal, location=None) for mode, refusal in analysis.refusals.items()}
-    return dataclasses.replace(analysis, refusals=refusals)
+    """Drops the source line of a refusal, since it refers to the graph's generated code."""
+    refusal = analysis.refusal and dataclasses.replace(analysis.refusal, location=None)
+    return dataclasses.replace(analysis, refusal=refusal)
 
 
 class _Noting(torch.fx.Interpreter):

@@ -115,13 +115,6 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """Of a state that code asks for, all that make no difference to it."""
-
-    values: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Unreadable:
     """Of an object that can change without a trace, its type in words."""
 
@@ -169,8 +162,6 @@ def alike(now: Any, noted: Any) -> bool:
         return type(now) is noted.kind and tuple(items(now)) == noted.keys
     if isinstance(noted, Moved):
         return noted.is_like(now)
-    if isinstance(noted, OneOf):
-        return any(alike(now, value) for value in noted.values)
     if type(now) is not type(noted):
         return False
     if type(noted) in (list, tuple, deque):

@@ -24,6 +24,19 @@ def autocast_off() -> Iterator[bool]:
         yield bool(on)
 
 
+@contextmanager
+def autocast_uncached() -> Iterator[None]:
+    """A context in which autocast is as it was, and keeps no casts of weights: they may hold other numbers for a while."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(before)
+
+
 _DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 """What autocast has where nobody ever switched it on."""
 

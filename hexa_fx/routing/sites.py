@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.side_effects import SideEffects
-from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
+from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import SEED, random_state_kept
-from hexa_fx.isolation.torch_state import autocast_off
+from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.routing.trial import Reached, Trial
@@ -39,7 +39,7 @@ _MASKED = "its router leaves out the scores of experts by a choice of its own, w
 _OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed|moe_ffn_fp8|reindex)\(")
 
 
-@autocast_off()  # under it a block may have to run its own code, which says nothing about the rewritten one
+@autocast_uncached()
 def find_sites(
     model: nn.Module,
     around: Mapping[str, Sequence[Observation]],
@@ -60,7 +60,7 @@ def find_sites(
             site = None if (twin := same_as[path]) is None else _installed(model, twin).sites.get(training)
             if isinstance(site, RoutingSite) and site.above == 0:
                 forward.sites[training] = site
-            elif forward.programs[training] is not None:
+            elif forward.in_mode(training) is not None:
                 forward.sites[training] = _find(forward, training, tried)
     effects.undo_again()
 
@@ -78,9 +78,9 @@ def modules_around(model: nn.Module, path: str) -> list[str]:
 
 
 def _find(forward: HexaForward, training: bool, levels: Sequence[_Level]) -> RoutingSite | str:
-    program = forward.programs[training]
-    assert program is not None
-    if len(_OPERATORS.findall(program.source)) > 1:
+    made = forward.in_mode(training)
+    assert made is not None
+    if len(_OPERATORS.findall(made.program.source)) > 1:
         return "it holds several mixtures of experts"
     reason = _NOWHERE
     for level in levels:
@@ -148,9 +148,10 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
     with _tried(level, forward, training):
         trial = Trial()
         natural = level.run(trial)
-        experts, program = forward.num_experts[training], forward.programs[training]
-        if natural is None or experts is None or program is None:
+        made = forward.in_mode(training)
+        if natural is None or made is None or made.num_experts is None:
             return _NOWHERE
+        experts, program = made.num_experts, made.program
         if known := next((seen for seen in level.known if seen.is_alike(program.source, natural, trial.seen)), None):
             return known.found
         columns = _columns(natural.index, trial.seen, experts)
@@ -166,13 +167,14 @@ def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSit
 @contextmanager
 def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None]:
     """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
-    with training_mode(level.module, training), tensors_restored(level.module):
-        small, level.state = forward.small, ModuleState(level.module)
-        forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
+    with training_mode(level.module, training), tensors_restored(level.module), forward.on_trial():
+        small, level.state = [each.small for each in forward.specialisations], ModuleState(level.module)
+        forward.never_small()
         try:
             yield
         finally:
-            forward.small = small
+            for each, limits in zip(forward.specialisations, small):
+                each.small = limits
             level.state.restore()
 
 

@@ -24,7 +24,7 @@ from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_an
 from hexa_fx.isolation.moved import movable
 from hexa_fx.isolation.read_values import IsA, Names, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
-from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
+from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.resolution import Resolution, submodule
 
@@ -122,7 +122,7 @@ class AttributeGuards:
         if self._is_same is None or not self._is_same(block):
             self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
-            raise GuardMiss("an expert has hooks, which only its own code calls")
+            raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
     def _check_in_trace(self) -> None:
         """Dtypes and plain settings, by plain attribute access all the way: a tracer follows it, and looks again in every call."""

@@ -1,8 +1,8 @@
-"""Gives results of a rewritten forward under autocast the dtypes of the original there (`hexa_fx.passes.modes.autocast`)."""
+"""Gives results of a rewritten forward under autocast the dtypes of the original there (`hexa_fx.passes.rewrite.autocast`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
 from hexa_fx.isolation.held_objects import fields_of
-from hexa_fx.runtime.guards import AGAIN, GuardMiss
+from hexa_fx.runtime.guards import GuardMiss
 
 _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
 """Functions that multiply in the autocast dtype, whatever they are given."""
@@ -41,24 +41,27 @@ def kind_of(
     return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in tensors))
 
 
-def may_be_on() -> bool:
+def _may_be_on() -> bool:
     """Whether autocast is on for some device, or a compiler asks."""
     return is_compiling() or _is_any_autocast_enabled()
 
 
 def dtypes_under_autocast(
-    known: AutocastDtypes,
-    guards: Sequence[InputGuard],
-    values: Mapping[str, Any],
-    block: nn.Module,
+    known: AutocastDtypes, guards: Sequence[InputGuard], bound: Callable[[], Mapping[str, Any]], block: nn.Module
 ) -> tuple[torch.dtype | None, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
+    Args:
+        bound: gives the arguments of the call by name.
+
     Raises:
-        GuardMiss: they are not known.
+        GuardMiss: the block was not recorded under this autocast.
     """
-    first = next((values[guard.name] for guard in guards if guard.kind == "tensor"), None)
+    values = bound() if _may_be_on() else {}
+    first = next((values[guard.name] for guard in guards if guard.kind == "tensor" and guard.name in values), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
+        if not known.off:
+            raise GuardMiss("it was recorded under autocast, which is off")
         return None
     kind = kind_of(guards, values, block, known.parameters)
     found = known.results.get(kind)
@@ -67,8 +70,7 @@ def dtypes_under_autocast(
         count = len(names) - len(known.parameters)
         inputs, others = ", ".join(names[:count]), ", ".join(names[count:])
         inputs += f" and parameters in {others}" if others else ""
-        helps = f"; {AGAIN}" if known.results else ""
-        raise GuardMiss(f"what it gives under autocast to {kind[0]} for inputs in {inputs} is not known{helps}")
+        raise GuardMiss(f"it was not recorded under autocast to {kind[0]} for inputs in {inputs}")
     return found
 
 

@@ -1,10 +1,13 @@
-"""What kind of call a block gets: so small that its own code is faster, or one that operators cannot stand for."""
+"""What kind of call a block gets: so small that its own code is faster, one that operators cannot stand for, or that nobody may
+analyse while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -74,12 +77,41 @@ def said_of(weight: Any) -> str:
     )
 
 
-def call_sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Everything that size conditions can depend on. If it is the same, they need not be tried again."""
-    values = (*args, *kwargs, *kwargs.values())
-    return training, *(value.shape if isinstance(value, Tensor) else id(value) for value in values)
+def why_not_analysed(block: nn.Module) -> str:
+    """Why a call cannot be analysed while it runs, which another one may be; empty if it can."""
+    if torch._C._current_graph_task_id() != -1:
+        return "backward runs it again, as a checkpoint does, which has to do what was done before"
+    if torch._C._get_tracing_state() is not None or _len_torch_dispatch_stack():
+        return "it is traced"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is recorded; call the model once before"
+    return reason_for_own_code(block, ())
+
+
+def call_kind(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a call is like, but for its sizes: mode, autocast, and kinds of arguments."""
+    devices = {value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+    cast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
+    return training, *cast, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return type(value), value.dtype, value.dim(), value.device.type
+    return value if type(value) in (bool, int, float, str, NoneType) else type(value)
+
+
+def call_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The shapes of its tensors."""
+    return tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+def call_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of the longest floating tensor."""
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return max((t.shape[:-1].numel() for t in tensors if t.is_floating_point() and t.dim()), default=0)
 
 
 def saving_is_counted() -> bool:
     """Whether somebody counts what is saved for backward, as checkpoints do: a call that is made again has to save as much."""
-    return not is_compiling() and _top_saved_tensors_default_hooks(True) is not None
+    return _top_saved_tensors_default_hooks(True) is not None

@@ -38,12 +38,17 @@ LEFT = "left to the original: "
 
 
 class GuardMiss(Exception):
-    """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it.
+    """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it, and has the call
+    analysed.
 
     ``called``: path and result of each submodule that has been called by then and is not to be called again.
     """
 
     called: Sequence[tuple[str, Any]] = ()
+
+
+class OwnCodeOnly(GuardMiss):
+    """Operators cannot stand for the block in this call, whatever an analysis of it finds."""
 
 
 def say_in_trace(path: str, reason: str) -> bool:
@@ -97,7 +102,7 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
         expected: what was assumed.
     """
     if not values.isfinite().all():
-        raise GuardMiss(f"expected {expected}")
+        raise OwnCodeOnly(f"expected {expected}")
 
 
 class RoutingMiss(GuardMiss):

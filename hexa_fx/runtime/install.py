@@ -1,4 +1,4 @@
-"""Puts a rewritten forward on the user's module, and takes it off again.
+"""Puts rewritten forwards on the user's module, and takes them off again.
 
 The module keeps its class, parameters, buffers, submodules, hooks and ``state_dict``. An attribute of the instance merely
 shadows ``forward``, so everything that goes through ``Module.__call__`` (hooks, torch.compile, torch.export, checkpointing,
@@ -9,48 +9,60 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
-from torch import is_grad_enabled, nn
+from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock, RoutingSite
-from hexa_fx.ops import main_grad
-from hexa_fx.ops.sources import TAKE_SOURCES
-from hexa_fx.runtime import results
 from hexa_fx.runtime.answered_calls import answered
-from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
-from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code, saving_is_counted
-from hexa_fx.runtime.compiled_checks import inputs_of
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs, say_in_trace
-from hexa_fx.runtime.linear_lora import LinearLora
-from hexa_fx.runtime.program import Program
-from hexa_fx.runtime.readers import packed_names, readers
+from hexa_fx.runtime.call_kinds import saving_is_counted
+from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, SizeMiss, say_in_trace
+from hexa_fx.runtime.readers import readers
+from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
-from hexa_fx.runtime.traced_lora import TracedLora
-from hexa_fx.runtime.written_weights import look_before_backward
+from hexa_fx.runtime.specialisation import Specialisation
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
-from hexa_fx.sources.packed_parameters import matrices_of
 
 logger = logging.getLogger(__name__)
 
+SMALL = "its own code is faster for inputs this small"
+"""The reason of calls that run a block's own code by choice."""
+
+_WARN_AFTER = 100
+_REMEDY = "print(model.report) says what every block ran, and why"
+
+
+class Analyst(Protocol):
+    """Analyses calls of a kind that a block was not rewritten for (`hexa_fx.specialise`)."""
+
+    def specialise(
+        self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
+    ) -> str:
+        """Adds a specialisation, or a kind that is refused, to ``forward``, of which the first ``tried`` do not take the call.
+
+        Returns why there is none; empty if there is.
+        """
+
 
 class HexaForward:
-    """A module's rewritten forward, with the signature of the original.
+    """A module's rewritten forwards, with the signature of the original.
 
-    Runs the generated code of the current mode (train or eval) with the original module as ``self``. Inputs that the block was
-    not recorded for run the original forward instead; each reason is logged once.
+    A call runs the first specialisation whose conditions hold. A call of another kind is analysed, once, and then runs what was
+    made of it, or else the original forward; each reason is logged once, and all calls are counted.
 
     Args:
         module: the user's module, referenced weakly (the module owns this object).
-        train, eval: what runs while ``module.training``, and otherwise; None runs the original.
+        blocks: what was made of it for several kinds of calls.
         original: the forward that the instance had of its own; None if it had the class's.
+        path: the block's path in its model.
+        analyst: analyses calls of other kinds; None if these run the original.
     """
 
     __signature__ = SignatureOfOriginal()
@@ -59,42 +71,35 @@ class HexaForward:
     def __init__(
         self,
         module: nn.Module,
-        train: RewrittenBlock | None,
-        eval: RewrittenBlock | None,
+        blocks: Sequence[RewrittenBlock] = (),
         original: Callable[..., Any] | None = None,
+        path: str = "",
+        analyst: Analyst | None = None,
     ) -> None:
-        same = train is eval  # then what is made of it serves both
-        self.programs = {True: _program(train)}
-        self.programs[False] = self.programs[True] if same else _program(eval)
-        self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
-        self.packed_names = {True: packed_names(train), False: packed_names(eval)}
-        self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
-        self.changed = {True: train.changed if train else (), False: eval.changed if eval else ()}
-        self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
-        self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
-        graphs = {True: train and train.graph, False: eval and eval.graph}
-        self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
-        self.matrices = {mode: matrices_of(g, self.packed_names[mode]) if g else {} for mode, g in graphs.items()}
-        self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
+        self.specialisations = tuple(Specialisation(module, block, original) for block in blocks)
+        self.refused: tuple[RefusedKind, ...] = ()
+        self.path, self.analyst = next((block.path for block in blocks), path), analyst
         self.sites: dict[bool, RoutingSite | str] = {}
-        self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
-        self.adapters, self.lora = Adapters(), LinearLora.of(train, eval)
-        self._own_original = original
-        self._logged: set[str] = set()
-        self._missed_sizes: tuple[Any, ...] | None = None
+        self.adapters = Adapters()
         self.why = ""  # ... the original ran when it last did
-        self.attributes = {True: AttributeGuards.of(module, train, original)}
-        self.attributes[False] = self.attributes[True] if same else AttributeGuards.of(module, eval, original)
+        self.exhausted = ""  # why no more kinds of calls are analysed
+        self._own_original = original
+        self._forget_calls()
         self._bind(module)
+
+    def _forget_calls(self) -> None:
+        self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
+        self.ran, self.own = 0, Counter[str]()
+        self._warned = False
+        self._latest = next(iter(self.specialisations), None)
 
     def _bind(self, module: nn.Module) -> None:
         peft.watch()
         self._module = weakref.ref(module)
-        for attributes in self.attributes.values():
-            attributes.bind(module)
+        for each in (*self.specialisations, *self.refused):
+            each.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self._forms: dict[tuple[Any, ...], Callable[[Any, Any], list[Any] | None]] = {}
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
 
     @property
@@ -111,6 +116,51 @@ class HexaForward:
         code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
         return code
 
+    def in_mode(self, training: bool) -> Specialisation | None:
+        """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
+        latest = self._latest
+        if latest is not None and latest.holds_in(training):
+            return latest
+        return next((each for each in self.specialisations if each.holds_in(training)), None)
+
+    @property
+    def own_forward(self) -> Callable[..., Any] | None:
+        """The forward that the instance had of its own; None if it had the class's."""
+        return self._own_original
+
+    @property
+    def arguments(self) -> ArgumentNames:
+        """Names of the arguments of the original."""
+        return self._arguments
+
+    def reads_under(self) -> set[str]:
+        """Names of attributes of the module under which stacked weights are read."""
+        return {name for each in self.specialisations for name in each.packed_names}
+
+    def add(self, block: RewrittenBlock) -> None:
+        """Adds a specialisation, which the next call of its kind runs.
+
+        Raises:
+            InputError: it reads other weights under a name than one that is there.
+        """
+        module = self.module
+        module.__dict__.update(readers(module, block))
+        made = Specialisation(module, block, self._own_original)
+        made.look_anew(module)
+        self.specialisations, self._latest = (*self.specialisations, made), made
+
+    def refuse(self, kind: RefusedKind) -> None:
+        """Leaves a kind of call to the original."""
+        self.refused = (*(each for each in self.refused if not each.is_over), kind)
+
+    def replica(self) -> nn.Module:
+        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
+        module: Any = self.module
+        made: nn.Module = type(module)._replicate_for_data_parallel(module)
+        _take_off(made, self)
+        self._say("a replica of nn.DataParallel runs its own code; DistributedDataParallel runs the rewritten one")
+        return made
+
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
         for told in self.restarted:
@@ -126,110 +176,145 @@ class HexaForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for told in self.called:
             told()
-        training = bool(self.module.training)
-        if self.programs[training] is None:
-            return self.original(*args, **kwargs)
-        limits, wanted = self.small[training], is_grad_enabled()
-        limit = limits.with_gradients if wanted else limits.without_gradients
-        small = is_small(limit, args, kwargs) and not (wanted and self._has_main_grad(training))
-        missed = self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs)
-        if small or (missed and not saving_is_counted()):
-            return self.original(*args, **kwargs)
-        try:
-            return self.rewritten(*args, **kwargs)
-        except GuardMiss as miss:
-            reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
-            of_sizes, called = (False, ()) if is_compiling() else (isinstance(miss, SizeMiss), miss.called)
         if is_compiling():
-            say_in_trace(self._path, reason)
-            return self.original(*args, **kwargs)
-        self._log(reason)
-        self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
-        with answered(self.module, called):
-            return self._original(*args, **kwargs) if called else self.original(*args, **kwargs)
+            return self._in_trace(args, kwargs)
+        miss: GuardMiss | None = None
+        if (latest := self._latest) is not None:
+            module = self.module
+            if latest.prefers_own_code(module, args, kwargs):
+                return self._own(SMALL, args, kwargs)
+            if len(self.specialisations) == 1 or not saving_is_counted():
+                try:
+                    result = latest.run(module, self._arguments, self.adapters, args, kwargs)
+                    self.ran += 1
+                    return result
+                except GuardMiss as found:
+                    miss = found
+        return self._missed(args, kwargs, miss)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the rewritten forward of the current mode, without falling back.
+        """Runs a rewritten forward, without falling back.
 
         Raises:
-            GuardMiss: there is none, or it was not made for these inputs.
+            GuardMiss: there is none, or none was made for these inputs.
+        """
+        return self._first_of(self.specialisations, args, kwargs, None)
+
+    def _first_of(
+        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None
+    ) -> Any:
+        """Runs the first of some specialisations that takes a call.
+
+        Raises:
+            GuardMiss: none does; why the last one for this mode does not, else ``miss``.
         """
         module = self.module
         training = bool(module.training)
-        program = self.programs[training]
-        if program is None:
-            raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
-        adapted = self.follow_adapters(module)  # once: a compiler may trace parts of a call only
-        self.attributes[training].check()
-        if reason := reason_for_own_code(module, self.weights[training]):
-            raise GuardMiss(reason)
-        inputs = self._inputs_of(program, training, args, kwargs)
-        dtypes = None
-        if (known := self.autocast[training]) is not None and may_be_on():
-            values = self._arguments.bind(args, kwargs)
-            dtypes = dtypes_under_autocast(known, self.guards[training], values, module)
-        results.check(module, self.stored[training])
-        read = [getattr(module, name) for name in self.packed_names[training]]
-        read += adapted.factors() if adapted else ()
-        for reader in read:
-            reader.refresh()
-        with results.counted(module, self.stored[training]) if self.stored[training] else nullcontext():
-            result = program.function(a.seen_from(module) if (a := adapted or self.adapters) else module, *inputs)
-        look_before_backward(result, read)
-        result = result if dtypes is None else in_dtypes(result, dtypes)
-        if self.stored[training]:
-            result, kept = result
-            results.leave(module, self.stored[training], kept)
+        for each in made:
+            try:
+                result = each.run(module, self._arguments, self.adapters, args, kwargs)
+            except GuardMiss as found:
+                miss = found if each.holds_in(training) or miss is None else miss
+                if found.called:
+                    break
+                self._restart()
+                continue
+            self._latest = each
+            return result
+        raise miss or GuardMiss("nothing was made of the block yet")
+
+    def _missed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None) -> Any:
+        """Runs another specialisation than the latest, or has the call analysed."""
+        there, latest = self.specialisations, self._latest if miss is not None else None
+        if miss is None or not miss.called:
+            try:
+                result = self._first_of([each for each in there if each is not latest], args, kwargs, miss)
+                self.ran += 1
+                return result
+            except GuardMiss as found:
+                miss = found if there else None
+        if miss is not None and miss.called:
+            with answered(self.module, miss.called):
+                return self._own(miss.args[0], args, kwargs, restart=False)
+        return self._analysed(args, kwargs, miss, len(there))
+
+    def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
+        """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes."""
+        training, of_sizes = bool(self.module.training), isinstance(miss, SizeMiss)
+        known = next((kind for kind in self.refused if kind.holds(training, args, kwargs)), None)
+        if known is not None:
+            reason = str(miss) if of_sizes else known.reason
+        elif self.analyst is None or isinstance(miss, OwnCodeOnly):
+            reason = str(miss or "it was not analysed")
+        else:
+            reason = self.analyst.specialise(self, args, kwargs, miss, tried)
+        if reason:
+            return self._own(reason, args, kwargs)
+        self._restart()
+        try:
+            result = self._first_of(self.specialisations[tried:], args, kwargs, None)
+        except GuardMiss as found:
+            with answered(self.module, found.called):
+                return self._own(found.args[0], args, kwargs, restart=not found.called)
+        self.ran += 1
         return result
 
-    def follow_adapters(self, module: nn.Module) -> LinearLora | TracedLora | None:
-        """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
+    def _in_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that a compiler traces: nothing is counted or analysed."""
+        module, reason = (
+            self.module,
+            "it was not analysed before; call the model once, or give hexa_fx.optimize an example",
+        )
+        for each in self.specialisations:
+            try:
+                return each.run(module, self._arguments, self.adapters, args, kwargs)
+            except GuardMiss as miss:
+                reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
+        say_in_trace(self.path or type(module).__name__, reason)
+        return self.original(*args, **kwargs)
 
-        Raises:
-            GuardMiss: it is no low-rank addition.
-        """
-        if is_compiling():
-            return TracedLora(module, self.lora.weights, self.lora.multiplied) or None
-        if self.lora.changed(module):
-            for each in (*self.attributes.values(), *(getattr(module, name) for name in self.lora.weights)):
-                each.see_through(self.lora.bases)
-        return self.lora or None
+    def _restart(self) -> None:
+        for told in self.restarted:
+            told()
 
-    def _inputs_of(self, program: Program, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The inputs of the program, checked."""
-        if not is_compiling():
-            form = training, len(args), *kwargs
-            if form not in self._forms:
-                self._forms[form] = inputs_of(form[1:], self._arguments, self.guards[training], program.inputs)
-            inputs = self._forms[form](args, kwargs)
-            if inputs is not None:
-                return inputs
-        values = self._arguments.bind(args, kwargs)
-        check_inputs(self.guards[training], values)
-        check_coverage(self.guards[training], program.inputs, values, self._arguments.defaults)
-        return [values[name] for name in program.inputs]
+    def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], restart: bool = True) -> Any:
+        self.own[reason] += 1
+        if reason is not SMALL:
+            self._say(reason)
+        return self.original(*args, **kwargs) if restart else self._original(*args, **kwargs)
+
+    def _say(self, reason: str) -> None:
+        """Logs each reason once, and that a block mostly runs its own code."""
+        self.why = f": {reason}"
+        name = self.path or type(self.module).__name__
+        if self.own[reason] == 1:
+            latest = self._latest
+            if latest is not None and latest.has_main_grad(self.module):
+                reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
+            logger.warning("%s runs its original forward: %s", name, reason)
+        missed = sum(self.own.values()) - self.own[SMALL]
+        if missed >= _WARN_AFTER and missed > self.ran and not self._warned:
+            self._warned = True
+            logger.warning("%s ran its own code in %d of %d calls; %s", name, missed, missed + self.ran, _REMEDY)
 
     def takes_adapters(self) -> bool:
-        """Whether the programs run an operator that takes weights and their adapters apart."""
-        made = [program.source for program in self.programs.values() if program is not None]
-        return len(made) > 0 and all(any(f"_{name}(" in source for name in TAKE_SOURCES) for source in made)
+        """Whether all that was made runs an operator that takes weights and their adapters apart."""
+        return len(self.specialisations) > 0 and all(each.takes_adapters() for each in self.specialisations)
 
-    @property
-    def _path(self) -> str:
-        return next((p.path for p in self.programs.values() if p and p.path), type(self.module).__name__)
+    def never_small(self) -> None:
+        """Has inputs of any size run the rewritten forwards."""
+        for each in self.specialisations:
+            each.small = NEVER_SMALL
 
-    def _has_main_grad(self, training: bool) -> bool:
-        """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
-        return main_grad.has_any(self.module, self.weights[training])
-
-    def _log(self, reason: str) -> None:
-        self.why = f": {reason}"
-        if self._has_main_grad(bool(self.module.training)):
-            reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
-        if reason in self._logged:
-            return
-        self._logged.add(reason)
-        logger.warning("%s runs its original forward: %s", self._path, reason)
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """A context in which calls are neither analysed nor counted."""
+        analyst, ran, own = self.analyst, self.ran, self.own.copy()
+        self.analyst = None
+        try:
+            yield
+        finally:
+            self.analyst, self.ran, self.own = analyst, ran, own
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _UNPICKLED}
@@ -238,35 +323,35 @@ class HexaForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         module = state.pop("module")
         self.__dict__.update(state)
-        self._logged, self._missed_sizes, self.restarted, self.called = set(), None, [], []
+        self._forget_calls()
         self._bind(module)
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset("_module _arguments _forms _logged restarted called _missed_sizes __doc__ __name__".split())
+_UNPICKLED = frozenset("_module _arguments restarted called ran own _warned _latest __doc__ __name__".split())
 
 
-def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock | None) -> HexaForward:
+def install(
+    block: nn.Module, *blocks: RewrittenBlock | None, path: str = "", analyst: Analyst | None = None
+) -> HexaForward:
     """Replaces ``block.forward`` on this instance; the rest of the module is untouched.
 
     Args:
         block: the original module that the rewritten graphs' targets are relative to.
-        train, eval: the rewritten block for each mode, None to leave the mode as it is.
+        blocks: what runs, for several kinds of calls; the original runs in others. The same one may be there several times.
+        path, analyst: see `HexaForward`.
 
     Raises:
         InputError: the block is installed already, or a packed weight's name is taken.
     """
     if is_installed(block):
         raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")
-    experts = readers(block, train, eval)
-    forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
-    block.__dict__.update(experts)
-    block.__dict__["forward"] = forward
-    with suppress(GuardMiss):  # the first call says it and runs the original
-        forward.follow_adapters(block)
-    for packed in experts.values():
-        with suppress(GuardMiss):
-            packed.refresh()
+    made = list({id(each): each for each in blocks if each is not None}.values())
+    experts, slot = readers(block, *made), _slot_of(block)
+    forward = HexaForward(block, made, block.__dict__.get("forward") if slot == _FORWARD else None, path, analyst)
+    block.__dict__.update({**experts, slot: forward, _REPLICATE: forward.replica})
+    for each in forward.specialisations:
+        each.look_anew(block)
     return forward
 
 
@@ -275,23 +360,44 @@ def uninstall(block: nn.Module) -> None:
     forward = installed_forward(block)
     if forward is None:
         raise InputError(f"{type(block).__name__} has no rewritten forward to remove")
-    for name in {*forward.packed_names[True], *forward.packed_names[False]}:
+    for name in forward.reads_under():
         del block.__dict__[name]
-    del block.__dict__["forward"]
-    if forward._own_original is not None:
-        block.__dict__["forward"] = forward._own_original
+    _take_off(block, forward)
+
+
+def _take_off(block: nn.Module, forward: HexaForward) -> None:
+    """Puts what was there before in the place of ``forward``."""
+    own = block.__dict__
+    own.pop(_REPLICATE, None)
+    for slot in (_FORWARD, _INSIDE_HOOK):
+        if own.get(slot) is forward:
+            del own[slot]
+            if slot == _INSIDE_HOOK:
+                own[slot] = type(block).forward.__get__(block)
+            elif forward.own_forward is not None:
+                own[slot] = forward.own_forward
+
+
+_FORWARD, _REPLICATE = "forward", "_replicate_for_data_parallel"
+_INSIDE_HOOK = "_old_forward"
+"""Where accelerate keeps the forward that it calls once it has brought the weights, or the inputs, to where they are needed."""
+
+
+PUT_ON = (_FORWARD, _INSIDE_HOOK, _REPLICATE)
+"""Names of attributes of a module's instance under which a rewritten forward may lie."""
+
+
+def _slot_of(block: nn.Module) -> str:
+    own = vars(block)
+    return _INSIDE_HOOK if "_hf_hook" in own and _INSIDE_HOOK in own else _FORWARD
 
 
 def installed_forward(block: nn.Module) -> HexaForward | None:
     """The rewritten forward that ``block`` itself runs, if any."""
-    forward = block.__dict__.get("forward")
-    return forward if isinstance(forward, HexaForward) else None
+    found = (block.__dict__.get(slot) for slot in (_FORWARD, _INSIDE_HOOK))
+    return next((forward for forward in found if isinstance(forward, HexaForward)), None)
 
 
 def is_installed(block: nn.Module) -> bool:
     """Whether ``block`` itself runs a rewritten forward."""
     return installed_forward(block) is not None
-
-
-def _program(rewritten: RewrittenBlock | None) -> Program | None:
-    return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.isolation.module_tree import rebuilds
-from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
+from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class ParameterPaths:
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
         if any(self._hooks):
-            raise GuardMiss("an expert has hooks, which only its own code calls")
+            raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
     def tensors(self) -> list[torch.Tensor]:
         """The current parameters, in the order of the paths.

@@ -10,20 +10,12 @@ from hexa_fx.errors import InputError
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.runtime.install import is_installed
 
-_PARALLEL = {
-    "DistributedDataParallel": "DistributedDataParallel",
-    "DataParallel": "DataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
-    "FSDPModule": "fully_shard (FSDP2)",
-}
-
 
 def check_model(model: nn.Module) -> None:
     """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values.
 
     Raises:
-        InputError: the object is no model, or it is already optimized, compiled, scripted, wrapped for data parallelism, sharded,
-            on the meta device, lazy, or made in inference mode.
+        InputError: the object is no model, or it is already optimized, compiled, scripted, lazy, or made in inference mode.
     """
     if not isinstance(model, nn.Module):
         hint = "; call the class to make a model" if isinstance(model, type) else ""
@@ -35,7 +27,6 @@ def check_model(model: nn.Module) -> None:
         )
     for path, module in named_modules(model):
         _check_optimized(path, module)
-        _check_parallel(path, module)
     _check_parameters(model)
 
 
@@ -52,14 +43,10 @@ def _check_optimized(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_parallel(path: str, module: nn.Module) -> None:
-    for base in type(module).__mro__:
-        name = _PARALLEL.get(base.__name__)
-        if name and base.__module__.startswith("torch."):
-            raise InputError(
-                f"{path or 'the model'} is already wrapped by {name}; optimize the model first, then wrap the result "
-                "(or, of what is wrapped, set transformers' experts_implementation='hexa', or torch.compile it with backend='hexa')"
-            )
+def called_in(model: nn.Module) -> nn.Module:
+    """The module whose forward is called with the arguments of ``model``: what torch's data parallel wrappers hold, or itself."""
+    wraps = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    return model.module if wraps else model
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -69,20 +56,10 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    away = {id(p) for _, module in named_modules(model) if is_offloaded(module) for p in module.parameters()}
     for path, parameter in (*named_tensors(model, "_parameters").items(), *named_tensors(model, "_buffers").items()):
-        if id(parameter) in away:  # its block is left as it is; the others can be rewritten
-            continue
         if is_lazy(parameter):
             raise InputError(
                 f"{path} belongs to a lazy module and has no shape yet; call the model once on an example first"
-            )
-        if type(parameter.data).__name__ == "DTensor":
-            raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
-        if parameter.device.type == "meta":
-            raise InputError(
-                f"{path} is on the meta device and has no values to run on; materialise the model first "
-                "(model.to_empty(device=...) and load its weights)"
             )
         if parameter.is_inference():
             raise InputError(

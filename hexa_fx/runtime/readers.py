@@ -19,7 +19,7 @@ def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
 
 
 def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, Reader]:
-    """The readers of all stacked weights of a block's rewritten forwards, by attribute.
+    """The readers of all stacked weights of a block's rewritten forwards, by attribute; those that are there stay.
 
     Raises:
         InputError: the block has such an attribute, or the forwards read different weights under one name.
@@ -27,12 +27,16 @@ def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, Reade
     weights: dict[str, PackedWeight] = {}
     for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
         if weights.setdefault(weight.name, weight) != weight:
-            raise InputError(f"train and eval mode read different weights as {weight.name!r}; please report this")
-        if hasattr(block, weight.name):
+            raise InputError(f"two forms of the block read different weights as {weight.name!r}; please report this")
+        there = vars(block).get(weight.name)
+        if isinstance(there, Reader) and there.weight != weight:
+            raise InputError(f"the block was rewritten before so that {weight.name!r} is another weight")
+        if not isinstance(there, Reader) and hasattr(block, weight.name):
             raise InputError(
                 f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
             )
-    return {name: reader_of(block, weight) for name, weight in weights.items()}
+    made = {name: reader_of(block, weight) for name, weight in weights.items()}
+    return {name: now for name, now in made.items() if type(vars(block).get(name)) is not type(now)}
 
 
 def reader_of(block: nn.Module, weight: PackedWeight) -> Reader:

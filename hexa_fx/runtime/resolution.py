@@ -230,9 +230,9 @@ def is_still(holder: Any, key: Any, value: Any) -> bool:
 
 
 def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
-    """Whether ``block`` gives everything that was read as it was, but for modes."""
+    """Whether ``block`` gives everything that was read as it was."""
     try:
-        Resolution(block, [read for read in reads if read.steps[-1] != "training"])
+        Resolution(block, reads)
     except GuardMiss:
         return False
     return True
@@ -245,22 +245,12 @@ def _miss(read: PythonRead, now: Any) -> GuardMiss:
         kinds = f"a {_name(read.value.kind)} for a {_name(type(now))}"
         on_a_stack = hasattr(now, "parameter_name") and getattr(now, "num_experts", 1) > 1
         return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {ON_A_STACK if on_a_stack else AGAIN}")
-    if asks_autocast(read):
-        return GuardMiss(
-            f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
-            "(bf16=False in a trainer)"
-        )
     return ReadMiss(f"torch.{read.steps[1]}()" if asks_torch(read) else str(read))
 
 
 def asks_torch(read: PythonRead) -> bool:
     """Whether it is what a function says of a state of torch."""
     return read.root == torch_state.__name__ and read.steps[-1] == CALLED
-
-
-def asks_autocast(read: PythonRead) -> bool:
-    """Whether it is what a function says of autocast."""
-    return asks_torch(read) and "autocast" in read.steps[1]
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

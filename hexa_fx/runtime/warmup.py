@@ -64,11 +64,14 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Runs forward, and backward if the block is in train mode."""
-    forward, mode = block.forward, block.training
-    of_results = (forward.stored[mode], forward.changed[mode]) if isinstance(forward, HexaForward) else ((), ())
+    forward = block.forward
+    made = forward.in_mode(block.training) if isinstance(forward, HexaForward) else None
+    of_results = ((), ()) if made is None else (made.stored, made.changed)
     state = state_of(block, *of_results)
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
+        if isinstance(forward, HexaForward):
+            stack.enter_context(forward.on_trial())
         stack.callback(state.restore)
         stack.enter_context(main_grad.stand_ins(block))
         # what operators leave uninitialised may be made into indices

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.fx
 
@@ -23,8 +22,6 @@ from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 Found: TypeAlias = tuple[MoEMatch | Refusal, tuple[Lost, ...]]
-Findings: TypeAlias = dict[tuple[Any, ...], Found]
-"""What was found, by the graph and all else that it depends on."""
 
 _MOST = 12
 """Values that are changed at most."""
@@ -32,17 +29,15 @@ _MOST = 12
 
 def detect_all(
     record: Callable[[Replacements], CapturedBlock],
-    known: Findings,
     prefer_earliest: bool = False,
 ) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
     Args:
         record: runs the block with other values for what has no effect on the example.
-        known: what was found in graphs that ``record`` gave before; added to.
         prefer_earliest: as in `detect`.
     """
-    look = partial(_announced, known=known, prefer_earliest=prefer_earliest)
+    look = partial(_announced, prefer_earliest=prefer_earliest)
     first: tuple[CapturedBlock, Refusal] | None = None
     replacements: Replacements | None = Replacements()
     while replacements is not None:
@@ -69,7 +64,6 @@ def detect_all(
 def _announced(
     captured: CapturedBlock,
     replacements: Replacements,
-    known: Findings,
     prefer_earliest: bool,
     forms: Sequence[Form],
 ) -> Found:
@@ -78,13 +72,10 @@ def _announced(
     with announced("detect", captured.graph) as done:
         best: Found | None = None
         for form in forms:
-            key = captured.graph, active, prefer_earliest, form
-            if key not in known:
-                match = detect(captured, prefer_earliest, form)
-                known[key] = match, () if isinstance(match, Refusal) else lost_by(match, active)
-            found, lost = known[key]
+            found = detect(captured, prefer_earliest, form)
+            lost = () if isinstance(found, Refusal) else lost_by(found, active)
             if isinstance(found, MoEMatch) and not lost:
-                best = _with_reads_of(captured, found), ()
+                best = found, ()
                 break
             if best is None or isinstance(best[0], Refusal):
                 best = found, lost
@@ -92,12 +83,6 @@ def _announced(
         said = _refusal(captured, best[1][0]) if best[1] else best[0]
         done.note = f"refused: {said.reason}" if isinstance(said, Refusal) else said.idiom
     return best
-
-
-def _with_reads_of(captured: CapturedBlock, match: MoEMatch) -> MoEMatch:
-    """The match as one in the run of ``captured``, which has the same graph."""
-    others = tuple(replace(other, captured=captured) for other in match.others)
-    return match if match.captured is captured else replace(match, captured=captured, others=others)
 
 
 def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[torch.fx.Node]:

@@ -25,6 +25,9 @@ from hexa_fx.passes.memory.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 
+NO_MEMORY = "there is not enough memory"
+"""How a refusal begins that may not hold later."""
+
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -136,11 +139,11 @@ def _sentence(observation: Observation, allowed: int, reason: str) -> str:
     last = f" (the last attempt asked for {_amount(*asked.groups())} more)" if asked else ""
     if not cuda:
         return (
-            f"there is not enough memory to analyse it, which takes up to {needed} beside the model{last}: free as much, or set "
+            f"{NO_MEMORY} to analyse it, which takes up to {needed} beside the model{last}: free as much, or set "
             "HexaConfig(analysis_bytes=...) to what is free, and try again"
         )
     free = torch.cuda.mem_get_info(cuda[0])[0] / 2**30
     return (
-        f"there is not enough memory on {cuda[0]} to analyse it, which takes up to {needed} beside the model{last}, and "
+        f"{NO_MEMORY} on {cuda[0]} to analyse it, which takes up to {needed} beside the model{last}, and "
         f"{free:.1f} GiB are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
     )

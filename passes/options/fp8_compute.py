@@ -110,7 +110,7 @@ def _outputs(
     block: nn.Module, form: RewrittenBlock, example: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> list[torch.Tensor]:
     """All floating-point outputs in float32. The module keeps what it had, and so do globals that it adds to."""
-    forward = install(block, *((form, None) if block.training else (None, form)))
+    forward = install(block, form)
     state = state_of(block, form.stored, form.changed)
     try:
         outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), gradients=False)

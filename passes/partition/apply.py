@@ -82,7 +82,7 @@ def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> N
         before = installed_forward(module)
         if before is not None:
             uninstall(module)
-        forward = install(module, forms.get("train"), forms.get("eval"))
+        forward = install(module, *forms.values())
         forward.sites = {} if before is None else before.sites
         if path not in unbound:
             installed.session.bind(module, path, installed.traced.get(path))

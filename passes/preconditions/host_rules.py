@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -11,7 +12,9 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, PAST, SWITCH, WEIGHT
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Unreadable
+from hexa_fx.isolation.training_mode import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
 _HOOKED = (
@@ -31,8 +34,8 @@ _WRITES = (
     "router as a module of its own, can stay"
 )
 _AUTOCAST = (
-    "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
-    "can stay"
+    "the code switches autocast on or off by itself, which a graph does not show; around the block, or in a submodule of its "
+    "own, it can stay"
 )
 _ATTRIBUTE = (
     "the code sets an attribute of a tensor ({}), which the rewritten block would not; a result that it returns or sets on its "
@@ -101,9 +104,24 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     several = any(len(tensors) > 1 for tensors in given)
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
-    if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
+    under = torch._C._is_any_autocast_enabled()  # code that switches it off then does something
+    if any((on or under) and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None
+
+
+def depends_on_mode(captured: CapturedBlock, called: Collection[str] = ()) -> bool:
+    """Whether the recorded code may do something else in train mode than in eval mode, but for that of the modules ``called``."""
+    asked = any(not is_within(scope, called) for scope in captured.asks.get("mode", ()))
+    modules = (module for path, module in named_modules(captured.block) if not is_within(path, called))
+    return asked or any(map(_may_hide_mode, modules))
+
+
+def _may_hide_mode(module: nn.Module) -> bool:
+    """Whether its mode is read by code that nobody sees (TorchScript, compiled or generated code), or set by code of its own."""
+    home = type(module).__module__
+    generated = home.startswith("torch.") and not home.startswith("torch.nn.")
+    return generated or has_own_train(module) or module._compiled_call_impl is not None
 
 
 def only_written(refusal: Refusal, reads: Iterable[PythonRead]) -> Refusal:

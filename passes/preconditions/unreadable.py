@@ -49,6 +49,19 @@ def why_unreadable(block: nn.Module) -> str:
     return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
 
 
+def is_elsewhere(block: nn.Module) -> bool:
+    """Whether weights of the block come to where it runs for its calls only: sharded, offloaded, or on the meta device."""
+    if any("_hf_hook" in vars(module) for module in modules_of(block)):
+        return True
+    parameters = named_tensors(block, "_parameters").values()
+    return any(p.is_meta or type(p.data).__name__ == "DTensor" or _is_freed(p) for p in parameters)
+
+
+def _is_freed(parameter: torch.Tensor) -> bool:
+    plain = type(parameter) is nn.Parameter and parameter.numel() > 0
+    return plain and parameter.untyped_storage().size() == 0
+
+
 def why_not_finite(block: nn.Module) -> str:
     """A sentence on the first parameter that holds NaN or infinity, where what a block computes hardly shows; else empty."""
     for name, parameter in block.named_parameters():

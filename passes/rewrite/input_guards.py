@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.ir import InputGuard
+from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 
 
@@ -45,3 +46,11 @@ def input_guards(
         last, kind = tensor.shape[-1] if new[value] in by_rows else None, (tensor.dtype, tensor.dim())
         result.append(InputGuard(name, "tensor", None, *kind, exact, device, layout, gradient, last))
     return tuple(result)
+
+
+def in_own_dtypes(rewritten: RewrittenBlock) -> RewrittenBlock:
+    """The block for floating-point inputs and weights in the dtypes that it was recorded with, and no others."""
+    floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}
+    return replace(
+        rewritten, guards=tuple(replace(g, exact_dtype=g.exact_dtype or g.name in floating) for g in rewritten.guards)
+    )

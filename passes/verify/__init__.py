@@ -21,10 +21,9 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.copies import deepcopied
-from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
-from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
+from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
@@ -37,9 +36,6 @@ from hexa_fx.runtime.install import HexaForward, install, uninstall
 
 log = logging.getLogger(__name__)
 
-_ROUGH = 0.1
-"""For half of the rows in 16 bits: what shows is another computation, not its rounding."""
-
 
 @dataclass(frozen=True)
 class VerificationResult:
@@ -51,8 +47,6 @@ class VerificationResult:
         seconds: what they took.
         reason: why it may not.
         dtype: of the comparison.
-        only_own_dtype: why it may do so only in the dtype of the example: in another one it gives something else, or no copy in
-            another one could be made; empty if it may in all.
         all_reached: whether some case came to every expert's weights, as far as they want gradients.
     """
 
@@ -61,7 +55,6 @@ class VerificationResult:
     seconds: float = 0.0
     reason: str = ""
     dtype: torch.dtype = torch.float64
-    only_own_dtype: str = ""
     all_reached: bool = False
 
 
@@ -92,7 +85,7 @@ def verify(
             experts = _expert_weights(subject.module, rewritten)
             comparison = Comparison(subject, forward, inputs, settings, experts)
             cases = comparison.cases()
-            if not settings.brief and not _reason(cases):
+            if not _reason(cases):
                 tolerance = tolerance_of(dtype)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
                 how = tolerance, backward, settings.factors
@@ -101,48 +94,13 @@ def verify(
         if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
-    bound = ""
-    if not settings.brief and not _reason(cases):
+    if not _reason(cases):
         cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
-        bound = _in_another_dtype(block, rewritten, inputs, settings)
     reason = _reason(cases) or _too_little(cases, inputs, settings)
-    all_reached = not settings.brief and not comparison.untried
-    if not reason and not settings.brief and not all_reached:
+    all_reached = not comparison.untried
+    if not reason and not all_reached:
         reason = odd_expert(block)
-    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, bound, all_reached)
-
-
-def in_own_dtype_only(rewritten: RewrittenBlock) -> RewrittenBlock:
-    """The block as one that runs its own code on floating-point inputs of another dtype than the example's."""
-    guards = (replace(guard, exact_dtype=True) if _is_floating(guard) else guard for guard in rewritten.guards)
-    return replace(rewritten, guards=tuple(guards))
-
-
-def _is_floating(guard: InputGuard) -> bool:
-    return guard.dtype is not None and guard.dtype.is_floating_point
-
-
-def _in_another_dtype(
-    block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs, settings: VerifySettings
-) -> str:
-    """Compares both on a copy in another dtype, as after ``block.bfloat16()``; a sentence if they differ.
-
-    A cast to the dtype that a tensor has on the example does nothing there, and is not seen in float64.
-    """
-    own = _own_dtype(block)
-    other = torch.float32 if own == torch.bfloat16 else torch.bfloat16
-    if all(guard.exact_dtype for guard in rewritten.guards if _is_floating(guard)):
-        return ""
-    if raises_in_pieces(block, settings.analysis_bytes):
-        return f"it is too large for a copy in {other}"
-    try:
-        copied = deepcopied(block, {}).to(other)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        return f"it cannot be copied: {error}"
-    with _installed(copied, rewritten) as forward:
-        runs = PerturbedRuns(Subject(copied, other, other, as_it_is=True), forward, inputs, (), _ROUGH)
-        case = runs.as_it_is()
-    return f"in {other}: {case.detail}" if case.outcome == "different" else ""
+    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
 
 
 def _kinds(
@@ -189,11 +147,11 @@ def _own_dtype(block: nn.Module) -> torch.dtype:
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
     """The block for a comparison in ``dtype``, in which all inputs want gradients.
 
-    `InFloat64` raises recorded dtypes too, so guards on them do not apply there.
+    `InFloat64` raises recorded dtypes too, and autocast leaves float64 alone, so guards on them do not apply there.
     """
     exact = dtype != torch.float64
     guards = (replace(g, exact_dtype=g.exact_dtype and exact, requires_grad=None) for g in rewritten.guards)
-    return replace(rewritten, guards=tuple(guards))
+    return replace(rewritten, guards=tuple(guards), autocast=rewritten.autocast if exact else None)
 
 
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
@@ -207,7 +165,7 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
 
 @contextmanager
 def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaForward]:
-    forward = install(module, *((rewritten, None) if module.training else (None, rewritten)))
+    forward = install(module, rewritten)
     try:
         yield forward
     finally:
@@ -258,7 +216,7 @@ def _kept(different: VerificationCase) -> str:
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:
     """A sentence if only one token was compared: it looks the same however rows are laid out."""
-    if not inputs.one_token or settings.brief:
+    if not inputs.one_token:
         return ""
     larger = [size(batch, sequence) for batch, sequence in settings.sizes if batch * sequence > 1]
     if any(case.outcome == "equal" and case.name in larger for case in cases):

@@ -56,8 +56,8 @@ class Comparison:
     ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
-        training = bool(subject.module.training)
-        self.state = results.state_of(subject.module, forward.stored[training], forward.changed[training])
+        (made,) = forward.specialisations
+        self.state = results.state_of(subject.module, made.stored, made.changed)
         self.tolerance = tolerance_of(subject.dtype)
         self._largest = 0
         """Elements of the largest result in a case."""
@@ -92,11 +92,9 @@ class Comparison:
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
             yield self._case("the example as it was given", given)
-        if self.forward.stored[bool(self.subject.module.training)]:
+        if self.forward.specialisations[0].stored:
             example = self.inputs.example(self.subject.dtype)
             yield self._case(SECOND, example, calls=2)
-        if self.settings.brief:
-            return
         yield from self._at_other_sizes(large)
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large

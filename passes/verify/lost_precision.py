@@ -31,7 +31,7 @@ def lost_precision(
     """
     numbers = (*parameters, *original.values.values(), *other.values.values())
     coarse = any(number.is_floating_point() and number.itemsize < 4 for number in numbers)
-    if coarse or torch.get_float32_matmul_precision() != "highest":
+    if coarse or torch._C._is_any_autocast_enabled() or torch.get_float32_matmul_precision() != "highest":
         return ""
     apart = _apart(original, other)
     wanted = exact() if apart[0] > _CLOSE else None

@@ -61,7 +61,7 @@ class PerturbedRuns:
     def cases(self) -> Iterator[VerificationCase]:
         """One for every perturbation. Of one with several changes, the sentence names the change that makes a difference."""
         module = self.subject.module
-        reads = self.forward.attributes[bool(module.training)].reads
+        reads = self.forward.specialisations[0].attributes.reads
         watched = {read.root for read in reads if not read.is_global and read.steps == ("training",)}
         for perturbation in perturbations(self.inputs, module, self.factors, watched):
             case = self._case(perturbation, perturbation.changes)
@@ -101,20 +101,6 @@ class PerturbedRuns:
         first, second = (value.reshape(tokens, -1)[kept] for value in (first, second))
         return bool(torch.allclose(first.double(), second.double(), rtol=1e-6))
 
-    def as_it_is(self) -> VerificationCase:
-        """The example in the subject's dtype: the kinds of results, and most rows of the numbers."""
-        trial, spec = self._trial(Perturbation(()))
-        original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients=False)
-        other = self._outcome(self.forward.rewritten, trial, trial.leaves, spec, gradients=False)
-        trial.undo()
-        if isinstance(original, Exception) or isinstance(other, GuardMiss):
-            return VerificationCase("", "skipped")
-        if isinstance(other, Exception):
-            return VerificationCase("", "different", detail=f"only the rewritten block raises {kind_and_line(other)}")
-        reason, error = apart(original, other, finite=False, rows=torch.median)
-        detail = reason or (_how_far(error) if error > self.tolerance else "")
-        return VerificationCase("", "different" if detail else "equal", error, detail=detail)
-
     def _trial(self, perturbation: Perturbation) -> tuple[Trial, pytree.TreeSpec]:
         dtype, size = self.subject.dtype, perturbation.size
         args, kwargs = self.inputs.like_example(dtype) if size is None else self.inputs.at(*size, dtype)
@@ -145,11 +131,10 @@ class PerturbedRuns:
     def _outcome(
         self, call: Callable[..., Any], trial: Trial, leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
     ) -> Outcome | Exception:
-        module, training = trial.module, bool(trial.module.training)
+        module, made = trial.module, self.forward.specialisations[0]
         if trial.state is None:
             known = self.state if self.state is not None and self.state.retaken() else None
-            of_results = self.forward.stored[training], self.forward.changed[training]
-            trial.state = known or results.state_of(module, *of_results)
+            trial.state = known or results.state_of(module, made.stored, made.changed)
         state = trial.state
 
         def run() -> Outcome:

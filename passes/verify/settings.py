@@ -37,7 +37,6 @@ class VerifySettings:
         sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
         many_bytes: if the float64 copy is larger than this, gradients, which take the time, are compared in two cases instead
             of four. Outputs are compared in all cases.
-        brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
         overflow_sizes: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         overflow_last: whether to send them to the last experts too.
         many: tokens of one more case, for what shows only in thousands; 0: none.
@@ -54,7 +53,6 @@ class VerifySettings:
     overflow_last: bool = False
     many: int = 0
     counts: CountsToTry = field(default_factory=CountsToTry)
-    brief: bool = False
     factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
     analysis_bytes: int = 2 << 30
@@ -72,9 +70,7 @@ def unlike(given: tuple[Any, Any] | None, example: tuple[Any, Any]) -> tuple[Any
     return None if all(a.shape == b.shape and torch.equal(a, b) for a, b in tensors) else given
 
 
-def settings_of(
-    captured: CapturedBlock, config: HexaConfig, brief: bool, given: tuple[Any, Any] | None = None
-) -> VerifySettings:
+def settings_of(captured: CapturedBlock, config: HexaConfig, given: tuple[Any, Any] | None = None) -> VerifySettings:
     """The settings for a block, by its recorded run, and for what is ``given`` if that is no run on it."""
     in_pieces = captured.whole_bytes is not None
     numbers = sum(parameter.numel() for parameter in named_tensors(captured.block, "_parameters").values())
@@ -85,7 +81,6 @@ def settings_of(
         counts=counts_to_try(captured, _CHEAP // max(1, numbers)),
         few=config.probe_tokens,
         room=room(captured, config),
-        brief=brief,
         factors=factors_past_limits(captured.graph),
         analysis_bytes=config.analysis_bytes,
         given=given,

@@ -26,7 +26,7 @@ class Flagged(Mixture):
 def test_a_decision_on_a_constant_parameter_is_seen_as_it_goes() -> None:
     block, x = Flagged(), torch.randn(12, D)
     opt = hexa_fx.optimize(block, x, CONFIG)
-    assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}
+    assert opt.report.blocks[0].status == "rewritten"
     for value in (1.0, 0.0, 1.0):
         block.flag.fill_(value)
         torch.testing.assert_close(opt(x), block(x))
@@ -108,7 +108,7 @@ class DrawnFirst(nn.Module):
 def test_a_case_for_one_token_after_random_numbers_draws_them_once() -> None:
     block, x = DrawnFirst().double(), torch.randn(12, D, dtype=torch.float64)
     opt = hexa_fx.optimize(block, x, CONFIG)
-    assert opt.report.blocks[0].modes["eval"] == "rewritten"
+    assert opt.report.blocks[0].status == "rewritten"
     for rows in (1, 12):
         results = []
         for module in (block, opt):

@@ -143,7 +143,7 @@ class LeftAndReset(LeftByTraining):
 def test_what_another_mode_left_is_a_condition(kind: type[LeftByTraining]) -> None:
     block, x = kind(), torch.randn(12, D)
     opt = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
-    assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}
+    assert opt.report.blocks[0].status == "rewritten"
     for training in (False, True, False, False, True, True, False):
         block.train(training)
         opt.train(training)
@@ -193,7 +193,7 @@ def test_buffers_that_the_code_exchanges_are_exchanged() -> None:
     torch.manual_seed(0)
     model = Averaging().double()
     opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(9, D, dtype=torch.float64))
-    assert opt.report.blocks[0].modes == {"train": "rewritten", "eval": "rewritten"}
+    assert opt.report.blocks[0].status == "rewritten"
     for number in range(4):
         x = torch.randn(5 + number, D, dtype=torch.float64)
         torch.testing.assert_close(opt.train(number % 3 > 0)(x), model.train(number % 3 > 0)(x))

@@ -49,8 +49,7 @@ def optimized(model, ids, **kwargs):
     from hexa_fx.config import HexaConfig
     from hexa_fx.inspection.inspector import Inspector
 
-    analyses = analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector()).analyses
-    blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
+    blocks = [*analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector(), spread=True).forms.values()]
     assert len(blocks) == 2
     return apply_partition(model, blocks, **kwargs)
 
@@ -171,7 +170,8 @@ def unforeseen(rank, world):
     ids = torch.arange(12).view(2, 6)
     session = optimized(model, ids, strategy="data", capacities=None)
     experts = model.get_submodule(session.plan.layers[0].path)
-    experts.forward.programs[True] = None
+    experts.forward.specialisations = ()
+    experts.forward._latest = None
     model.train()
     try:
         model(input_ids=ids)

@@ -131,7 +131,7 @@ def test_they_never_run_their_own_code_for_being_small(linear, monkeypatch):
     model, x = made(linear)
     for report in (hexa_fx.explain(model, x), hexa_fx.optimize_(model, x).report):
         assert [block.small_tokens for block in report.blocks] == [NEVER_SMALL] * 2
-    assert not any(map(any, model.blocks[0].forward.small.values()))
+    assert not any(any(made.small) for made in model.blocks[0].forward.specialisations)
 
 
 def test_weights_that_are_exchanged_are_seen(linear):

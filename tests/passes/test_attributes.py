@@ -115,7 +115,7 @@ def test_copies_have_conditions_of_their_own(pair):
 
 
 def test_the_attributes_that_are_asked(pair):
-    found = {(read.root, *read.steps) for read in pair[1].forward.attributes[False].reads}
+    found = {(read.root, *read.steps) for read in pair[1].forward.specialisations[0].attributes.reads}
     assert {("", "temperature"), ("", "top_k"), ("", "doubled"), ("experts.2.act", "approximate")} <= found
     assert not {("", "unread"), ("called", "top_k"), ("drop", "p")} & found, "what is called asks for itself"
 

@@ -56,8 +56,7 @@ def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropou
     opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
     forward = installed_forward(opt)
     assert forward is not None
-    assert (forward.attributes[True] is forward.attributes[False]) is shared
-    assert (forward.programs[True] is forward.programs[False]) is shared
+    assert (forward.in_mode(True) is forward.in_mode(False)) is shared
     for training in (True, False):
         model.train(training)
         opt.train(training)

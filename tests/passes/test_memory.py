@@ -130,10 +130,10 @@ def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int
     monkeypatch.setattr(passes, "capture", spied)
     with LiveMemory(*block.parameters()) as memory:
         analysis = bounded(monkeypatch, block)
-    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
-    assert {check.dtype for check in analysis.checks.values()} == {torch.float64}
-    assert all(case.outcome == "equal" for check in analysis.checks.values() for case in check.cases)
-    assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
+    assert analysis.rewritten is not None, analysis.refusal
+    assert analysis.check.dtype == torch.float64
+    assert all(case.outcome == "equal" for case in analysis.check.cases)
+    assert any(case.gradient_error > 0 for case in analysis.check.cases)
     assert memory.peak <= BOUND, f"{memory.peak / 2**20:.1f} MiB: {memory.held}"
     assert recorded == ([T, 8, 4] if kind is Batched else [T])
 
@@ -158,9 +158,9 @@ def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pyt
 
     monkeypatch.setattr(passes, "verify", spied)
     analysis = bounded(monkeypatch, block)
-    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    assert analysis.rewritten is not None, analysis.refusal
     assert alive == [0]
-    graph = analysis.captured["eval"].graph
+    graph = analysis.captured.graph
     read = {record_of(node).value.data_ptr() for node in graph.nodes if node.op == "get_attr"}
     assert {weight.data_ptr() for weight in block.experts.parameters()} <= read
 
@@ -172,8 +172,8 @@ def test_a_view_of_a_weight_that_lies_in_another_way_afterwards_keeps_its_number
         turned.data = turned.data.t().contiguous().t()
     expected = {name: weight.clone() for name, weight in block.named_parameters()}
     analysis = bounded(monkeypatch, block)
-    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
-    graph = analysis.captured["eval"].graph
+    assert analysis.rewritten is not None, analysis.refusal
+    graph = analysis.captured.graph
     read = [node for node in graph.nodes if node.op == "get_attr" and "experts" in str(node.target)]
     assert len(read) == 3 * E
     for node in read:
@@ -246,8 +246,8 @@ def test_what_was_read_of_a_weight_is_not_read_again(
     block = filled(kind())
     reads = Reads(block, monkeypatch)
     analysis = bounded(monkeypatch, block, routed(T) if kind is Given else None)
-    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
-    assert not [case.name for case in analysis.checks["eval"].cases if "on from expert" in case.name]
+    assert analysis.rewritten is not None, analysis.refusal
+    assert not [case.name for case in analysis.check.cases if "on from expert" in case.name]
     assert reads.times <= most
 
 
@@ -268,6 +268,6 @@ def test_no_expert_has_a_gradient_as_large_as_all_of_them(kind: type[nn.Module])
     inputs = tuple(value.float() if value.is_floating_point() else value for value in routed(T))
     with WholeGradients() as filled_up:
         analysis = analyse(Observation("block", block, inputs[: 3 if kind is Given else 1], {}), hexa_fx.HexaConfig())
-    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
-    assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
+    assert analysis.rewritten is not None, analysis.refusal
+    assert any(case.gradient_error > 0 for case in analysis.check.cases)
     assert filled_up.count == 0

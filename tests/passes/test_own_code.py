@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hexa_fx
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.runtime import install
+from hexa_fx.runtime.guards import OwnCodeOnly
 from tests.zoo.registry import by_name
 
 FEW_CALLS = (
@@ -83,7 +84,7 @@ def test_what_saves_calls_or_much_memory_is_always_rewritten(name, monkeypatch):
     seen = ran(forward, monkeypatch)
     for tokens in (1, 256, 1024):
         model(inputs(name, tokens))
-    assert set(seen) <= {"rewritten"} or max(forward.small[False]) < inputs(name, 256).numel()
+    assert set(seen) <= {"rewritten"} or max(forward.specialisations[0].small) < inputs(name, 256).numel()
     assert seen[1:] == ["rewritten", "rewritten"]
 
 
@@ -150,7 +151,7 @@ def test_weights_with_a_main_grad_get_their_gradients_there(training, monkeypatc
 
 def test_own_code_for_another_reason_says_where_gradients_go(caplog):
     model, forward, weights = small_with_buffers()
-    forward.attributes[False].check = _missed
+    forward.specialisations[0].attributes.check = _missed
     model(inputs("dense_stacked_einsum", 8)).sum().backward()
     assert all(weight.grad is not None and (weight.main_grad == 1).all() for weight in weights.values())
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
@@ -158,7 +159,7 @@ def test_own_code_for_another_reason_says_where_gradients_go(caplog):
 
 
 def _missed() -> None:
-    raise install.GuardMiss("a reason")
+    raise OwnCodeOnly("a reason")
 
 
 class Coded(torch.Tensor):
@@ -234,9 +235,8 @@ def limits(experts: int, skips: bool) -> list[float]:
     """Tokens up to which a list runs its own code, without and with gradients."""
     torch.manual_seed(0)
     model = hexa_fx.optimize(Listed(experts, skips), torch.randn(40, 8), hexa_fx.HexaConfig(verify=False))
-    small = model.forward.small
-    assert small[True] == small[False]
-    return [limit / 8 for limit in small[True]]
+    (made,) = model.forward.specialisations
+    return [limit / 8 for limit in made.small]
 
 
 def test_a_list_of_few_experts_runs_its_own_code():

@@ -462,7 +462,7 @@ def test_a_block_in_its_own_code_is_replayed_too():
     optimized = hexa_fx.optimize(block, x)
     forward = optimized.__dict__["forward"]
     assert isinstance(forward, HexaForward)
-    forward.small = dict.fromkeys((True, False), Small(1000, 1000))
+    forward.specialisations[0].small = Small(1000, 1000)
     ids = torch.rand(12, 4).argsort(1)[:, :2]
     with hexa_fx.replay_routing(optimized, RoutingLog(ids[:, None])), hexa_fx.record_routing(optimized) as seen:
         optimized(x)
@@ -474,13 +474,15 @@ def test_a_forward_that_falls_back_after_its_router_ran_is_replayed():
     x = torch.randn(12, 8)
     optimized = hexa_fx.optimize(Block(by_topk).eval(), x, CONFIG)
     forward = optimized.__dict__["forward"]
-    program, ran = forward.programs[False], []
+    (made,), ran = forward.specialisations, []
+    program = made.program
 
     def failing(*args):
         ran.append(program.function(*args))
         raise GuardMiss("expected something else")
 
-    forward.programs[False] = SimpleNamespace(function=failing, inputs=program.inputs, path="")
+    made.program = SimpleNamespace(function=failing, inputs=program.inputs, path="")
+    forward.analyst = None
     ids = torch.rand(12, 4).argsort(1)[:, :2]
     with hexa_fx.replay_routing(optimized, RoutingLog(ids[:, None])), hexa_fx.record_routing(optimized) as seen:
         found = optimized(x)

@@ -143,7 +143,7 @@ def list_rewritten(
         InputGuard("hidden", "tensor", dtype=torch.float32, ndim=3),
         InputGuard("scale", "constant", value=None),
     )
-    return RewrittenBlock("layers.0.moe", graph, list_packed(num_experts), guards)
+    return RewrittenBlock("layers.0.moe", graph, list_packed(num_experts), guards, training=train)
 
 
 def stacked_rewritten(moe: Callable[..., torch.Tensor] = dense_moe) -> RewrittenBlock:

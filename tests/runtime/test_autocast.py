@@ -1,4 +1,4 @@
-"""Under autocast a rewritten block gives the dtypes that its original gives, in every kind of call."""
+"""Under autocast a block runs what was made of it there, and gives the dtypes that its original gives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.modes import autocast
 from tests.zoo.compare import operators_run
 
 D, E, K = 8, 4, 2
@@ -122,7 +121,7 @@ def test_code_that_switches_autocast_off_is_its_own_under_autocast(caplog):
     assert operators_run(optimized, (x(),))
     with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
-    assert "under autocast" in caplog.text
+    assert "switches autocast on or off by itself" in caplog.text
 
 
 class Switch(nn.Module):
@@ -159,7 +158,7 @@ class Enabling(Block):
 
 def test_code_that_switches_it_on_is_refused():
     (block,) = hexa_fx.explain(Enabling(), x()).blocks
-    assert "switches autocast on by itself" in block.reason
+    assert "switches autocast on or off by itself" in block.reason
 
 
 def test_inputs_of_a_dtype_that_was_not_tried(caplog):
@@ -169,7 +168,7 @@ def test_inputs_of_a_dtype_that_was_not_tried(caplog):
         for one in (model, optimized):
             with pytest.raises(RuntimeError):
                 one(given)
-    assert "for inputs in float64 is not known" in caplog.text
+    assert "runs its original forward" in caplog.text
 
 
 class Asking(Block):
@@ -179,15 +178,11 @@ class Asking(Block):
 
 def test_code_that_asks_for_it():
     model, optimized = pair(Asking)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
-
-
-def test_the_sentence_says_what_it_asks(caplog):
-    _, optimized = pair(Asking)
-    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
-        optimized(x())
-    assert "it asks torch.is_autocast_enabled(), and is rewritten as it runs without autocast" in caplog.text
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
+            assert operators_run(optimized, (x(),))
+    torch.testing.assert_close(optimized(x()), model(x()))
 
 
 class CastsLess(Block):
@@ -224,29 +219,31 @@ def test_code_that_reads_something_else_under_it():
     for one in (model, optimized):
         one.factor = 3.0
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
+        torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", [Block, Asking])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_optimized_under_autocast(kind, dtype):
-    """As outside of it: the run on the example and all comparisons are without."""
     torch.manual_seed(0)
     model = kind()
     with torch.autocast("cpu", dtype):
         optimized = hexa_fx.optimize(copy.deepcopy(model), x())
         assert torch.is_autocast_enabled("cpu")
         expected, found = model(x()), optimized(x())
-        assert operators_run(optimized, (x(),)) == (kind is Block)
+        assert operators_run(optimized, (x(),))
     torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
     assert operators_run(optimized, (x(),))
     torch.testing.assert_close(optimized(x()), model(x()))
 
 
-def test_what_only_runs_under_autocast_is_told():
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError) as error:
-        hexa_fx.optimize(Block(), x().bfloat16())
-    assert "on the example inputs with torch.autocast off: Block(bfloat16[24, 8] on cpu)" in error.value.__notes__[0]
+def test_inputs_that_only_run_under_autocast():
+    torch.manual_seed(0)
+    model = Block()
+    with torch.autocast("cpu", torch.bfloat16):
+        optimized = hexa_fx.optimize(copy.deepcopy(model), x().bfloat16())
+        torch.testing.assert_close(optimized(x().bfloat16()), model(x().bfloat16()), rtol=0.1, atol=0.1)
+        assert operators_run(optimized, (x().bfloat16(),))
 
 
 def test_weights_in_the_other_16_bits():
@@ -260,23 +257,6 @@ def test_weights_in_the_other_16_bits():
         found.append([y, *(p.grad for p in one.parameters())])
     for one, two in zip(*found):
         torch.testing.assert_close(two, one, rtol=0.1, atol=0.1)
-
-
-def test_a_block_in_16_bits_runs_once_for_each_pair_of_dtypes(monkeypatch):
-    """Its own dtype may be the autocast dtype; to that one belongs float32, in which norms give their results and masters lie."""
-    runs, original = [], autocast.dtypes_of
-
-    def counted(result):
-        runs.append(result)
-        return original(result)
-
-    monkeypatch.setattr(autocast, "dtypes_of", counted)
-    optimized = hexa_fx.optimize(Block().bfloat16(), x().bfloat16())
-    assert len(runs) == 4
-    for model in (optimized, optimized.float()):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert operators_run(model, (x(),))
-            assert model(x()).dtype == torch.float32
 
 
 class WithPosition(Block):
@@ -296,4 +276,4 @@ def test_parameters_in_another_dtype_than_they_were_recorded_in(caplog):
         assert optimized(x().bfloat16()).dtype == model(x().bfloat16()).dtype == torch.bfloat16
         assert optimized.float()(x()).dtype == model.float()(x()).dtype
         assert operators_run(optimized, (x(),))
-    assert "for inputs in bfloat16 and parameters in bfloat16 is not known" in caplog.text
+    assert "original" not in caplog.text

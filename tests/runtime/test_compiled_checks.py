@@ -250,7 +250,7 @@ def test_the_checks_of_a_call_are_few_python_calls() -> None:
         opt = hexa_fx.optimize(Blocks(copies).eval(), x, hexa_fx.HexaConfig(own_code_when_small=False, verify=False))
         forward = installed_forward(opt)
         assert forward is not None
-        program = forward.programs[False]
+        (made,) = forward.specialisations
         called = 0
 
         def count(frame: object, event: str, argument: object) -> None:
@@ -261,8 +261,8 @@ def test_the_checks_of_a_call_are_few_python_calls() -> None:
             opt(x)
         sys.setprofile(count)
         try:
-            forward.attributes[False].check()
-            forward._inputs_of(program, False, (x,), {})
+            made.attributes.check()
+            made.inputs_of(forward.arguments, (x,), {})
         finally:
             sys.setprofile(None)
         counts.append(called)

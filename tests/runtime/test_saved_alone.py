@@ -111,6 +111,6 @@ def test_a_block_that_is_tried_keeps_its_place() -> None:
     _, model = made()
     block = model.layers[0]
     forward, before = block.forward, [p.untyped_storage().data_ptr() for p in block.parameters()]
-    assert forward.packed_names[False]
+    assert forward.reads_under()
     uninstall(block)
     assert [p.untyped_storage().data_ptr() for p in block.parameters()] == before

@@ -72,11 +72,8 @@ def judge(v: Variant) -> Line:
         return Line(
             v, "refused", "; ".join(dict.fromkeys(b.reason for b in blocks)) or "holds nothing that looks like experts"
         )
-    excuses = [
-        f"{m} mode runs the original: {text}" for b in rewritten for m, text in b.modes.items() if text != "rewritten"
-    ]
     details = [f"{b.idiom}, `{b.expert}`" if b.expert else b.idiom for b in rewritten]
-    return Line(v, "rewritten", "; ".join(dict.fromkeys([*details, *excuses])))
+    return Line(v, "rewritten", "; ".join(dict.fromkeys(details)))
 
 
 def optimized(model: nn.Module, args: tuple, kwargs: dict, config: hexa_fx.HexaConfig | None = None) -> nn.Module:

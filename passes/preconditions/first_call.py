@@ -16,7 +16,6 @@ from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.written_tensors import tensors_restored
-from hexa_fx.passes.modes.same_run import in_mode
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def set_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
 
 
 def _left_alone(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kept:
-    """What the first calls in both modes set and the second ones did not; nothing if gradients are to go through it."""
+    """What the first call set and the second one did not; nothing if gradients are to go through it."""
     effects = SideEffects(block, namespaces_of(block))
     with tensors_restored(block, effects.restore), restored(block):
         try:
@@ -54,9 +53,9 @@ def _left_alone(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _called(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], times: int) -> _Kept:
-    """What modules hold after so many calls in eval and in train mode."""
-    for training in (False, True) * times:
-        with in_mode(block, training), torch.enable_grad():
+    """What modules hold after so many calls."""
+    for _ in range(times):
+        with torch.enable_grad():
             given_args, given_kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
             block(*given_args, **given_kwargs)
     held = ((id(module), holder) for module in modules_of(block) for holder in (module.__dict__, module._buffers))

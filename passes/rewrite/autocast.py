@@ -1,15 +1,16 @@
 """Which dtypes a block's results have under autocast, by running its own code there once.
 
-Recorded code names dtypes as they were, and a rewritten region gives its result in the autocast dtype, whereas the original may
-add it up in float32. What the original gives depends on the autocast dtype and on the dtypes of the inputs, and of parameters that
-it does more with than multiply matrices.
+A rewritten region gives its result in the autocast dtype, whereas the original may add it up in float32. What the original gives
+depends on the autocast dtype and on the dtypes of the inputs, and of parameters that it does more with than multiply matrices. A
+block holds for the autocast that it was recorded under. One that is spread over devices has no other code to fall back to, so that
+several kinds of autocast are tried for it at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.passes.modes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of, parameters_that_count
 from hexa_fx.runtime.results import state_of, values_left
@@ -28,56 +28,64 @@ from hexa_fx.runtime.signature import ArgumentNames
 
 log = logging.getLogger(__name__)
 
-_LARGEST = 1 << 29
-"""Elements of a parameter of which no 16-bit copy is made for this: a block with a larger one runs its own code under autocast."""
+_DTYPES = (torch.bfloat16, torch.float16)
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def with_autocast(
+def under_this_autocast(
     block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RewrittenBlock:
-    """The block with the dtypes of its results under autocast, and with the states of autocast in which its code does the same."""
-    found = with_dtypes(block, captured, rewritten, args, kwargs)
-    return replace(found, reads=with_states_alike(captured, found.reads, args, kwargs))
+    """The block for the autocast that is on now, or for none if none is."""
+    cast = _cast_of(args, kwargs)
+    if cast is None:
+        return replace(rewritten, autocast=AutocastDtypes())
+    return replace(rewritten, autocast=replace(_dtypes(block, rewritten, [(cast, (args, kwargs))]), off=False))
 
 
-def with_dtypes(
+def under_any_autocast(
     block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RewrittenBlock:
-    """The block with the dtypes of its results under autocast.
+    """The block, recorded without autocast, for each dtype of autocast, too: for inputs as given and in other floating dtypes.
 
-    There are none if the recorded code switches autocast off by itself: nodes do not say where.
+    For none if the recorded code switches autocast off by itself: nodes do not say where.
     """
     called = called_in(rewritten.graph)
-    switched = any(not is_within(scope, called) for scope in captured.in_autocast)
-    return replace(
-        rewritten, autocast=AutocastDtypes() if switched else _autocast_dtypes(block, rewritten, args, kwargs)
-    )
-
-
-def _autocast_dtypes(
-    block: nn.Module, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AutocastDtypes:
-    """The dtypes of results by `kind_of` the call, for inputs as given and for floating ones in other dtypes (`_mixtures`).
-
-    Kinds in which the block raises an error are left out.
-    """
-    if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
-        return AutocastDtypes()
-    found: dict[Any, tuple[torch.dtype | None, ...]] = {}
-    before, parameters = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
+    if any(not is_within(scope, called) for scope in captured.in_autocast):
+        return replace(rewritten, autocast=AutocastDtypes())
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # a block in 16 bits has its own dtype and the autocast dtype in one
-    tried = dict.fromkeys((dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype))
-    for dtype, mixture in tried:
-        given = pytree.tree_unflatten([_cast(leaf, to) for leaf, to in zip(leaves, mixture)], structure)
-        device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")
+    tried = dict.fromkeys((dtype, mixture) for dtype in _DTYPES for mixture in _mixtures(leaves, dtype))
+    calls = [
+        (dtype, pytree.tree_unflatten([_cast(leaf, to) for leaf, to in zip(leaves, mixture)], structure))
+        for dtype, mixture in tried
+    ]
+    return replace(rewritten, autocast=_dtypes(block, rewritten, calls))
+
+
+def _cast_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of the autocast that is on for a call; None if none is."""
+    device = _device_of((args, kwargs))
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _device_of(given: Any) -> str:
+    return next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")
+
+
+def _dtypes(block: nn.Module, rewritten: RewrittenBlock, calls: Sequence[tuple[torch.dtype, _Call]]) -> AutocastDtypes:
+    """The dtypes of results by `kind_of` the call. Kinds in which the block raises an error are left out."""
+    found: dict[Any, tuple[torch.dtype | None, ...]] = {}
+    before, parameters = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
+    for dtype, (args, kwargs) in calls:
         try:
             with (
                 random_state_kept(),
-                torch.autocast(device, dtype, cache_enabled=False),
+                torch.autocast(_device_of((args, kwargs)), dtype, cache_enabled=False),
                 torch.no_grad(),
             ):
-                kind = kind_of(rewritten.guards, _named(block, *given), block, parameters)
+                named = ArgumentNames.of(block.forward, False).bind(args, kwargs)
+                kind = kind_of(rewritten.guards, named, block, parameters)
+                given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                 result = block.forward(*given[0], **given[1])
                 found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
         except Exception as error:
@@ -103,7 +111,3 @@ def _mixtures(leaves: list[Any], autocast: torch.dtype) -> Iterator[tuple[torch.
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf if dtype is None else leaf.to(dtype, copy=True)
-
-
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return ArgumentNames.of(block.forward, False).bind(args, kwargs)

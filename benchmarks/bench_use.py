@@ -1,0 +1,272 @@
+"""Loaded models in the set-ups that people use: what ran, how fast beside transformers' ``grouped_mm``, and the pause of a first call.
+
+    python benchmarks/bench_use.py [--models olmoe,qwen3-30b,...] [--cells bf16,...] [--json FILE]
+
+Models of `benchmarks/real_blocks.py`, published widths, `--layers` layers, a vocabulary of 1024. Each is saved to a folder once and
+comes from ``from_pretrained`` in every cell. ``hexa`` is `hexa_fx.optimize_` without an example, except where a cell says so. A cell is
+a set-up; its time is the mean of calls that follow each other without end, its first call that with all analysis, kernels being built
+or not. Counts are of calls of blocks after the first of their kind. `--shrink 32 --device cpu` tries the script without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch  # noqa: E402
+
+from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of  # noqa: E402
+from hexa_fx.errors import kind_and_line  # noqa: E402
+
+Model = Any
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A set-up.
+
+    Args:
+        weights: dtype that the model is loaded in.
+        cast: dtype of autocast, if it is on.
+        scaled: whether losses are scaled by a `torch.amp.GradScaler`.
+        change: what is done to the model once it is optimized (the peer's: loaded).
+        example: whether the model is analysed on an example before ``change``.
+        tokens: of a call; with gradients unless ``inference``.
+        dense_bytes: memory that the cell needs, in bytes of the weights in bf16.
+    """
+
+    weights: torch.dtype = torch.bfloat16
+    cast: torch.dtype | None = None
+    scaled: bool = False
+    change: Callable[[Model], Model] | None = None
+    example: bool = False
+    tokens: int = 0
+    inference: bool = False
+    only_hexa: Callable[[Model], Model] | None = None
+    outputs: dict[str, Any] | None = None
+    dense_bytes: float = 3
+
+
+def _fully_sharded(model: Model) -> Model:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        store = dist.FileStore(tempfile.mkstemp()[1], 1)
+        dist.init_process_group(
+            "nccl" if next(model.parameters()).is_cuda else "gloo", store=store, rank=0, world_size=1
+        )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def _checkpointed(reentrant: bool) -> Callable[[Model], Model]:
+    def change(model: Model) -> Model:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    return change
+
+
+def _frozen(model: Model) -> Model:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    return model
+
+
+def _adapted(model: Model) -> Model:
+    import peft
+
+    stacked = [name for name, p in model.named_parameters() if "experts" in name and p.dim() == 3]
+    config = peft.LoraConfig(
+        r=16,
+        target_modules=["q_proj"],
+        target_parameters=sorted({n.split("layers.0.")[-1] for n in stacked if "layers.0." in n}),
+    )
+    return peft.get_peft_model(model, config)
+
+
+def _assigned(model: Model) -> Model:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def _packed(model: Model) -> Model:
+    import hexa_fx
+
+    return hexa_fx.quantize_experts_(model, "fp8_block")
+
+
+CELLS = {
+    "bf16": Cell(),
+    "float32, autocast": Cell(torch.float32, torch.bfloat16, dense_bytes=6),
+    "bf16, autocast": Cell(cast=torch.bfloat16),
+    "fp16 autocast, scaled": Cell(torch.float32, torch.float16, scaled=True, dense_bytes=6),
+    "cast after": Cell(torch.float32, change=lambda model: model.bfloat16(), example=True, dense_bytes=4),
+    "FSDP2, bf16 policy": Cell(torch.float32, change=_fully_sharded, dense_bytes=8),
+    "checkpoints": Cell(change=_checkpointed(False)),
+    "reentrant checkpoints": Cell(change=_checkpointed(True)),
+    "LoRA on experts": Cell(change=_adapted, dense_bytes=5),
+    "frozen experts": Cell(change=_frozen),
+    "router logits": Cell(outputs={"output_router_logits": True}),
+    "deepcopy": Cell(change=copy.deepcopy, example=True, dense_bytes=4),
+    "assigned weights": Cell(change=_assigned, example=True, dense_bytes=4),
+    "packed, 8 tokens": Cell(only_hexa=_packed, example=True, inference=True, tokens=8),
+    "compiled": Cell(change=torch.compile, example=True),
+    "prefill": Cell(inference=True),
+    "8 tokens": Cell(inference=True, tokens=8),
+}
+TRAINED = tuple(name for name, cell in CELLS.items() if not cell.inference)
+
+
+def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """A row a cell and implementation, of one model."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        model = make(name, options.device, options.shrink, options.layers)
+        weights = sum(p.numel() * 2 for p in model.parameters())
+        model.save_pretrained(folder)
+        del model
+        for kind in options.cells.split(";") if options.cells else CELLS:
+            cell = CELLS[kind]
+            room = torch.cuda.mem_get_info()[0] if options.device == "cuda" else float("inf")
+            if weights * cell.dense_bytes > room:
+                yield {"model": name, "cell": kind, "reason": f"needs {weights * cell.dense_bytes / GIB:.0f} GiB"}
+                continue
+            for implementation in ("hexa", "grouped_mm"):
+                row: Row = {"model": name, "cell": kind, "impl": implementation}
+                try:
+                    row |= measured(folder, cell, implementation, options)
+                except Exception as error:  # of a peer in a set-up that it does not take, or of memory
+                    row["reason"] = kind_and_line(error)
+                torch.compiler.reset()
+                gc.collect()
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+                yield row
+
+
+def measured(folder: str, cell: Cell, implementation: str, options: argparse.Namespace) -> Row:
+    """One cell with one implementation."""
+    import hexa_fx
+    from transformers import AutoModelForCausalLM
+
+    tokens = cell.tokens or options.tokens
+    ids = tokens_of(options.device, tokens)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=cell.weights, device_map=None).to(options.device)
+    model.train(not cell.inference)
+    hexa, owner = implementation == "hexa", model
+    began = time.perf_counter()
+    if hexa:
+        example = {"input_ids": ids[:, :64]} if cell.example else None
+        config = hexa_fx.HexaConfig.from_environment(own_code_when_small=False)
+        model = hexa_fx.optimize_(model, example, config)
+        model = cell.only_hexa(model) if cell.only_hexa else model
+    else:
+        model.set_experts_implementation(implementation)
+    model = cell.change(model) if cell.change is not None else model
+    owner = next((m for m in model.modules() if "report" in vars(m)), owner) if cell.change is copy.deepcopy else owner
+    call = _call(model, ids, cell, options.device)
+    call()
+    synchronize()
+    first = time.perf_counter() - began
+    if hexa:
+        wait_for_kernels()
+    call()
+    before = _counts(owner) if hexa else ()
+    seconds, peak = timed(call, options.seconds)
+    row: Row = {"ms": round(1e3 * seconds, 3), "first_s": round(first, 2), "peak_gib": peak}
+    return row | _ran(before, _counts(owner)) if hexa else row
+
+
+def _call(model: Model, ids: torch.Tensor, cell: Cell, device: str) -> Callable[[], None]:
+    """A step, or a forward where there are no gradients."""
+    scaler = torch.amp.GradScaler(device) if cell.scaled else None
+    given = {"input_ids": ids, "use_cache": False, **(cell.outputs or {})}
+
+    def forward() -> Any:
+        with torch.autocast(device, cell.cast) if cell.cast is not None else nullcontext():
+            return model(**given, **({} if cell.inference else {"labels": ids}))
+
+    def infer() -> None:
+        with torch.no_grad():
+            forward()
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = forward().loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    return infer if cell.inference else step
+
+
+def _counts(model: Model) -> tuple[tuple[int, int], ...]:
+    return tuple((b.calls.rewritten, sum(b.calls.own.values())) for b in model.report.blocks)
+
+
+def _ran(before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]) -> Row:
+    """How many calls ran rewritten, and how many the own code, while it was timed. Compiled calls are not counted."""
+    return {
+        "rewritten": sum(b[0] - a[0] for a, b in zip(before, after)),
+        "own": sum(b[1] - a[1] for a, b in zip(before, after)),
+    }
+
+
+def timed(call: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """Mean seconds of calls that follow each other for a while, after as long a warm-up; and their peak memory in GiB."""
+    found = 0.0
+    for number in range(2):
+        synchronize()
+        if number and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        began, calls = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds or calls < 3:
+            call()
+            calls += 1
+            if calls % 4 == 0:
+                synchronize()
+        synchronize()
+        found = (time.perf_counter() - began) / calls
+    return found, round(torch.cuda.max_memory_allocated() / GIB, 2) if torch.cuda.is_initialized() else 0.0
+
+
+def main() -> None:
+    """Prints a JSON line a row; `--json` keeps them with what they depend on."""
+    parser = options_of(__doc__)
+    parser.add_argument(
+        "--models", default="olmoe,qwen3-30b,mixtral-8x7b,gpt-oss-20b,deepseek-v2-lite,glm-4.5,deepseek-v3"
+    )
+    parser.add_argument("--cells", default="", help=f"some of: {'; '.join(CELLS)}")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shrink", type=int, default=1)
+    options = parser.parse_args()
+    assert set(options.models.split(",")) <= set(REAL_BLOCKS)
+    found: list[Row] = []
+    for name in options.models.split(","):
+        for row in rows(name, options):
+            print(json.dumps(row), flush=True)
+            found.append(row)
+            keep(found, options.json, options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A block beside the user's one, on the same weights, that may be analysed while others run the original.
+
+Trial runs set attributes, write to buffers, and put random numbers in place of constant parameters. In a shadow all of that happens
+to other modules, and to copies of small tensors; large weights are shared, and are read only.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.isolation.module_tree import named_modules
+
+_REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_COPIED_BYTES = 1 << 20
+"""Of a single tensor that is copied."""
+_OF_OTHERS = ("_hf_hook", "_old_forward")
+"""What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
+
+
+def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn.Module:
+    """A tree of modules of the same classes, which hold what the modules of ``block`` hold.
+
+    Args:
+        left: names of attributes of ``block`` that are left out: what `hexa_fx` put there.
+        forward: that of the instance, if it has one of its own.
+    """
+    modules = [module for _, module in named_modules(block)]
+    shadows: dict[int, Any] = {}
+    for module in modules:
+        compiled = isinstance(module, torch.jit.ScriptModule)
+        shadows[id(module)] = module if compiled else object.__new__(type(module))
+    tensors: dict[int, Tensor] = {}
+    for module in modules:
+        if (shadow := shadows[id(module)]) is module:
+            continue
+        held = dict(vars(module))
+        for name in _REGISTRIES:
+            held[name] = type(held[name])(held[name])
+        held["_modules"] = type(held["_modules"])((k, shadows.get(id(v), v)) for k, v in held["_modules"].items())
+        for registry in ("_parameters", "_buffers"):
+            for name, tensor in held[registry].items():
+                held[registry][name] = None if tensor is None else tensors.setdefault(id(tensor), _beside(tensor))
+        hooked = "forward" if "_old_forward" in held else ""
+        without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
+        for name in held.keys() - without:
+            shadow.__dict__[name] = held[name] if name in _REGISTRIES else _rebound(held[name], shadows)
+        if module is block and forward is not None:
+            shadow.__dict__["forward"] = _rebound(forward, shadows)
+    found: nn.Module = shadows[id(block)]
+    return found
+
+
+def _beside(tensor: Tensor) -> Tensor:
+    """A small tensor's copy; a large one itself."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.numel() * tensor.element_size() > _COPIED_BYTES:
+        return tensor
+    copied = tensor.detach().clone(memory_format=torch.preserve_format)
+    made = nn.Parameter(copied, tensor.requires_grad) if type(tensor) is nn.Parameter else copied
+    made.__dict__.update(vars(tensor))
+    return made
+
+
+def _rebound(value: Any, shadows: dict[int, Any]) -> Any:
+    """An attribute of a shadow: modules of the tree, also in lists and as what methods are bound to, are their shadows."""
+    if isinstance(value, nn.Module):
+        return shadows.get(id(value), value)
+    if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
+        return type(value)(_rebound(item, shadows) for item in value)
+    if isinstance(value, types.MethodType) and id(value.__self__) in shadows:
+        return types.MethodType(value.__func__, shadows[id(value.__self__)])
+    if type(value) is functools.partial and any(id(item) in shadows for item in value.args):
+        args = (shadows.get(id(item), item) for item in value.args)
+        return functools.partial(value.func, *args, **value.keywords)
+    return value

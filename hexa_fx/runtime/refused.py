@@ -1,0 +1,71 @@
+"""Kinds of calls that were analysed and are left to a block's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hexa_fx.ir import PythonRead
+from hexa_fx.runtime.attribute_guards import AttributeGuards
+from hexa_fx.runtime.call_kinds import call_kind, call_sizes, call_tokens
+from hexa_fx.runtime.guards import GuardMiss
+
+
+class RefusedKind:
+    """A kind of call, by what it is like and by what its code read, and why it runs the block's own code.
+
+    Args:
+        module: the block, which is not kept alive.
+        args, kwargs: of the call.
+        reason: why it is left.
+        reads: what the code read from Python; if it reads something else, the kind is another.
+        own_forward: the forward that the block's instance had of its own.
+        enough: calls of more tokens than this say as much as any larger one. A smaller call says nothing of larger ones.
+        of_sizes: whether it holds for tensors of these shapes only.
+        calls: how many calls it holds for; None for all.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+        reads: Sequence[PythonRead] = (),
+        own_forward: Callable[..., Any] | None = None,
+        enough: int = 0,
+        of_sizes: bool = False,
+        calls: int | None = None,
+    ) -> None:
+        self.kind, self.reason = call_kind(bool(module.training), args, kwargs), reason
+        self.sizes = call_sizes(args, kwargs) if of_sizes else None
+        tokens = call_tokens(args, kwargs)
+        self.tokens = tokens if tokens < enough else None
+        self.attributes = AttributeGuards(module, (), reads, (), own_forward)
+        self._left, self.lasted = calls, calls
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has held for as many calls as it should."""
+        return self._left is not None and self._left <= 0
+
+    def bind(self, module: nn.Module) -> None:
+        """Watches ``module`` from now on."""
+        self.attributes.bind(module)
+
+    def holds(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is of this kind. Counts it if it is."""
+        if self.is_over or self.kind != call_kind(training, args, kwargs):
+            return False
+        if self.sizes is not None and self.sizes != call_sizes(args, kwargs):
+            return False
+        if self.tokens is not None and call_tokens(args, kwargs) > self.tokens:
+            return False
+        try:
+            self.attributes.check()
+        except GuardMiss:
+            return False
+        self._left = None if self._left is None else self._left - 1
+        return True

@@ -1,0 +1,184 @@
+"""One rewritten forward of a block, and the conditions under which it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import is_grad_enabled, nn
+from torch.compiler import is_compiling
+
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ops import main_grad
+from hexa_fx.ops.sources import TAKE_SOURCES
+from hexa_fx.runtime import results
+from hexa_fx.runtime.attribute_guards import AttributeGuards
+from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
+from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
+from hexa_fx.runtime.compiled_checks import inputs_of
+from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, check_coverage, check_inputs
+from hexa_fx.runtime.linear_lora import LinearLora
+from hexa_fx.runtime.program import Program
+from hexa_fx.runtime.readers import packed_names
+from hexa_fx.runtime.signature import ArgumentNames
+from hexa_fx.runtime.traced_lora import TracedLora
+from hexa_fx.runtime.written_weights import look_before_backward
+from hexa_fx.sources.adapters import Adapters
+from hexa_fx.sources.packed_parameters import matrices_of
+
+
+class Specialisation:
+    """A rewritten forward that runs in the calls for which its conditions hold: mode, dtypes, autocast, and what code read.
+
+    Args:
+        module: the block, which is not kept alive.
+        block: what was made of it.
+        own_forward: the forward that the block's instance had of its own; None if it had the class's.
+    """
+
+    def __init__(self, module: nn.Module, block: RewrittenBlock, own_forward: Callable[..., Any] | None = None) -> None:
+        self.program = Program.of(block.graph, block.path)
+        self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
+        self.packed_names = packed_names(block)
+        self.stored, self.changed, self.small, self.num_experts = (
+            block.stored,
+            block.changed,
+            block.small,
+            block.num_experts,
+        )
+        self.weights = main_grad.parameters_of(block.graph)
+        self.matrices = matrices_of(block.graph, self.packed_names)
+        self.lora = LinearLora.of(block)
+        self.attributes = AttributeGuards.of(module, block, own_forward)
+        self._forms: dict[tuple[Any, ...], Callable[[Any, Any], list[Any] | None]] = {}
+
+    def bind(self, module: nn.Module) -> None:
+        """Watches ``module`` from now on, a copy of the one that it was made for."""
+        self.attributes.bind(module)
+
+    def holds_in(self, training: bool) -> bool:
+        """Whether it was made for this mode."""
+        return self.training is None or self.training is training
+
+    def prefers_own_code(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the block's own code is faster for inputs as small as these."""
+        wanted = is_grad_enabled()
+        limit = self.small.with_gradients if wanted else self.small.without_gradients
+        return is_small(limit, args, kwargs) and not (wanted and self.has_main_grad(module))
+
+    def has_main_grad(self, module: nn.Module) -> bool:
+        """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
+        return main_grad.has_any(module, self.weights)
+
+    def takes_adapters(self) -> bool:
+        """Whether the program runs an operator that takes weights and their adapters apart."""
+        return any(f"_{name}(" in self.program.source for name in TAKE_SOURCES)
+
+    def run(
+        self,
+        module: nn.Module,
+        arguments: ArgumentNames,
+        adapters: Adapters,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs the rewritten forward on a call.
+
+        Args:
+            module: the block. arguments: names of its forward's arguments. adapters: those that are active on it.
+
+        Raises:
+            GuardMiss: it was not made for this call.
+        """
+        inputs, dtypes, adapted = self.meet(module, arguments, args, kwargs)
+        results.check(module, self.stored)
+        read = [getattr(module, name) for name in self.packed_names]
+        read += adapted.factors() if adapted else ()
+        for reader in read:
+            reader.refresh()
+        with results.counted(module, self.stored) if self.stored else nullcontext():
+            result = self.program.function(a.seen_from(module) if (a := adapted or adapters) else module, *inputs)
+        look_before_backward(result, read)
+        result = result if dtypes is None else in_dtypes(result, dtypes)
+        if self.stored:
+            result, kept = result
+            results.leave(module, self.stored, kept)
+        return result
+
+    def meet(
+        self, module: nn.Module, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], tuple[torch.dtype | None, ...] | None, LinearLora | TracedLora | None]:
+        """The inputs of the program, the dtypes that autocast asks of its results, and the adapters that are active.
+
+        Raises:
+            GuardMiss: a condition does not hold in this call. Sizes are left to the program.
+        """
+        if not self.holds_in(bool(module.training)):
+            raise GuardMiss(f"expected {'training' if self.training else 'eval'} mode")
+        adapted = self.follow_adapters(module)  # once: a compiler may trace parts of a call only
+        self.attributes.check()
+        if reason := reason_for_own_code(module, self.weights):
+            raise OwnCodeOnly(reason)
+        inputs = self.inputs_of(arguments, args, kwargs)
+        dtypes = None
+        if self.autocast is not None:
+            dtypes = dtypes_under_autocast(self.autocast, self.guards, lambda: arguments.bind(args, kwargs), module)
+        return inputs, dtypes, adapted
+
+    def follow_adapters(self, module: nn.Module) -> LinearLora | TracedLora | None:
+        """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
+
+        Raises:
+            GuardMiss: it is no low-rank addition.
+        """
+        if is_compiling():
+            return TracedLora(module, self.lora.weights, self.lora.multiplied) or None
+        if self.lora.changed(module):
+            for each in (self.attributes, *(getattr(module, name) for name in self.lora.weights)):
+                each.see_through(self.lora.bases)
+        return self.lora or None
+
+    def inputs_of(self, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The inputs of the program, checked.
+
+        Raises:
+            GuardMiss: they are not what was recorded.
+        """
+        if not is_compiling():
+            form = len(args), *kwargs
+            if form not in self._forms:
+                self._forms[form] = inputs_of(form, arguments, self.guards, self.program.inputs)
+            inputs = self._forms[form](args, kwargs)
+            if inputs is not None:
+                return inputs
+        values = arguments.bind(args, kwargs)
+        check_inputs(self.guards, values)
+        check_coverage(self.guards, self.program.inputs, values, arguments.defaults)
+        return [values[name] for name in self.program.inputs]
+
+    def why_not_now(self, module: nn.Module) -> GuardMiss | None:
+        """Why it would not run if the block were called now, whatever its inputs; None if it would."""
+        try:
+            self.attributes.check()
+            for name in self.packed_names:
+                getattr(module, name).check()
+        except GuardMiss as miss:
+            return miss
+        return None
+
+    def look_anew(self, module: nn.Module) -> None:
+        """Looks at adapters and stacked weights as they are now; what is wrong the first call says."""
+        with suppress(GuardMiss):
+            self.follow_adapters(module)
+        for name in self.packed_names:
+            with suppress(GuardMiss):
+                getattr(module, name).refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_forms"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forms = {}

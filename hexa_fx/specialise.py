@@ -1,0 +1,204 @@
+"""Analyses a call of a kind that a block was not rewritten for, in the middle of the user's forward, without disturbing it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hexa_fx.analysis import analyse_level
+from hexa_fx.capture.copies import copied
+from hexa_fx.capture.host import namespaces_of
+from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.capture.scripted import compiled_as_python
+from hexa_fx.capture.side_effects import SideEffects
+from hexa_fx.config import HexaConfig
+from hexa_fx.describe import describe
+from hexa_fx.errors import InputError
+from hexa_fx.inspection.block_report import BlockReport
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.ir import PythonRead, RewrittenBlock
+from hexa_fx.isolation.garbage import collections_are_cheap
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.shadow import shadow_of
+from hexa_fx.isolation.torch_state import autocast_uncached
+from hexa_fx.isolation.written_tensors import gradients_kept
+from hexa_fx.passes.block_analysis import BlockAnalysis
+from hexa_fx.passes.kernel_requests import kernels_requested
+from hexa_fx.passes.memory.bounded import NO_MEMORY
+from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.runtime.call_kinds import why_not_analysed
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss
+from hexa_fx.runtime.install import PUT_ON, HexaForward
+from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.specialisation import Specialisation
+
+log = logging.getLogger(__name__)
+
+_analysing = threading.RLock()
+"""One analysis at a time: it exchanges functions of Python and torch for ones that note what runs."""
+
+_AGAIN = 10
+"""Calls after which a block is analysed again that memory was too short for; ten times as many the next time."""
+
+_TOO_MANY = (
+    "it was analysed for {} kinds of calls, as many as HexaConfig(specialisations=...) allows; what changed last: {}"
+)
+
+
+class Specialiser:
+    """What the blocks of one model are analysed with. Copies of the model share it; a pickle keeps the options.
+
+    Args:
+        config: the options.
+        finish: makes of a rewritten block what is installed.
+        cache: analyses that hold for identical blocks.
+    """
+
+    def __init__(
+        self, config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], cache: StructureCache
+    ) -> None:
+        self.config, self.finish, self.cache = config, finish, cache
+        self.reports: dict[str, BlockReport] = {}
+        """Of blocks that had not been analysed before they were called, by path."""
+        self._inspector = Inspector()
+
+    def specialise(
+        self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
+    ) -> str:
+        """See `hexa_fx.runtime.install.Analyst`."""
+        module = forward.module
+        if forward.exhausted:
+            return forward.exhausted
+        if reason := why_not_analysed(module):
+            return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
+        with _analysing:
+            training = bool(module.training)
+            known = next((kind for kind in forward.refused if kind.holds(training, args, kwargs)), None)
+            if known is not None:  # by another thread meanwhile
+                return known.reason
+            if any(_takes(each, forward, args, kwargs) for each in forward.specialisations[tried:]):
+                return ""
+            count, most = len(forward.specialisations) + len(forward.refused), self.config.specialisations
+            if count >= most:
+                forward.exhausted = _TOO_MANY.format(most, miss or "a call of another kind")
+                return forward.exhausted
+            return self._analysed(forward, module, args, kwargs, miss)
+
+    def _analysed(
+        self,
+        forward: HexaForward,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        miss: GuardMiss | None,
+    ) -> str:
+        first = not forward.specialisations and not forward.refused
+        with undisturbed():
+            analysis, same_as = self._analyse(forward, module, args, kwargs)
+            self.cache.forget_runs()
+            if first:
+                report = describe(analysis.placed_in(module), same_as, self._inspector)
+                self.reports[forward.path] = replace(report, forward=forward)
+            try:
+                if analysis.rewritten is not None:
+                    forward.add(self.finish(analysis.rewritten, self.config))
+                    return ""
+                reason = analysis.refusal.reason if analysis.refusal else ""
+            except (GuardMiss, InputError) as error:
+                reason = str(error)
+        tokens, of_sizes = self.config.probe_tokens, isinstance(miss, SizeMiss)
+        over = next((kind.lasted for kind in forward.refused if kind.is_over), None)
+        calls = _AGAIN * (over or 1) if reason.startswith(NO_MEMORY) else None
+        reads = () if analysis.settled else analysis.reads
+        kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, of_sizes, calls)
+        forward.refuse(kind)
+        return reason
+
+    def _analyse(
+        self, forward: HexaForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BlockAnalysis, str | None]:
+        """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
+        config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
+        shadow = shadow_of(module, left, forward.own_forward)
+        observation = Observation(forward.path, shadow, *copied_call(args, kwargs, config.probe_tokens))
+        if (known := self.cache.find(observation)) is not None:
+            return moved_to(known, forward.path), known.path
+        effects, relied_on = SideEffects(shadow, namespaces_of(shadow)), tuple[PythonRead, ...]()
+        try:
+            with (
+                collections_are_cheap(),
+                compiled_as_python(),
+                gradients_kept(shadow),
+                kernels_requested(config.compute),
+            ):
+                found = analyse_level(observation, config, self.cache, config.compute == "native")
+            relied_on = found[0].rewritten.reads if found[0].rewritten is not None else ()
+            return found
+        finally:
+            effects.undo_but_for((shadow, read) for read in relied_on)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specialiser:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.config, self.finish)
+
+
+def _unpickled(config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock]) -> Specialiser:
+    return Specialiser(config, finish, StructureCache())
+
+
+def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a specialisation that another thread added takes a call, but for sizes."""
+    try:
+        made.meet(forward.module, forward.arguments, args, kwargs)
+    except GuardMiss:
+        return False
+    return True
+
+
+def copied_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call as an analysis may use them: cut to few tokens, copied, and without a past."""
+    with torch.no_grad():
+        args, kwargs = probe_inputs(args, kwargs, most_tokens)
+        grads = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
+        args, kwargs = copied(args), copied(kwargs)
+    for tensor, wanted in zip(_tensors((args, kwargs)), grads):
+        if tensor.is_floating_point():
+            tensor.requires_grad_(wanted)
+    return args, kwargs
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context in which an analysis may run whatever the user's forward is in the middle of.
+
+    It neither sees nor leaves anything of inference mode, gradient mode, hooks on saved tensors, casts that autocast keeps, and
+    random numbers. Autocast itself is as it was: the call is analysed under it.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        stack.enter_context(autocast_uncached())
+        stack.enter_context(random_state_kept())
+        yield
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
