@@ -9,20 +9,19 @@ How a kernel is added
        (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
     3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``families._MODULES``.
     4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
-       ``handle.launch(device_index, grid, (family.args.pack(...),), stream)``. Several blobs are several kernel
+       ``handle.launch(device_index, grid, (packed,), stream)``. Several blobs are several kernel
        parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
 
-`args` describes the argument struct as `struct` does, native alignment ("P" pointer, "q" int64, "i" int32, "f" float).
-Emit ``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template: a C++ struct is padded at its end, so end the
-format with ``0P`` where the struct's alignment is 8.
+`args` names the fields of the argument struct, in its order and as it names them (`hexa_fx.codegen.arguments`). Emit
+``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template; a test compares the fields.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 
@@ -68,7 +67,7 @@ class Family:
     name: str
     template: str
     ops: tuple[str, ...]
-    args: struct.Struct
+    args: Args
     shape: Callable[[KernelSpec], LaunchShape]
     values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()

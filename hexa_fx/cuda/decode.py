@@ -7,7 +7,7 @@ that. All but the first launch begin while the one before still runs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -220,28 +220,24 @@ def _product(
     planning, n = planning_of(x), _columns(o)
     tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
-    pointers = (x, o.w, o.w3, contiguous(o.b), contiguous(o.b3), d, slots.ids, weights)
     by_expert, by_line, _ = o.w.stride()
-    numbers = (
-        x.stride()[0],
-        by_line,
-        by_expert,
-        slots.rows,
-        n,
-        key.inner,
-        slots.experts,
-        *divisor(rows_of),
-        together,
-        key.summed,
-        *constants_of(o.activation, o.params),
-    )
+    fields: dict[str, Any] = {"x": x, "w": o.w, "w2": o.w3, "bias": contiguous(o.b), "bias2": contiguous(o.b3), "d": d}
+    fields |= {
+        "ids": slots.ids,
+        "weights": weights,
+        "x_stride": x.stride()[0],
+        "w_line": by_line,
+        "w_expert": by_expert,
+    }
+    fields |= {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(rows_of)}
+    fields |= {"together": together, "columns": key.summed, "act_params": constants_of(o.activation, o.params)}
     places = planning.card.multiprocessors
     if key.summed or isinstance(tile, DownTile):
         blocks = ceil_div(n, key.summed)
     else:
         most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
-    launch(x, spec, (blocks, 1, 1), pointers, *numbers)
+    launch(x, spec, (blocks, 1, 1), **fields)
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:
@@ -250,5 +246,7 @@ def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Ten
     parts = ceil_div(width, 8 * COMBINE_THREADS)
     out = y.new_empty((tokens, width))
     spec = rows_spec(COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
-    launch(y, spec, (tokens * parts, 1, 1), (y, weights, slots.ids, out), width, top_k, slots.experts, parts)
+    fields = {"y": y, "weights": weights, "ids": slots.ids, "out": out}
+    sizes = {"width": width, "top_k": top_k, "experts": slots.experts, "parts": parts}
+    launch(y, spec, (tokens * parts, 1, 1), **fields, **sizes)
     return out

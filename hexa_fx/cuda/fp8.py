@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, TILE_K, TILE_M, TILE_N
-from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
+from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, SCALES, TILE_K, TILE_M, TILE_N
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
-from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, pack, rows_map, weight_map
+from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, rows_map, weight_map
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, division
-from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, divided_by
+from hexa_fx.cuda.planning import TileQueue, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.table_fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
@@ -39,7 +39,6 @@ GROUP_M = 8
 """Tiles along M that share a weight tile in L2, as the bf16 kernels' rule has it."""
 
 _ROW_BOX = 64
-_SCALES = ("a_scale", "w_scale", "h_scale", "act_scale", "p_scale", "q_scale")
 
 
 def cluster_of(rows: int, experts: int) -> int:
@@ -121,7 +120,7 @@ def _rows(
     sizes |= {"K": depth, "N": columns, "bias_ld": width}
     tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": v}
     given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales, "act_scale": act_scales}
-    more = {"division": division(top_k), "constants": constants_of(activation, params)}
+    more = {**divided_by(top_k), "act_params": constants_of(activation, params)}
     _launch(kernel, o.offs, maps, given, **sizes, **tensors, **more)
 
 
@@ -161,8 +160,8 @@ def estmm_fp8(o: EstmmFp8) -> None:
     kernel = _kernel(o.x, out, 0, "estmm", DTYPES[out.dtype], {}, option, adds=o.add and not beside)
     maps = Maps(p=weight_map(p, "nk", TILE_M), q=weight_map(q, "nk", PART), grad=weight_map(held, "nk", 16))
     sizes = {"n": o.x.shape[0] * BLOCK, "R": rows, "C": columns}
-    strides = ps.stride()[0], qs.stride()[0]
-    _launch(kernel, o.offs, maps, {"p_scale": ps, "q_scale": qs}, strides=strides, dw=held, **sizes)
+    scales = {"p_scale": ps, "q_scale": qs, "p_scale_ld": ps.stride()[0], "q_scale_ld": qs.stride()[0]}
+    _launch(kernel, o.offs, maps, scales, dw=held, **sizes)
     if beside:
         planning_of(out).run(Tensor.add_ if o.add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
@@ -194,16 +193,13 @@ def _launch(
     kernel: Kernel,
     offs: Tensor,
     maps: Maps,
-    scales: dict[str, Tensor | None],
+    scales: dict[str, Any],
     **fields: Any,
 ) -> None:
-    """One block a multiprocessor, in whole clusters; they take tiles from a queue. ``strides`` are those of P's and Q's scales."""
-    planning, strides = planning_of(offs), fields.pop("strides", (0, 0))
-    piece = pack(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)
-    added: Piece = (
-        tuple(scales.get(name) for name in _SCALES),
-        strides[0].to_bytes(4, "little") + strides[1].to_bytes(4, "little"),
-    )
+    """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
+    planning = planning_of(offs)
+    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)
+    added = SCALES.piece(**scales)
     cluster = int(kernel.spec.option("cluster", 1))
     blocks = planning.card.multiprocessors // cluster * cluster
     planning.launch(kernel, (blocks, 1, 1), (piece, added), maps)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
 from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
@@ -20,13 +20,12 @@ from hexa_fx.cuda.arguments_sm90 import (
     added_maps,
     chunk_map,
     mixed_map,
-    pack,
     result_map,
     rows_map,
     weight_map,
 )
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, division
+from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, divided_by
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
@@ -108,7 +107,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
         "N": inner,
         "R": 0 if added is None else added.rank,
         "bias_ld": bias_ld,
-        "constants": constants_of(o.activation, o.params),
+        "act_params": constants_of(o.activation, o.params),
     }
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
 
@@ -138,7 +137,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     leading = {"a_ld": dy.stride()[0], "out_ld": dh.stride()[0], "act_ld": inner, "h_ld": h.stride()[0]}
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
-    more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "constants": constants_of(o.activation, o.params)}
+    more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
     if dots is not None:
         return dh, a, dots
@@ -252,8 +251,8 @@ def _launch(
     key: GemmKey, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
 ) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
-    of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, "division": division(top_k)}
-    piece = pack(**(of_rows | fields), queue=TileQueue(), group_m=tile.group_m)
+    of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, **divided_by(top_k)}
+    piece = ARGS.piece(**(of_rows | fields), queue=TileQueue(), group_m=tile.group_m)
     blocks = key.card.multiprocessors // tile.cluster * tile.cluster
     planning_of(offs).launch(kernel_for(key, tile), (blocks, 1, 1), (piece,), maps)
 

@@ -142,16 +142,26 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
         b1 is not None,
         d is not None,
     )
-    pointers = (x, base.w1, base.w3, o.scales, o.scales_up, b1, b3, d, act, base.v, base.offs)
+    pointers = {
+        "x": x,
+        "code": base.w1,
+        "code2": base.w3,
+        "scale": o.scales,
+        "scale2": o.scales_up,
+        "bias": b1,
+        "bias2": b3,
+    }
+    pointers |= {"d": d, "act": act, "v": base.v, "offs": base.offs}
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
-    of_expert = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
-    strides = (x.stride()[0], *of_expert, 0 if d is None else d.shape[1], inner)
-    constants, codes = constants_of(base.activation, base.params), _values(o.format, x.dtype)
-    numbers = (*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
+    codes, scales = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
+    strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
+    strides |= {"d_stride": 0 if d is None else d.shape[1]}
+    sizes = {"rows": n, "n": inner, "k": key.inner, "experts": experts, "top_k": divisor(base.top_k)}
+    constants, values = constants_of(base.activation, base.params), _values(o.format, x.dtype)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
-    launch(x, spec, grid, pointers, *numbers)
+    launch(x, spec, grid, **pointers, **strides, **sizes, act_params=constants, values=values)
 
 
 def _values(format: Streamed, dtype: torch.dtype) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ def _reindex(o: Reindex) -> tuple[Tensor, Tensor, Tensor]:
     counts = ids.new_empty((blocks, num_experts + 1), dtype=torch.int32) if blocks > 1 else None
     # few slots need no counting
     for each in (replace(spec, op="reindex_count"), spec) if blocks > 1 else (spec,):
-        launch(ids, each, (blocks, 1, 1), (ids, counts, v, inv, offs), n, num_experts, chunk, 0)
+        fields = {"ids": ids, "counts": counts, "v": v, "inv": inv, "offs": offs}
+        launch(ids, each, (blocks, 1, 1), **fields, n=n, experts=num_experts, chunk=chunk)
     return v, inv, offs
 
 
@@ -99,8 +100,9 @@ def combine(o: Combine) -> Tensor:
     y, weights, out = dense_rows(o.y), contiguous(o.top_k_weights), o.results()
     tokens, width = out.shape
     spec = combine_spec("combine", out, weights, o.top_k, max(1, ceil_div(width, 8)), aligned(y, out))
-    pointers, grid = (y, weights, o.inv, _routed(o.offs), out), (tokens if width else 0, 1, 1)
-    launch(y, spec, grid, pointers, y.stride()[0], width, width, o.top_k)
+    pointers = {"y": y, "weights": weights, "inv": o.inv, "routed": _routed(o.offs), "out": out}
+    sizes = {"y_stride": y.stride()[0], "out_stride": width, "width": width, "top_k": o.top_k}
+    launch(y, spec, (tokens if width else 0, 1, 1), **pointers, **sizes)
     return out
 
 
@@ -167,20 +169,21 @@ def _sum_rows(o: Ess, out: Tensor, accumulate: bool) -> None:
     n, experts, width = row_count(g, v), offs.shape[0] - 1, g.shape[1]
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = g.new_empty((segments, width), dtype=accumulate_dtype(g.dtype))
-    arguments = ((g, v, offs, scale, partial, out), g.stride()[0], experts, width, o.top_k, 0)
+    fields: dict[str, Any] = {"g": g, "v": v, "offs": offs, "scale": scale, "partial": partial, "out": out}
+    fields |= {"g_stride": g.stride()[0], "experts": experts, "width": width, "top_k": o.top_k}
     columns = ceil_div(width, 256)
-    fields = {"bm": SEGMENT_ROWS, "gather": v is not None}
-    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), fields)
+    static = {"bm": SEGMENT_ROWS, "gather": v is not None}
+    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), static)
     last = rows_spec("ess", "ess_finish", g, fields={"bm": SEGMENT_ROWS})
-    launch(g, first, (columns, segments, 1), *arguments)
-    launch(g, last.adding() if accumulate else last, (columns, experts, 1), *arguments)
+    launch(g, first, (columns, segments, 1), **fields)
+    launch(g, last.adding() if accumulate else last, (columns, experts, 1), **fields)
 
 
 @cuda_kernel("activate")
 def activate(o: Activate) -> Tensor:
     """Each thread computes eight columns."""
     a = o.results()
-    _launch_activation("activate", o, (dense_rows(o.h), None, None, None, None, a, None, None))
+    _launch_activation("activate", o, h=dense_rows(o.h), a=a)
     return a
 
 
@@ -190,23 +193,23 @@ def activate_backward(o: ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
     h, da, weights, (dh, a, dweights) = dense_rows(o.h), dense_rows(o.da), contiguous(o.top_k_weights), o.results()
     assert weights is None or (o.v is not None and o.offs is not None)
     routed = None if weights is None or o.offs is None else _routed(o.offs)
-    pointers = (h, da, weights, o.v, routed, a, dh, dweights)
-    _launch_activation("activate_backward", o, pointers)
+    results = {"a": a, "dh": dh, "dweights": dweights}
+    _launch_activation("activate_backward", o, h=h, da=da, weights=weights, v=o.v, routed=routed, **results)
     return dh, a, dweights
 
 
-def _launch_activation(op: str, o: Activated, pointers: Any) -> None:
-    """``pointers``: h, da, routing weights, v, number of routed rows, a, dh and the routing weights' gradient."""
-    h, da, weights, _, _, a, dh, _ = pointers
+def _launch_activation(op: str, o: Activated, h: Tensor, a: Tensor, **more: Tensor | None) -> None:
+    """Of the pre-activation; more: other pointers of the kernel."""
+    da, weights, dh = more.get("da"), more.get("weights"), more.get("dh")
     n, width = a.shape
     chunks = ceil_div(width, 8)
     # As many warps as leave the fewest lanes idle, and the most of equals.
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
     static = {"activation": o.activation, "glu": "concat" if o.glu == "split" else o.glu}  # h is laid out alike
     spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), static, warps_per_row=warps)
-    strides = (h.stride()[0], 0 if da is None else da.stride()[0])
+    sizes = {"h_stride": h.stride()[0], "da_stride": 0 if da is None else da.stride()[0], "rows": n, "width": width}
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
-    launch(h, spec, (blocks, 1, 1), pointers, *strides, n, width, *constants_of(o.activation, o.params))
+    launch(h, spec, (blocks, 1, 1), h=h, a=a, **more, **sizes, act=constants_of(o.activation, o.params))
 
 
 @cuda_kernel("scaled_transpose")
@@ -216,7 +219,8 @@ def scaled_transpose(o: ScaledTranspose) -> Tensor:
     rows, columns = x.shape
     tiles, name = ceil_div(columns, TRANSPOSE_SIDE), "scaled_transpose"
     spec = KernelSpec(name, name, planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[o.dtype])
-    launch(x, spec, (tiles * ceil_div(rows, TRANSPOSE_SIDE), 1, 1), (x, out), rows, columns, o.scale, tiles)
+    fields = {"x": x, "out": out, "rows": rows, "columns": columns, "scale": o.scale, "column_tiles": tiles}
+    launch(x, spec, (tiles * ceil_div(rows, TRANSPOSE_SIDE), 1, 1), **fields)
     return out
 
 

@@ -119,5 +119,7 @@ def _unpack(o: Unpacking, into: Tensor) -> None:
     code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
     nests = 0 if o.nested is None else o.nested.shape[1]
     spec = KernelSpec(FAMILY, "unpack", planning_of(into).card.arch, dtype=DTYPES[into.dtype])
-    spec, numbers = spec.with_options(format=o.format.name), (values, columns, o.scale[0].numel(), nests, blocks)
-    launch(into, spec, (experts * blocks, 1, 1), (o.packed, o.scale, o.nested, o.offset, o.map, into), *numbers, *code)
+    spec = spec.with_options(format=o.format.name)
+    pointers = {"packed": o.packed, "scale": o.scale, "nested": o.nested, "offset": o.offset, "map": o.map, "out": into}
+    sizes = {"values": values, "columns": columns, "scales": o.scale[0].numel(), "nests": nests, "blocks": blocks}
+    launch(into, spec, (experts * blocks, 1, 1), **pointers, **sizes, code=code)

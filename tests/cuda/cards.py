@@ -78,7 +78,7 @@ class Card:
     def launch(self, config: bytes, function: Any, parameters: Any, extra: None) -> None:
         if self.during:
             self.during.pop()()
-        layout = get_family(self.spec.family).args
+        layout = get_family(self.spec.family).args.layout
         starts = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         hopper = self.spec.family.endswith("_gemm_sm90")
         maps = ctypes.string_at(starts[0], 9 * MAP) if hopper else b""

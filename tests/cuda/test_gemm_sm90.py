@@ -15,7 +15,6 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -74,10 +73,8 @@ class Recorder:
             if number:
                 self.drawn[address] = self.encoded[number - 1]
         self.maps = [any(maps[i : i + 128]) for i in range(0, 640, 128)]
-        names = [*arguments_sm90.POINTERS, *arguments_sm90.NUMBERS, "alpha", "limit"]
-        at = names.index("division")
-        names[at : at + 1] = ["multiplier", "shift"]
-        self.values = dict(zip(names, ARGS.unpack(packed), strict=True))
+        names = [name for field in ARGS.fields for name in ((field.name,) if field.times == 1 else ("alpha", "limit"))]
+        self.values = dict(zip(names, ARGS.layout.unpack(packed), strict=True))
 
 
 @pytest.fixture

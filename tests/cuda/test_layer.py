@@ -33,7 +33,7 @@ def launched(cards: Cards, args: Sequence[Any], run: Callable[[], Tensor]) -> tu
     names |= {t.data_ptr(): i for i, t in enumerate(args[:9]) if t is not None}
     found, others = [], []
     for launch in cards.launches:
-        layout = get_family(launch.spec.family).args.format.removesuffix("0P")
+        layout = get_family(launch.spec.family).args.layout.format.removesuffix("0P")
         count = len(layout) - len(layout.lstrip("P"))
         for at in launch.values[:count]:
             if at not in names:

@@ -58,7 +58,7 @@ class Handle:
         return grid
 
     def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
-        layout: struct.Struct = get_family(self.spec.family).args
+        layout: struct.Struct = get_family(self.spec.family).args.layout
         (at,) = parameters
         self.recorder.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
 
