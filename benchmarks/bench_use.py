@@ -1,11 +1,12 @@
-"""Loaded models in the set-ups that people use: what ran, how fast beside transformers' ``grouped_mm``, and the pause of a first call.
+"""Loaded models in the set-ups that people use: what ran, how fast beside transformers' ``grouped_mm``, what a first call takes.
 
-    python benchmarks/bench_use.py [--models olmoe,qwen3-30b,...] [--cells bf16,...] [--json FILE]
+    python benchmarks/bench_use.py [--models olmoe,qwen3-30b,...] [--cells "bf16;prefill"] [--json FILE]
 
-Models of `benchmarks/real_blocks.py`, published widths, `--layers` layers, a vocabulary of 1024. Each is saved to a folder once and
-comes from ``from_pretrained`` in every cell. ``hexa`` is `hexa_fx.optimize_` without an example, except where a cell says so. A cell is
-a set-up; its time is the mean of calls that follow each other without end, its first call that with all analysis, kernels being built
-or not. Counts are of calls of blocks after the first of their kind. `--shrink 32 --device cpu` tries the script without a GPU.
+Models of `benchmarks/real_blocks.py`: published widths, `--layers` layers, a vocabulary of 1024. Each is saved to a folder once
+and comes from ``from_pretrained`` in every cell, which is a set-up. ``hexa`` is `hexa_fx.optimize_` without an example, except
+where a cell says so. ``ms`` is the mean of calls that follow each other without end, ``first_s`` what the first call takes with
+all analysis, while kernels build. ``rewritten`` and ``own`` count calls of blocks while they are timed; compiled ones are not
+counted. `--shrink 32 --device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels  # noqa: E402
-from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of  # noqa: E402
-from hexa_fx.errors import kind_and_line  # noqa: E402
+from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels
+from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
+from hexa_fx.errors import kind_and_line
 
 Model = Any
 GIB = 2.0**30
@@ -93,12 +94,10 @@ def _frozen(model: Model) -> Model:
 def _adapted(model: Model) -> Model:
     import peft
 
-    stacked = [name for name, p in model.named_parameters() if "experts" in name and p.dim() == 3]
-    config = peft.LoraConfig(
-        r=16,
-        target_modules=["q_proj"],
-        target_parameters=sorted({n.split("layers.0.")[-1] for n in stacked if "layers.0." in n}),
-    )
+    first = "layers.0."
+    named = [name for name, p in model.named_parameters() if "experts" in name and p.dim() == 3 and first in name]
+    stacked = sorted({name.partition(first)[2] for name in named})
+    config = peft.LoraConfig(r=16, target_modules=["q_proj"], target_parameters=stacked)
     return peft.get_peft_model(model, config)
 
 
@@ -163,11 +162,12 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def measured(folder: str, cell: Cell, implementation: str, options: argparse.Namespace) -> Row:
     """One cell with one implementation."""
-    import hexa_fx
     from transformers import AutoModelForCausalLM
 
+    import hexa_fx
+
     tokens = cell.tokens or options.tokens
-    ids = tokens_of(options.device, tokens)
+    ids = tokens_of(options.device, tokens).view(-1, min(tokens, options.length))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=cell.weights, device_map=None).to(options.device)
     model.train(not cell.inference)
     hexa, owner = implementation == "hexa", model
@@ -254,7 +254,8 @@ def main() -> None:
     )
     parser.add_argument("--cells", default="", help=f"some of: {'; '.join(CELLS)}")
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=512, help="of a sequence")
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)

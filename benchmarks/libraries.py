@@ -4,7 +4,8 @@
     python benchmarks/libraries.py [name ...] [--write docs/libraries.md]
 
 Every block of `library_blocks_*.py` is made twice from the same seed, one of the two is optimized, and both are compared in eval
-and train mode, also at another size and after all parameters were moved. A library that is not installed or does not run on the
+and train mode, also at another size and after all parameters were moved (`tests/test_libraries.py`).
+A library that is not installed or does not run on the
 CPU is listed with its reason.
 """
 
@@ -23,12 +24,11 @@ from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import library_blocks_parallel  # noqa: F401, adds to BLOCKS
-import library_blocks_single  # noqa: F401
-from library_registry import BLOCKS, LibraryBlock, stand_ins
-
 import hexa_fx
+from benchmarks import library_blocks_parallel, library_blocks_single  # noqa: F401, add to BLOCKS
+from benchmarks.library_registry import BLOCKS, LibraryBlock, stand_ins
 from tests.zoo.compare import compare, perturb
+from tests.zoo.ran import own_code_runs
 
 PREAMBLE = """# MoE blocks of libraries
 
@@ -39,9 +39,10 @@ of the first floating point type that the library's own code runs in, and 0 wher
 
 """
 APPENDIX = """
-Looked at and not in the table: tutel, fastmoe, scattermoe and gpt-oss have no package on the index for this Python; nanotron and
-torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and moe_peft want a whole training setup around
-their blocks and were not tried; densemixer replaces the forward of transformers' own blocks.
+Looked at and not in the table: megablocks builds only where there is a GPU; tutel, fastmoe, scattermoe and gpt-oss have no package
+on the index for this Python; nanotron and torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and
+moe_peft want a whole training setup around their blocks and were not tried; densemixer replaces the forward of transformers' own
+blocks.
 
 The refusals: a soft mixture gives every expert an average of all tokens, and expert choice has no fixed number of experts a
 token, so neither is a mixture of routed tokens. Two levels of routing, product keys and convolutional experts are of another
@@ -81,15 +82,17 @@ def judge(block: LibraryBlock) -> Row:
         return Row(block, "not run", f"its own code does not run here: {_sentence(found)}")
     other.to(found).eval()
     args = _inputs(block, found)
-    optimized = hexa_fx.optimize_(other, args)
+    optimized = hexa_fx.optimize_(other, args, hexa_fx.HexaConfig(own_code_when_small=False))
     blocks = optimized.report.blocks
     if not any(b.status == "rewritten" for b in blocks):
         reasons = [f"{b.reason}{f' ({_place(b.location)})' if b.location else ''}" for b in blocks]
         text = "; ".join(dict.fromkeys(reasons)) or "holds nothing that looks like experts among its parameters"
-        return Row(block, "refused", text, str(found).removeprefix("torch."))
+        return Row(block, "refused", text, _name(found))
+    if runs := own_code_runs(optimized, *args):
+        return Row(block, "own code", f"reported as rewritten, runs its own code: {', '.join(runs)}", _name(found))
     forward, gradient = _errors(original, optimized, args)
     as_what = "; ".join(f"`{b.expert}`" for b in blocks if b.status == "rewritten")
-    return Row(block, "rewritten", as_what, str(found).removeprefix("torch."), forward, gradient)
+    return Row(block, "rewritten", as_what, _name(found), forward, gradient)
 
 
 def _made(block: LibraryBlock) -> nn.Module:
@@ -143,6 +146,10 @@ def _place(location: object) -> str:
 
 def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _version(distribution: str) -> str:

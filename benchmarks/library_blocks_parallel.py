@@ -6,8 +6,9 @@ import types
 from typing import Any
 from unittest import mock
 
-from library_registry import D, E, I, block, mlp, one_process
 from torch import nn
+
+from benchmarks.library_registry import D, E, I, block, mlp, one_process
 
 
 @block("fairscale", "MOELayer, Top2Gate")

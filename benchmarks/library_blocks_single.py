@@ -7,8 +7,9 @@ import types
 from typing import Any
 
 import torch
-from library_registry import D, E, I, block, mlp, rows, tokens
 from torch import nn
+
+from benchmarks.library_registry import D, E, I, block, mlp, rows, tokens
 
 
 @block("mixture-of-experts", "MoE, second policy 'random'")
@@ -229,7 +230,7 @@ def omegavit() -> nn.Module:
     return MixtureOfExperts(ViTConfig(hidden_size=D, num_experts=E, expert_capacity=8))
 
 
-@block("swarms-torch", "SwitchMoE", inputs=rows, stand_ins=("torchvision",))
+@block("swarms-torch", "SwitchMoE", inputs=rows, stand_ins=("torchvision", "datasets"))
 def swarms_torch() -> nn.Module:
     from swarms_torch import SwitchMoE
 
@@ -270,11 +271,3 @@ def peer() -> nn.Module:
     from PEER_pytorch import PEER
 
     return PEER(D, heads=2, num_experts=64, num_experts_per_head=4, dim_key=8)
-
-
-@block("megablocks", "MoE")
-def megablocks() -> nn.Module:
-    from megablocks.layers.arguments import Arguments
-    from megablocks.layers.moe import MoE
-
-    return MoE(Arguments(hidden_size=D, ffn_hidden_size=I, moe_num_experts=E))

@@ -4,9 +4,9 @@
     python examples/train_small_moe.py --device cuda --size small --steps 300 --impls grouped_mm,hexa,hexa-fp8
 
 The model has OLMoE's form, with bytes as tokens. Weights are float32 under bf16 autocast, or bf16 with `--weights bfloat16`. Every
-implementation starts from the same weights and sees the same batches: ``eager`` and ``grouped_mm`` are transformers' own, ``hexa`` is
-one line of hexa_fx, ``hexa-fp8`` lets experts multiply in FP8. Steps are timed once all kernels are there; the optimizer is AdamW with
-clipping, warm-up and a cosine.
+implementation starts from the same weights and sees the same batches: ``eager`` and ``grouped_mm`` are transformers' own, ``hexa``
+is one line of hexa_fx, ``hexa-fp8`` lets experts multiply in FP8. Steps are timed once all kernels are there; the optimizer is
+AdamW with clipping, warm-up and a cosine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,14 +78,23 @@ class Specialiser:
         self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
     ) -> str:
         """See `hexa_fx.runtime.install.Analyst`."""
+        # What context variables say is of the user's forward: hooks that collect what modules give collect nothing here.
+        run: Callable[[], str] = functools.partial(
+            contextvars.Context().run, self._specialise, forward, args, kwargs, miss, tried
+        )
+        return torch.compiler.disable(run)() if "torch._dynamo" in sys.modules else run()
+
+    def _specialise(
+        self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
+    ) -> str:
         module = forward.module
         if forward.exhausted:
             return forward.exhausted
         if reason := why_not_analysed(module):
             return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
         with _analysing:
-            training = bool(module.training)
-            known = next((kind for kind in forward.refused if kind.holds(training, args, kwargs)), None)
+            training, missed = bool(module.training), str(miss) if isinstance(miss, SizeMiss) else ""
+            known = next((kind for kind in forward.refused if kind.holds(training, args, kwargs, missed)), None)
             if known is not None:  # by another thread meanwhile
                 return known.reason
             if any(_takes(each, forward, args, kwargs) for each in forward.specialisations[tried:]):
@@ -91,7 +103,7 @@ class Specialiser:
             if count >= most:
                 forward.exhausted = _TOO_MANY.format(most, miss or "a call of another kind")
                 return forward.exhausted
-            return self._analysed(forward, module, args, kwargs, miss)
+            return self._analysed(forward, module, args, kwargs, missed)
 
     def _analysed(
         self,
@@ -99,27 +111,30 @@ class Specialiser:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        miss: GuardMiss | None,
+        missed: str,
     ) -> str:
-        first = not forward.specialisations and not forward.refused
-        with undisturbed():
-            analysis, same_as = self._analyse(forward, module, args, kwargs)
-            self.cache.forget_runs()
-            if first:
-                report = describe(analysis.placed_in(module), same_as, self._inspector)
-                self.reports[forward.path] = replace(report, forward=forward)
-            try:
+        first, analysis, reason = not forward.specialisations and not forward.refused, None, ""
+        try:
+            with undisturbed():
+                analysis, same_as = self._analyse(forward, module, args, kwargs)
+                self.cache.forget_runs()
+                if first:
+                    report = describe(analysis.placed_in(module), same_as, self._inspector)
+                    self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
                     forward.add(self.finish(analysis.rewritten, self.config))
                     return ""
                 reason = analysis.refusal.reason if analysis.refusal else ""
-            except (GuardMiss, InputError) as error:
-                reason = str(error)
-        tokens, of_sizes = self.config.probe_tokens, isinstance(miss, SizeMiss)
+        except (GuardMiss, InputError) as error:
+            reason = str(error)
+        except Exception as error:  # of ours: the user's forward goes on in its own code
+            log.exception("hexa_fx failed on %s; please report this", forward.path or "the model")
+            reason = f"hexa_fx itself failed here with {type(error).__name__}: {error}"
+        tokens = self.config.probe_tokens
         over = next((kind.lasted for kind in forward.refused if kind.is_over), None)
         calls = _AGAIN * (over or 1) if reason.startswith(NO_MEMORY) else None
-        reads = () if analysis.settled else analysis.reads
-        kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, of_sizes, calls)
+        reads = () if analysis is None or analysis.settled else analysis.reads
+        kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
         return reason
 

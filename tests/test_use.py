@@ -27,9 +27,7 @@ Model = Any
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def folder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     path = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
     model, inputs = tiny_model(request.param)

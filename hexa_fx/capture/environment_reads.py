@@ -22,7 +22,6 @@ Wrote: TypeAlias = Callable[[str], None]
 """Notes that a variable is set or deleted, told as code spells it."""
 
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
-_IN_LOGGERS = frozenset({"logging"})
 
 
 @contextmanager
@@ -57,7 +56,7 @@ def _of_environment(
 
     def encodekey(key: Any) -> Any:
         frame = sys._getframe(1)
-        if _is_asked_by_user(frame, _OF_ENVIRONMENT):
+        if _is_asked_by_user(frame):
             if frame.f_code.co_name == "__getitem__":
                 note(key)
             else:
@@ -68,7 +67,7 @@ def _of_environment(
 
 
 def _of_level(method: str, read: Read) -> Callable[..., Any]:
-    """A call such as ``log.debug(...)``, of which nothing is written at this level, asks for it too.
+    """Where the code itself asks a logger what it would write; lines that it has written are no results.
 
     A logger that is registered under no name has the level of the next one above it that has one, unless logging is off.
     """
@@ -87,14 +86,14 @@ def _of_level(method: str, read: Read) -> Callable[..., Any]:
             holder = read(holder, "parent")
 
     def asked(logger: logging.Logger, *args: Any) -> Any:
-        if _is_asked_by_user(sys._getframe(1), _IN_LOGGERS):
+        if is_users(module_name(sys._getframe(1).f_globals)):
             note(logger, *args)
         return plain(logger, *args)
 
     return asked
 
 
-def _is_asked_by_user(frame: types.FrameType | None, between: frozenset[str]) -> bool:
-    while frame is not None and frame.f_globals.get("__name__") in between:
+def _is_asked_by_user(frame: types.FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") in _OF_ENVIRONMENT:
         frame = frame.f_back
     return frame is not None and is_users(module_name(frame.f_globals))

@@ -1,4 +1,4 @@
-"""What a recorded run writes to the terminal or to a log: a rewritten block would be silent.
+"""What a recorded run writes to the terminal: a rewritten block would be silent. Lines of logs are left out, and that is said.
 
 Only what is really written counts. ``if self.verbose: print(...)`` is a condition like any other, and a warning that Python shows
 once has been shown by then.
@@ -6,6 +6,7 @@ once has been shown by then.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import types
@@ -14,10 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from hexa_fx.capture.started_functions import of_this_thread
+from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.users_code import is_users, module_name
 
 LOGS = logging.Logger.handle.__code__
 """Runs for every record that is not filtered out by its level."""
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -44,6 +48,12 @@ def writer(frame: types.FrameType | None) -> tuple[str, types.FrameType] | None:
             return (name, frame) if is_users(module) else None
         name, frame = module.partition(".")[0], frame.f_back
     return None
+
+
+@functools.lru_cache
+def say_left_out(place: SourceLocation) -> None:
+    """Says once of a line of the user's code that what it logs is left out."""
+    logger.warning("%s logs in its calls; a block that is rewritten leaves the line out", place)
 
 
 class _Heard:

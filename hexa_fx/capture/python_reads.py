@@ -38,7 +38,7 @@ from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK, OF_PAST
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
-from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.isolation.users_code import is_users, logs, module_name
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. inspect".split())
@@ -184,7 +184,7 @@ class PythonReads:
         made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
         if made_meanwhile and self._is_new(holder, name, reader):
             made_meanwhile = False
-        if made_meanwhile and name not in _OF_MODE:
+        if logs(reader) or (made_meanwhile and name not in _OF_MODE):
             return
         if reader.startswith(_MACHINERY):
             # Of a module under torch.compile it is made with the module: what it calls counts, and that is a module again.

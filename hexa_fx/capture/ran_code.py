@@ -15,7 +15,7 @@ import torch
 
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
-from hexa_fx.capture.output import LOGS, noted_output, writer
+from hexa_fx.capture.output import LOGS, noted_output, say_left_out, writer
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
@@ -24,6 +24,7 @@ from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, SWITCH, hidden_sour
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.torch_private import _is_torch_function_mode_enabled
 
 _GENERATED = "<eval_with_key>"
 _OF_ALL = frozenset({"vars", "__dict__"})
@@ -103,17 +104,17 @@ class RanCode:
         self.hidden[self._scope()] = name, SWITCH, user_location()
 
     def _writes(self, name: str, frame: types.FrameType) -> None:
-        self.hidden[self._scope()] = name, OUTPUT, SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+        self.hidden[self._scope()] = name, OUTPUT, _place(frame)
 
     def _starts(self, frame: types.FrameType) -> bool:
         if frame.f_code is LOGS:
             if found := writer(frame):
-                self._writes(*found)
+                say_left_out(_place(found[1]))
             return True
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, frame.f_globals, self._scope())
-        if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
+        if noted and not _is_torch_function_mode_enabled():  # what it asks of tensors is not seen
             self.settle(frame, *ONLY_IF)
         return noted
 
@@ -199,6 +200,10 @@ class RanCode:
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def _place(frame: types.FrameType) -> SourceLocation:
+    return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
 
 
 def words(values: Iterable[Any]) -> Iterator[str]:

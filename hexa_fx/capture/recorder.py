@@ -36,13 +36,16 @@ from hexa_fx.capture.calls import (
     without_numpy,
     written_tensor,
 )
+from hexa_fx.capture.error_checks import only_raises
 from hexa_fx.capture.memory import MemoryNumbers, memory_of
 from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.capture.texts import noted_text
+from hexa_fx.isolation.endless import end_after
 from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(repr=False)  # which torch writes into errors, as where a tensor is compared with None
@@ -78,6 +81,7 @@ class Recorder(TorchFunctionMode):
 
     @untold
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+        end_after(self.count)
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
@@ -92,7 +96,7 @@ class Recorder(TorchFunctionMode):
     def note_decision(self, node: torch.fx.Node | None) -> None:
         """Notes that the host reads ``node`` as a plain value, so that the rest of the recording depends on it."""
         if node is not None:
-            record_of(node).decision = True
+            record_of(node).note_decision(only_raises())
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
         return self._bind(tensor, self.add("placeholder", name, (), {}, tensor))
@@ -187,7 +191,7 @@ class Recorder(TorchFunctionMode):
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
         self.told.asked(None, "")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
             result = function(*as_plain(tuple(args)), **as_plain(kwargs))
             return self._wrap_result(result, self.add("call_function", function, lifted_args, lifted_kwargs, result))

@@ -26,12 +26,18 @@ class NodeRecord:
     writes: bool = False
     storage: int | None = None
     decision: bool = False
+    only_raises: bool = False
+    """Whether all that hangs on the decision is an error of the code's own (`hexa_fx.capture.error_checks`)."""
     gradient: bool = True
     """Whether the code lets gradients through: False under its own ``no_grad``."""
     asked: bool = False
     """Whether the code asks something of an input that is no number of it, such as its dtype."""
     subscript: bool = False
     """Whether it says that a number that the code takes an item by is what it was."""
+
+    def note_decision(self, only_raises: bool) -> None:
+        self.only_raises = only_raises and (self.only_raises or not self.decision)
+        self.decision = True
 
 
 def record_of(node: torch.fx.Node) -> NodeRecord:

@@ -12,12 +12,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
+from hexa_fx.isolation.endless import Bounded
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.held_objects import fields_of
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import SEED, random_state_kept, random_states
 from hexa_fx.isolation.size import batches, is_out_of_memory
+from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.weight_slices import WeightSlices
+from hexa_fx.torch_private import DisableTorchFunction, _foreach_sub
 
 SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
@@ -87,10 +90,11 @@ def observe(
     state.restore()
     parameters = state.parameters
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(SEED), torch.set_grad_enabled(gradients):
-        result = pytree.tree_map(_unfolded, call(*args, **kwargs))
+        with Bounded():
+            result = pytree.tree_map(_unfolded, call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
@@ -103,7 +107,7 @@ def observe(
         backward_error = ""
         if gradients:
             taken, backward_error = _gradients(results, {**roots, **parameters}, slices or WeightSlices(()))
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
@@ -118,6 +122,7 @@ def _unfolded(leaf: Any) -> Any:
     return leaf if held is None else (type(leaf), pytree.tree_map(_unfolded, held))
 
 
+@autocast_off()
 def difference(original: Outcome, other: Outcome) -> Difference:
     """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
     for name in sorted({*original.facts, *other.facts}):
@@ -164,7 +169,7 @@ def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
 def _gradients(
     result: Any, leaves: Mapping[str, torch.Tensor], slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
@@ -174,7 +179,7 @@ def _gradients(
         torch.randn(leaf.shape, dtype=torch.float64, generator=generator, device="cpu").to(leaf.device, leaf.dtype)
         for leaf in outputs
     ]
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         mode = lazy_gradients(wanted.values())
     try:
         with mode:
@@ -183,7 +188,7 @@ def _gradients(
         if is_out_of_memory(error):
             raise
         return dict.fromkeys(wanted), kind_and_line(error)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         found = dict(zip(wanted, compared(grads[: len(wanted)], [*wanted.values()])))
     return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
@@ -236,7 +241,7 @@ def _distances(ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> li
     pieces = [(number, *piece) for number, pair in enumerate(zip(ones, twos)) for piece in zip(*map(_pieces, pair))]
     for batch in batches(pieces, lambda piece: piece[1].numel(), _TOGETHER):
         numbers, left, right = zip(*batch)
-        for number, distance in zip(numbers, largest_of(torch._foreach_sub(left, right))):
+        for number, distance in zip(numbers, largest_of(_foreach_sub(left, right))):
             if not distance <= found[number]:  # so that NaN is the largest
                 found[number] = distance
     return found
@@ -267,6 +272,7 @@ def largest(tensor: torch.Tensor) -> float:
     return float(torch.stack(torch.aminmax(tensor)).abs().max())
 
 
+@autocast_off()
 def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
     """`largest` of each, by few waits for a device. Small ones, and all on a GPU, are laid side by side for it."""
     found = [0.0] * len(tensors)

@@ -1,4 +1,4 @@
-"""Whose code it is: the user's and model libraries', or torch's, numpy's and Python's own, which counts as constant."""
+"""Whose code it is: the user's and model libraries', or torch's, numpy's, Python's own and of logging, which is constant."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-_OTHERS = frozenset({"torch", "numpy", "hexa_fx", "einops", "builtins", "functorch", *sys.stdlib_module_names})
+_LOGGING = frozenset({"logging", "loguru", "structlog", "absl", "tqdm"})
+"""Libraries that write lines for people, with locks, handlers and counters of their own."""
+_OTHERS = frozenset(
+    {"torch", "numpy", "hexa_fx", "einops", "builtins", "functorch", *_LOGGING, *sys.stdlib_module_names}
+)
 
 
 @lru_cache(1 << 14)  # asked of all modules of the process in every recorded run
 def is_users(module: str) -> bool:
     """Whether code of this Python module belongs to the user or to a model library."""
     return module.partition(".")[0] not in _OTHERS
+
+
+def logs(module: str) -> bool:
+    """Whether a Python module belongs to a library that writes logs: what it keeps for that makes no difference to results."""
+    return module.partition(".")[0] in _LOGGING
 
 
 def module_name(namespace: Mapping[str, Any]) -> str:

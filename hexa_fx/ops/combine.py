@@ -11,6 +11,7 @@ from torch import Tensor
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
 from hexa_fx.ops.table import Combine
+from hexa_fx.torch_private import _embedding_bag_forward_only
 
 combine = library.wrapper("combine")
 
@@ -38,7 +39,7 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     if routed < n:
         inv, skipped = inv.clamp(max=routed), routed
     bags = torch.arange(0, n, top_k, dtype=torch.int32, device="cpu")
-    return torch._embedding_bag_forward_only(
+    return _embedding_bag_forward_only(
         y if y.stride(1) == 1 else y.contiguous(), inv, bags, False, 0, False, top_k_weights, False, skipped
     )[0]
 

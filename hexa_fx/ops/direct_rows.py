@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.combine import combine_backward, combine_cpu, keep_for_combine
@@ -15,6 +14,7 @@ from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.reindex import reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 Grads = tuple[Tensor | None, ...]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Ess, Estmm
+from hexa_fx.torch_private import grouped_mm
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """(n, N) of x (n, K) and weight (E, K, N). Rows without an expert are unspecified."""
     if takes_grouped_mm(x, weight):
         _log_once("esmm", x.device.type, "torch's grouped matmul")
-        return torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
+        return grouped_mm(x, weight, offs=offs[1:].contiguous())
     if _capturing(x):
         _log_once("esmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
@@ -114,7 +115,7 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     experts = offs.shape[0] - 1
     if takes_grouped_mm(x, g) and x.shape[0] > 0:
         _log_once("estmm", x.device.type, "torch's grouped matmul")
-        return torch._grouped_mm(x.t(), g, offs=offs[1:].contiguous())
+        return grouped_mm(x.t(), g, offs=offs[1:].contiguous())
     if _capturing(x):
         _log_once("estmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
@@ -128,7 +129,7 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """Whether torch._grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
+    """Whether grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
     if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     if torch.cuda.get_device_capability(a.device) < (9, 0) or a.shape[0] == 0:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
-from torch.autograd import forward_ad
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfn, differentiable, static
+from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
 _OPS = torch.ops.hexa
 _run_inference, _run_forward, _run_backward = (
@@ -73,9 +72,9 @@ def _backward(*args: Any) -> list[Tensor]:
     return _run("moe_ffn_backward", _run_backward, args)  # type: ignore[no-any-return]
 
 
-def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         raise InputError(
             "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
             "original module"

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.moe_ffn import inference, training
 from hexa_fx.ops.moe_ffn_autograd import ByExpertOrder
 from hexa_fx.ops.moe_ffn_sources import MoeFfnSourcesFunction
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
@@ -37,6 +34,13 @@ from hexa_fx.ops.table_layers import (
     differentiable,
     parameters,
     static,
+)
+from hexa_fx.torch_private import (
+    DispatchKeySet,
+    FakeTensor,
+    FunctionalTensor,
+    _any_requires_grad,
+    _AutoDispatchBelowAutograd,
 )
 
 _OPS = torch.ops.hexa
@@ -149,7 +153,7 @@ class _MoeFfnFp8(DirectFunction):
         return MoeFfnFp8Forward.by_argument(**dict(zip(OPERANDS, found)))
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     o = MoeFfnFp8(*args)
     instead = _exact_call(o)
     if instead is not None:

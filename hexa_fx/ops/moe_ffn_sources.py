@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.direct_function import DirectFunction
@@ -39,6 +38,7 @@ from hexa_fx.ops.table_layers import (
     MoeFfnSourcesBackward,
     MoeFfnSourcesForward,
 )
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 

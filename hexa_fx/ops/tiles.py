@@ -38,6 +38,7 @@ from hexa_fx.ops.table import (
     EstmmAdd,
 )
 from hexa_fx.ops.tiling import Tile, Tiling
+from hexa_fx.torch_private import grouped_mm
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _RAISED = 1 << 20
@@ -88,7 +89,7 @@ def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         weight = weight.to(x.dtype)
     if overhead and cpu.grouped_mm_takes(x, weight):
         first, end, offs = tile.local_offs()
-        return torch._grouped_mm(x, weight[first:end], offs=offs)
+        return grouped_mm(x, weight[first:end], offs=offs)
     return cpu.multiply_groups(x, weight, bias, groups)
 
 
@@ -213,7 +214,7 @@ def estmm(tile: Tile, o: Estmm, key: str) -> None:
     everyone = bool(tile.groups) and (tile.groups[0][0], tile.groups[-1][0] + 1) == (0, tiling.experts)
     if _is_one_product(tile, x, g, everyone):
         first, end, offs = tile.local_offs()
-        y = torch._grouped_mm(x.t(), g, offs=offs)
+        y = grouped_mm(x.t(), g, offs=offs)
         if everyone:
             tiling.buffer(key, lambda: y)
         else:
@@ -239,7 +240,7 @@ def estmm_add(tile: Tile, o: EstmmAdd) -> None:
     (x, g), into = _sides(tile, o), o.into
     if _is_one_product(tile, x, g, False):
         first, end, offs = tile.local_offs()
-        into[first:end].add_(torch._grouped_mm(x.t(), g, offs=offs))
+        into[first:end].add_(grouped_mm(x.t(), g, offs=offs))
     elif tile.groups:
         cpu.add_outer_groups(x, g, tile.groups, into)
 

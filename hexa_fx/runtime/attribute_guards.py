@@ -116,10 +116,11 @@ class AttributeGuards:
         if is_compiling():
             self._check_in_trace()
             return
-        block = self._block()
-        if self._is_same is None and self._found is not None:
-            self._is_same, self._found = still_the_same(self._found, block), None
-        if self._is_same is None or not self._is_same(block):
+        block, is_same, found = self._block(), self._is_same, self._found  # read once: other threads may check, too
+        if is_same is None and found is not None:
+            self._is_same = is_same = still_the_same(found, block)
+            self._found = None
+        if is_same is None or not is_same(block):
             self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
@@ -152,7 +153,7 @@ class AttributeGuards:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
         names = frozenset(name for names in self.other_names for name in names)
-        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
+        found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
         modules: dict[str, Any] = dict(named_modules(block, every=True))
         known = modules | tensors_by_name(block) if self.other_names else {}
         for name, first in self.other_names:
@@ -160,8 +161,9 @@ class AttributeGuards:
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
         inner = [submodule(modules, path) for path in self.inner]
-        self._found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
+        found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
+        self._found = found  # last: other threads take it as it is
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)

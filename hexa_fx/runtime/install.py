@@ -96,8 +96,10 @@ class HexaForward:
     def _bind(self, module: nn.Module) -> None:
         peft.watch()
         self._module = weakref.ref(module)
-        for each in (*self.specialisations, *self.refused):
-            each.bind(module)
+        for made in self.specialisations:
+            made.bind(module)
+        for kind in self.refused:
+            kind.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
@@ -178,27 +180,34 @@ class HexaForward:
             told()
         if is_compiling():
             return self._in_trace(args, kwargs)
-        miss: GuardMiss | None = None
-        if (latest := self._latest) is not None:
-            module = self.module
-            if latest.prefers_own_code(module, args, kwargs):
+        latest, there, miss = self._latest, len(self.specialisations), None
+        if latest is not None:
+            if latest.prefers_own_code(self.module, args, kwargs):
                 return self._own(SMALL, args, kwargs)
-            if len(self.specialisations) == 1 or not saving_is_counted():
-                try:
-                    result = latest.run(module, self._arguments, self.adapters, args, kwargs)
-                    self.ran += 1
-                    return result
-                except GuardMiss as found:
-                    miss = found
-        return self._missed(args, kwargs, miss)
+            try:
+                result = self.rewritten(*args, **kwargs)
+                self.ran += 1
+                return result
+            except GuardMiss as found:
+                miss = found
+        if miss is not None and miss.called:
+            reason = miss.args[0]
+            if self.analyst is not None:  # for the next call: in this one submodules have been called
+                reason = self.analyst.specialise(self, args, kwargs, miss, there) or reason
+            with answered(self.module, miss.called):
+                return self._own(reason, args, kwargs, restart=False)
+        return self._analysed(args, kwargs, miss, there)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a rewritten forward, without falling back.
+        """Runs the rewritten forward that a call is for, without falling back.
 
         Raises:
             GuardMiss: there is none, or none was made for these inputs.
         """
-        return self._first_of(self.specialisations, args, kwargs, None)
+        latest, made = self._latest, self.specialisations
+        if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
+            made = (latest, *(each for each in made if each is not latest))
+        return self._first_of(made, args, kwargs, None)
 
     def _first_of(
         self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None
@@ -223,27 +232,12 @@ class HexaForward:
             return result
         raise miss or GuardMiss("nothing was made of the block yet")
 
-    def _missed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None) -> Any:
-        """Runs another specialisation than the latest, or has the call analysed."""
-        there, latest = self.specialisations, self._latest if miss is not None else None
-        if miss is None or not miss.called:
-            try:
-                result = self._first_of([each for each in there if each is not latest], args, kwargs, miss)
-                self.ran += 1
-                return result
-            except GuardMiss as found:
-                miss = found if there else None
-        if miss is not None and miss.called:
-            with answered(self.module, miss.called):
-                return self._own(miss.args[0], args, kwargs, restart=False)
-        return self._analysed(args, kwargs, miss, len(there))
-
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
         """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes."""
-        training, of_sizes = bool(self.module.training), isinstance(miss, SizeMiss)
-        known = next((kind for kind in self.refused if kind.holds(training, args, kwargs)), None)
+        training, missed = bool(self.module.training), str(miss) if isinstance(miss, SizeMiss) else ""
+        known = next((kind for kind in self.refused if kind.holds(training, args, kwargs, missed)), None)
         if known is not None:
-            reason = str(miss) if of_sizes else known.reason
+            reason = known.reason
         elif self.analyst is None or isinstance(miss, OwnCodeOnly):
             reason = str(miss or "it was not analysed")
         else:

@@ -10,14 +10,14 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from hexa_fx.ops.formed import PackedStack
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.paths import WeightReader
+from hexa_fx.runtime.paths import MOVING, WeightReader
 from hexa_fx.sources.packed_parameters import packed_parameters
+from hexa_fx.torch_private import _len_torch_dispatch_stack
 
 _readers: WeakValueDictionary[int, PackedReader] = WeakValueDictionary()
 _numbers = count()
@@ -43,11 +43,14 @@ class PackedReader(WeightReader):
 
     def stacked(self) -> QuantizedWeight:
         """As a call outside of a compiler."""
-        parameters = self._paths.tensors()
-        if self._packed is None or not self._in_place(parameters):
-            self._packed = self._pack(parameters)
-            self._held = self._packed.held
-        return self._packed
+        packed = self._packed
+        if packed is None or not self._in_place(self._paths.tensors()):
+            with MOVING:
+                parameters, packed = self._paths.tensors(), self._packed
+                if packed is None or not self._in_place(parameters):
+                    packed = self._pack(parameters)
+                    self._packed, self._held = packed, packed.held
+        return packed
 
     def refresh(self) -> None:
         """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.

@@ -15,26 +15,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import is_grad_enabled, nn
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
+from hexa_fx.contexts import set_to
 from hexa_fx.isolation.host_memory import owns_its_storage
 from hexa_fx.ops import library
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.call_kinds import is_foreign, said_of
 from hexa_fx.runtime.guards import AGAIN, GuardMiss
-from hexa_fx.runtime.paths import WeightReader
+from hexa_fx.runtime.paths import MOVING, WeightReader
 from hexa_fx.runtime.saved_alone import save_alone
 from hexa_fx.runtime.shared_storage import SharedStorage
+from hexa_fx.torch_private import (
+    DisableTorchFunction,
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
 
 logger = logging.getLogger(__name__)
+
+_of_copies: ContextVar[bool] = ContextVar("hexa_fx_of_copies", default=False)
+
+
+def moving_copies() -> AbstractContextManager[None]:
+    """A context in which parameters that are moved are nobody's but the analysis's."""
+    return set_to(_of_copies, True)
+
 
 REPACK_LIMIT = 3
 """Repackings in a row after which something else evidently owns the storage, and the weights are copied instead."""
@@ -112,8 +127,11 @@ class PackedExperts(WeightReader):
             self._check_kinds(traced)
             return self._copy(traced)
         parameters = self._paths.tensors()
-        if not self._in_place(parameters) and not self._pack(parameters):
-            return self._copy(parameters)
+        if not self._in_place(parameters):
+            with MOVING:
+                parameters = self._paths.tensors()
+                if not self._in_place(parameters) and not self._pack(parameters):
+                    return self._copy(parameters)
         packed = self._packed
         assert packed is not None
         self.note_writes()
@@ -144,9 +162,11 @@ class PackedExperts(WeightReader):
         if _traced():
             self._check_kinds([self._paths.first_in_trace()])
             return
-        parameters = self._paths.tensors()
-        if not self._ends_in_place(parameters):
-            self._pack(parameters)
+        if not self._ends_in_place(self._paths.tensors()):
+            with MOVING:
+                parameters = self._paths.tensors()
+                if not self._ends_in_place(parameters):  # another thread may have moved them meanwhile
+                    self._pack(parameters)
 
     def _check_kinds(self, tensors: Sequence[torch.Tensor]) -> None:
         for path, tensor in zip(self._paths.paths, tensors):
@@ -168,7 +188,7 @@ class PackedExperts(WeightReader):
         packed = self._packed
         if packed is None or list(map(id, parameters)) != self._ids:
             return False
-        with torch._C.DisableTorchFunction():  # a mode would be told of every parameter
+        with DisableTorchFunction():  # a mode would be told of every parameter
             pointers = list(map(torch.Tensor.data_ptr, parameters))
             if pointers != self._pointers:
                 # The whole storage may have moved as one, e.g. into shared memory.
@@ -191,7 +211,7 @@ class PackedExperts(WeightReader):
         if not reason and not shared_storage.same_kind(parts):
             raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
         # A repack may happen inside inference_mode or a device context; the parameters must stay ordinary tensors.
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
             packed = None if reason else shared_storage.adopt(parts)
             if packed is None:
                 if reason := reason or self._why_not_move(tensors):
@@ -216,7 +236,7 @@ class PackedExperts(WeightReader):
                 f"{error.needed / 2**30:.1f} GiB for a while, which are not free; optimize the model on the host and move it, or "
                 "use a version of it with stacked weights"
             ) from None
-        if views:
+        if views and not _of_copies.get():
             logger.warning(
                 "the experts' weights (%s, ...) were views of a larger tensor; they now lie side by side in memory of their own, "
                 "and what is written to that tensor no longer reaches them",
@@ -258,7 +278,7 @@ def _is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return sum(map(_version, tensors))
 
 

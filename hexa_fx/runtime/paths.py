@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import repeat
@@ -30,6 +31,10 @@ def first_parameter(block: nn.Module, weight: PackedWeight) -> torch.Tensor | No
     path, _, name = weight.parts[0][0].rpartition(".")
     found: torch.Tensor | None = base_of(block.get_submodule(path))._parameters.get(name)
     return found
+
+
+MOVING = threading.RLock()
+"""Held while parameters are moved into one storage, so that two first calls do not move them at once."""
 
 
 class ParameterPaths:
@@ -64,12 +69,13 @@ class ParameterPaths:
     def check(self) -> None:
         """Raises `GuardMiss` if a module on the way was replaced or has a hook of its own."""
         if not self._ready:
-            self._walk()
+            self._walk_once()
         elif not (
             all(map(is_, map(dict.get, self._rebuilt, repeat("_modules")), self._lists))
             and all(map(is_, map(dict.get, self._hooked, repeat(HOOKS[0])), self._hooks))
         ):
-            self._walk_again()
+            with MOVING:
+                self._walk_again()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
         if any(self._hooks):
@@ -82,7 +88,7 @@ class ParameterPaths:
             GuardMiss: a parameter is gone, e.g. replaced by a parametrization.
         """
         if not self._ready:
-            self._walk()
+            self._walk_once()
         found: list[Any] = list(map(dict.get, self._owners, self._names))
         if NoneType in map(type, found):
             gone = self.paths[[value is None for value in found].index(True)]
@@ -110,6 +116,11 @@ class ParameterPaths:
             raise GuardMiss("an expert's parameter is gone")
         found: torch.Tensor = getattr(owner, name)
         return found
+
+    def _walk_once(self) -> None:
+        with MOVING:
+            if not self._ready:  # another thread may have walked meanwhile
+                self._walk()
 
     def _walk(self) -> None:
         edges: dict[tuple[int, str], tuple[str, dict[str, Any], str, nn.Module]] = {}

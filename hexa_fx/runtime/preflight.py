@@ -11,15 +11,20 @@ from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.runtime.install import is_installed
 
 
+def check_module(model: object) -> None:
+    """Raises `InputError` unless it is an `nn.Module`."""
+    if not isinstance(model, nn.Module):
+        hint = "; call the class to make a model" if isinstance(model, type) else ""
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}{hint}")
+
+
 def check_model(model: nn.Module) -> None:
     """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values.
 
     Raises:
         InputError: the object is no model, or it is already optimized, compiled, scripted, lazy, or made in inference mode.
     """
-    if not isinstance(model, nn.Module):
-        hint = "; call the class to make a model" if isinstance(model, type) else ""
-        raise InputError(f"expected an nn.Module, got {type(model).__name__}{hint}")
+    check_module(model)
     _check_compiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
@@ -43,10 +48,22 @@ def _check_optimized(path: str, module: nn.Module) -> None:
         )
 
 
+def check_values(model: nn.Module) -> None:
+    """Raises `InputError` if a model cannot be run on an example, since weights have no values yet."""
+    away = {id(p) for _, module in named_modules(model) if is_offloaded(module) for p in module.parameters()}
+    for path, parameter in named_tensors(model, "_parameters").items():
+        if parameter.is_meta and id(parameter) not in away:
+            raise InputError(
+                f"{path} is on the meta device and has no values to run an example on: leave the example out, and the model is "
+                "analysed in its first call, or load its weights before"
+            )
+
+
 def called_in(model: nn.Module) -> nn.Module:
     """The module whose forward is called with the arguments of ``model``: what torch's data parallel wrappers hold, or itself."""
+    inner = model._modules.get("module")
     wraps = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-    return model.module if wraps else model
+    return inner if wraps and inner is not None else model
 
 
 def is_offloaded(module: nn.Module) -> bool:

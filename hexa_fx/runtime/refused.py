@@ -9,7 +9,7 @@ from torch import nn
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.call_kinds import call_kind, call_sizes, call_tokens
+from hexa_fx.runtime.call_kinds import call_kind, call_tokens
 from hexa_fx.runtime.guards import GuardMiss
 
 
@@ -23,7 +23,7 @@ class RefusedKind:
         reads: what the code read from Python; if it reads something else, the kind is another.
         own_forward: the forward that the block's instance had of its own.
         enough: calls of more tokens than this say as much as any larger one. A smaller call says nothing of larger ones.
-        of_sizes: whether it holds for tensors of these shapes only.
+        missed: what the sizes of the call did not meet, if that is why it was analysed: it holds for calls of which that is said.
         calls: how many calls it holds for; None for all.
     """
 
@@ -36,13 +36,13 @@ class RefusedKind:
         reads: Sequence[PythonRead] = (),
         own_forward: Callable[..., Any] | None = None,
         enough: int = 0,
-        of_sizes: bool = False,
+        missed: str = "",
         calls: int | None = None,
     ) -> None:
         self.kind, self.reason = call_kind(bool(module.training), args, kwargs), reason
-        self.sizes = call_sizes(args, kwargs) if of_sizes else None
+        self.missed = missed
         tokens = call_tokens(args, kwargs)
-        self.tokens = tokens if tokens < enough else None
+        self.tokens = tokens if tokens < enough and not missed else None
         self.attributes = AttributeGuards(module, (), reads, (), own_forward)
         self._left, self.lasted = calls, calls
 
@@ -55,11 +55,9 @@ class RefusedKind:
         """Watches ``module`` from now on."""
         self.attributes.bind(module)
 
-    def holds(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def holds(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
         """Whether a call is of this kind. Counts it if it is."""
-        if self.is_over or self.kind != call_kind(training, args, kwargs):
-            return False
-        if self.sizes is not None and self.sizes != call_sizes(args, kwargs):
+        if self.is_over or self.missed not in ("", missed) or self.kind != call_kind(training, args, kwargs):
             return False
         if self.tokens is not None and call_tokens(args, kwargs) > self.tokens:
             return False

@@ -21,6 +21,7 @@ from hexa_fx.formats.four_bit import NF4
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.lookup import lookup
 from hexa_fx.isolation.read_values import IsA
+from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 
 _STATE = ("absmax", "shape", "code", "blocksize", "quant_type", "dtype", "offset", "state2")
@@ -137,7 +138,14 @@ def with_kinds(block: nn.Module, reads: Sequence[PythonRead]) -> tuple[PythonRea
     return tuple(_of_own(block, read) if read.value in _OF_LINEAR and not read.is_global else read for read in reads)
 
 
-_OF_LINEAR = (nn.Linear, IsA(nn.Linear), nn.Linear.forward)
+class _InItsOwnDtype(nn.Linear):
+    """Gives the dtype that it is given, under autocast too, as modules of codes do."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self.weight, self.bias).to(rows.dtype)
+
+
+_OF_LINEAR = tuple(of for kind in (nn.Linear, _InItsOwnDtype) for of in (kind, IsA(kind), kind.forward))
 
 
 def _of_own(block: nn.Module, read: PythonRead) -> PythonRead:
@@ -146,7 +154,7 @@ def _of_own(block: nn.Module, read: PythonRead) -> PythonRead:
     if not is_linear(found):
         return read
     kind = type(found)
-    return dataclasses.replace(read, value=(kind, IsA(kind), kind.forward)[_OF_LINEAR.index(read.value)])
+    return dataclasses.replace(read, value=(kind, IsA(kind), kind.forward)[_OF_LINEAR.index(read.value) % 3])
 
 
 def of_numbers(tensor: Tensor) -> Tensor:
@@ -178,7 +186,8 @@ def _dense(linear: Any, dtype: torch.dtype | None) -> nn.Linear:
     in_rows(linear)
     codes, bias = read(linear.weight), linear.bias
     weight = QuantizedWeight(codes.packed, codes.scales, codes.format, dtype or codes.dtype).expert(0)
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    kind = _InItsOwnDtype if torch._C._is_any_autocast_enabled() else nn.Linear
+    made = kind(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     made._parameters["bias"] = bias
     made.train(linear.training)
@@ -192,10 +201,12 @@ def _compare(linear: Any, made: nn.Linear) -> None:
     places = torch.linspace(0, made.in_features - 1, _PROBES, device=made.weight.device).long()
     rows = F.one_hot(places, made.in_features).to(dtype).requires_grad_()  # no forward for inference, which moves codes
     decided = linear.compute_dtype, linear.compute_type_is_set
-    found = linear(rows).detach()
+    with autocast_off():
+        found = linear(rows).detach()
     linear.compute_dtype, linear.compute_type_is_set = decided
     bias = None if made.bias is None else made.bias.to(dtype)
-    expected = F.linear(rows, made.weight.to(dtype), bias).detach()
+    with autocast_off():
+        expected = F.linear(rows, made.weight.to(dtype), bias).detach()
     kinds = dtype, made.weight.dtype, linear.weight.quant_state.dtype  # the module may unpack to any of these
     eps = max(torch.finfo(kind).eps for kind in kinds)
     limit = 8 * eps * float(expected.abs().max()) if expected.numel() else 0.0

@@ -38,27 +38,40 @@ def detect_all(
         prefer_earliest: as in `detect`.
     """
     look = partial(_announced, prefer_earliest=prefer_earliest)
-    first: tuple[CapturedBlock, Refusal] | None = None
+    found, first = _covered(record, look, lambda item: True)
+    if isinstance(found, Refusal) and first is not None and any(item.routed for item in first[1]):
+        again, _ = _covered(record, look, lambda item: not item.routed)
+        found = again if isinstance(again, MoEMatch) else found
+    return found
+
+
+def _covered(
+    record: Callable[[Replacements], CapturedBlock], look: Callable[..., Found], counts: Callable[[Lost], bool]
+) -> tuple[MoEMatch | Refusal, tuple[Refusal, tuple[Lost, ...]] | None]:
+    """The match that loses nothing that counts, or a refusal; and what was lost at first, if anything, with a refusal for that."""
+    first: tuple[Refusal, tuple[Lost, ...]] | None = None
     replacements: Replacements | None = Replacements()
+    start: CapturedBlock | None = None
     while replacements is not None:
         try:
             captured = record(replacements)
         except CaptureError:
-            if first is None:
+            if start is None:
                 raise
             break
-        found, lost = look(captured, replacements, forms=("any", "steps"))
-        if isinstance(found, MoEMatch) and not lost:
-            return found
-        if isinstance(found, Refusal) and not lost:
-            if first is None:
-                return found
+        start = start or captured
+        found, all_lost = look(captured, replacements, forms=("any", "steps"))
+        lost = tuple(filter(counts, all_lost))
+        if not lost and (isinstance(found, MoEMatch) or first is None):
+            return found, first
+        if not lost:
             break
-        first = first or (captured, _refusal(captured, lost[0]))
+        first = first or (_refusal(captured, lost[0]), lost)
         replacements = replaced(replacements, captured, lost) if len(replacements) < _MOST else None
+    assert start is not None
     assert first is not None
-    found, lost = look(first[0], Replacements(), forms=("free",))
-    return found if isinstance(found, MoEMatch) and not lost else first[1]
+    found, all_lost = look(start, Replacements(), forms=("free",))
+    return (found if isinstance(found, MoEMatch) and not any(map(counts, all_lost)) else first[0]), first
 
 
 def _announced(

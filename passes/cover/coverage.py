@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, restricts, sets_to_zero
+from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, levels_out, restricts, sets_to_zero
 from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
 from hexa_fx.passes.detect.match import MoEMatch
@@ -40,6 +40,8 @@ _SIZES = frozenset("size numel nelement dim stride".split())
 _OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
 _OFF = frozenset("dropout dropout_ row_dropout".split())
 """Random operations, which detection lets pass only where they do nothing in the run."""
+_COUNTED = frozenset("histc ceil floor round trunc".split())
+"""What counts are floating point in, or a room for so many of them."""
 _NOT_FINITE = frozenset("nan_to_num nan_to_num_ isnan isinf isfinite".split())
 _LARGE = 1e6
 """Numbers from here on are out of the reach of the experiments with what experts compute."""
@@ -47,10 +49,15 @@ _LARGE = 1e6
 
 @dataclass(frozen=True)
 class Lost:
-    """A recorded value that reaches the region's output, and that the rewritten graph would know nothing about."""
+    """A recorded value that reaches the region's output, and that the rewritten graph would know nothing about.
+
+    ``routed``: it says which rows go where, and the routing that is read is computed from it too, as where tokens that find no room
+    are taken out of the ids: then only what it does besides would be lost, which verification sees.
+    """
 
     node: Node
     role: Role
+    routed: bool = False
 
 
 def uncovered(match: MoEMatch, tags: Mapping[Node, Tag], replaced: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
@@ -133,7 +140,8 @@ class _Walk:
         self.todo += [(role, node) for node in nodes]
 
     def _lose(self, node: Node, role: Role) -> None:
-        self.lost.setdefault(node, Lost(node, role))
+        made = node.op.startswith("call") or node.target in self.match.captured.constants
+        self.lost.setdefault(node, Lost(node, role, made and role == "select" and self.twin[node] in self.behind_read))
 
     def _through(self, steps: RowSteps, role: Role) -> None:
         """Steps are emitted; what they are given is asked for, and where their rows are moved to."""
@@ -213,6 +221,8 @@ class _Walk:
         if not is_float(node):
             self._select(node)
         elif node.op.startswith("call") and operation(node) in MOVES | SUMS | PRODUCTS and not self._is_explained(node):
+            if operation(node) not in MOVES and levels_out(node):
+                self._lose(node, "factor")
             self._also("factor", node.all_input_nodes)
         elif sets_to_zero(node) and not self._is_explained(node):
             self._also("factor", [n for n in node.all_input_nodes if is_float(n)])
@@ -230,7 +240,7 @@ class _Walk:
             self._also("select", node.all_input_nodes)
             return
         number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
-        changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | {"histc"}
+        changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | _COUNTED
         if not number and (node.op in ("placeholder", "get_attr") or restricts(node) or changed):
             if not leaves_out_sentinels(node, self.from_index, self.match.num_experts):
                 self._lose(node, "select")

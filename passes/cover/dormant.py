@@ -23,6 +23,25 @@ def is_constant(node: Node) -> bool:
     return bool((value == value.flatten()[0]).all())
 
 
+def levels_out(node: Node) -> bool:
+    """Whether it makes one number of different ones, as a weight over the sum of the chosen ones is 1 where one is chosen.
+
+    On other inputs, and in backward, it is more than that number.
+    """
+    inputs = (record_of(n).value for n in node.all_input_nodes if is_float(n))
+    return _is_level(record_of(node).value) and any(
+        not _is_level(value) and not bool(((value == 0) | (value == 1)).all()) for value in inputs
+    )
+
+
+def _is_level(value: torch.Tensor) -> bool:
+    first = value.flatten()[:1]
+    return torch.allclose(value, first.expand(value.shape) if value.numel() else value, rtol=_LEVEL, atol=0.0)
+
+
+_LEVEL = 1e-5
+
+
 def restricts(node: Node) -> bool:
     """Whether an operation compares or bounds numbers, other than to ask which ids are an expert's, or what is not zero."""
     name = operation(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,6 @@ from hexa_fx.passes.detect.sparse_weights import asks_who_was_chosen
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_SELECTIONS = frozenset(
-    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
-    "__eq__ multinomial isin searchsorted cumsum".split()
-)
 _CHOICES = frozenset(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
 )
@@ -100,46 +96,55 @@ def shape_branches(
         stacked: how many experts its weights hold; tags count those of lists, other regions' too.
 
     A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
-    becomes a guard. Any other makes the trace valid for this input only.
+    becomes a guard. Any other makes the trace valid for this input only, unless it does no more than raise an error.
 
     Raises:
         Refuse: a decision depends on data other than the routing, or on an exact number of tokens of an expert.
     """
-    guards: list[ShapeBranch] = []
     experts = max(stacked, *(1 + number for tag in tags.values() for number in tag.experts))
     after = descendants([output]) | {output}
     follows = _follows_choices(captured.graph, tags, routing)
-    for node in captured.graph.nodes:
-        if node.op == "output" or not record_of(node).decision or node in opaque:
-            continue
+
+    def guards_of(node: torch.fx.Node) -> list[ShapeBranch]:
         behind = ancestors([node])
         kept = _kept_values(captured, node)
         if kept and not any(n.op == "placeholder" for n in behind):
-            guards.append(_guard_of_kept(captured, node, kept))
-            continue
+            return [_guard_of_kept(captured, node, kept)]
         sizes = _sizes(node)
         if sizes:
-            guards += _of_sizes(node, sizes, tags, (output,), after, routing)
-            continue
+            return _of_sizes(node, sizes, tags, (output,), after, routing)
         asked = _asked(node, output, follows)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
         if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             if not of_experts <= after:
                 refuse_unless_of_outputs(captured, node, of_experts, ends)
-            guards.append(ShapeBranch(node, record_of(node).value, of_outputs=not of_experts <= after))
-            continue
+            return [ShapeBranch(node, record_of(node).value, of_outputs=not of_experts <= after)]
         if of_experts:
             raise Refuse(
                 "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
             )
         if any(n.op == "placeholder" and is_float(n) for n in asked):
             raise Refuse(ON_DATA, node)
-        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+        if behind & (routing | follows):
             refuse_exact_count(node)
             refuse_exact_place(node, experts)
-        else:
-            guards += _of_inputs(node, behind)
-    return tuple(guards)
+            return []
+        return _of_inputs(node, behind)
+
+    return tuple(_of_decisions(captured, opaque, guards_of))
+
+
+def _of_decisions(
+    captured: CapturedBlock, opaque: set[torch.fx.Node], guards_of: Callable[[torch.fx.Node], list[ShapeBranch]]
+) -> Iterator[ShapeBranch]:
+    for node in captured.graph.nodes:
+        if node.op == "output" or not record_of(node).decision or node in opaque:
+            continue
+        try:
+            yield from guards_of(node)
+        except Refuse:
+            if not record_of(node).only_raises:
+                raise
 
 
 def size_branches(
@@ -155,8 +160,8 @@ def size_branches(
         Refuse: a decision is on a size that can be neither checked nor seen.
     """
     after = descendants(outputs)
-    decisions = [n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision and n not in opaque]
-    return [branch for node in decisions for branch in _of_sizes(node, _sizes(node), tags, outputs, after, routing)]
+    found = _of_decisions(captured, opaque, lambda n: _of_sizes(n, _sizes(n), tags, outputs, after, routing))
+    return list(found)
 
 
 def _sizes(decision: torch.fx.Node) -> set[torch.fx.Node]:

@@ -25,7 +25,7 @@ MOVES = (
         "repeat repeat_interleave tile getitem select narrow index_select gather take take_along_dim cat concat concatenate stack "
         "hstack vstack split split_with_sizes chunk unbind tensor_split masked_select scatter scatter_ scatter_add scatter_add_ "
         "scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_put index_put_ set_item copy_ "
-        "masked_scatter masked_scatter_ pad pad_sequence roll flip reindex fill_ zero_".split()
+        "masked_scatter masked_scatter_ pad pad_sequence roll flip reindex fill_ zero_ embedding".split()
     )
 )
 """Operations that move values, or add what they move."""

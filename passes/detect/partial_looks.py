@@ -45,7 +45,9 @@ def refuse_partial_looks(
     routed = torch.zeros(tokens, dtype=torch.bool, device="cpu")
     routed[given.cpu()] = True
     for node in graph.nodes:
-        if node.op == "output" or not record_of(node).decision or node in opaque or sizes_asked(node):
+        if node.op == "output" or not record_of(node).decision or record_of(node).only_raises or node in opaque:
+            continue
+        if sizes_asked(node):
             continue
         for whole, parts in _parts_looked_at(node, tokens):
             looks[whole].append((node, record_of(node).location, parts))

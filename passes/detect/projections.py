@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.graph import (
     is_scored,
     operation,
 )
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, is_stack, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 MIXED = "the weight of an expert's matrix product is made of several parameters; it has to be one parameter, or a part of one"
@@ -103,7 +103,7 @@ def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 def _is_expert_weight(weight: torch.fx.Node, tag: Tag) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
-    return bool(tag.experts) or (record_of(weight).value.dim() >= 3 and not tag.ordinary)
+    return bool(tag.experts) or (is_stack(weight) and not tag.ordinary)
 
 
 def _is_bias(weight: torch.fx.Node, node: torch.fx.Node, weights: list[torch.fx.Node]) -> bool:

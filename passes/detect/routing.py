@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,11 +18,13 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
+from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
     RoutingSource,
     Slots,
+    counts_of_choices,
     covered,
     find_factor,
     find_mask,
@@ -43,6 +45,7 @@ class Routing:
         index: where the expert ids are.
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
         constant: a number in the code that the experts' outputs are multiplied by too.
+        always: experts that every token is given beside those it chose, with a factor of 1: shared ones in the same list.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
@@ -54,6 +57,7 @@ class Routing:
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
     constant: float = 1.0
+    always: tuple[int, ...] = ()
 
     @property
     def weights(self) -> list[torch.fx.Node]:
@@ -82,6 +86,36 @@ def find_routing(
     Raises:
         Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
+    search = tokens, experts, captured, tags, end, replay, prefer_earliest
+    try:
+        return _find_routing(pairs, *search)
+    except NoRouting:
+        always = _given_all_tokens(pairs, tokens)
+        if not always:
+            raise
+        routing = _find_routing(pairs.without(always), *search)
+        if routing.before:
+            raise
+        return replace(routing, always=always)
+
+
+def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
+    """The experts whose outputs all tokens get as they are, if there are others."""
+    plain = (pairs.before == 1) & ((pairs.after - 1).abs() <= 1e-9)
+    found = tuple(e for e in pairs.expert.unique().tolist() if int(((pairs.expert == e) & plain).sum()) == tokens)
+    return found if len(found) < len(pairs.expert.unique()) else ()
+
+
+def _find_routing(
+    pairs: Pairs,
+    tokens: int,
+    experts: int,
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    end: torch.fx.Node,
+    replay: Replay,
+    prefer_earliest: bool,
+) -> Routing:
     in_order = _candidates(captured, tags, end)
     known = in_order if prefer_earliest else in_order[::-1]
     inner = inside_calls(captured)
@@ -96,16 +130,16 @@ def find_routing(
             index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
         except NoRouting as of_host:
             raise (refusal if isinstance(refusal, OtherNumbers) else of_host) from None
-    slots = Slots(ids, active, tokens, experts, replay.value)
+    slots = Slots(ids, active, tokens, experts, replay.value, chosen_apart(index.nodes))
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []
     if prefer_earliest and not before:
-        before = straight_through(slots, given)
+        before = straight_through(slots, given, end)
     after, constant = _find_after(
         active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end), tags
     )
     if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
-        after = straight_through(slots, [n for n in in_order[::-1] if n not in given])
+        after = straight_through(slots, [n for n in in_order[::-1] if n not in given], end)
     absent = slots.without_rows(pairs)
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
@@ -151,7 +185,8 @@ def _find_after(
 ) -> tuple[tuple[RoutingSource, ...], float]:
     """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``; or times a constant."""
     try:
-        return find_factor(active.after, slots, known, inner, end, covers_dropped), 1.0
+        found = find_factor(active.after, slots, known, inner, end, covers_dropped)
+        return found or (counts_of_choices(slots, known, end) if slots.apart else ()), 1.0
     except Refuse as refusal:
         for vector in vectors:
             numbers = slots.value(vector).reshape(-1)[active.expert]
@@ -201,9 +236,16 @@ def find_row_factor(
     Raises:
         Refuse: it is not among the tensors computed before ``end``.
     """
+    if routing.always:
+        kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
+        if not bool((wanted[~kept] == 1).all()):
+            raise Refuse("an expert that every token is given computes with a weight of the token's", end)
+        pairs, wanted = pairs.taken(kept), wanted[kept]
     effective = pairs.effective
     ids = ids_of(routing.index, tokens, experts)
-    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value)
+    # a table among the factors after the experts has what two choices of the same expert come to
+    apart = chosen_apart(routing.index.nodes) and all(source.reading == "columns" for source in routing.after)
+    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value, apart)
     known = _candidates(captured, tags, end)[::-1]
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 

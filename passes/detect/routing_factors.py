@@ -12,7 +12,8 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import rank_among_equals
-from hexa_fx.passes.detect.graph import is_float
+from hexa_fx.passes.detect.chosen_twice import TWICE, is_factor
+from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -55,6 +56,10 @@ class Pairs:
         """The pairs that a mask selects."""
         return Pairs(self.token[mask], self.expert[mask], self.before[mask], self.after[mask])
 
+    def without(self, experts: Sequence[int]) -> Pairs:
+        """The pairs of other experts."""
+        return self.taken(~torch.isin(self.expert, torch.tensor(experts, device=self.expert.device)))
+
 
 @dataclass(frozen=True)
 class RoutingSource:
@@ -72,9 +77,16 @@ class Slots:
     """The pairs laid out on (T, k): where each pair's slot is, and which slots no expert output belongs to."""
 
     def __init__(
-        self, ids: torch.Tensor, pairs: Pairs, tokens: int, experts: int, value: Callable[[torch.fx.Node], torch.Tensor]
+        self,
+        ids: torch.Tensor,
+        pairs: Pairs,
+        tokens: int,
+        experts: int,
+        value: Callable[[torch.fx.Node], torch.Tensor],
+        apart: bool = False,
     ) -> None:
-        """``value``: a node's numbers, floating point in float64."""
+        """``value``: a node's numbers, floating point in float64. ``apart``: whether two slots may be of the same expert."""
+        self.apart = apart
         self.ids, self.pairs, self.tokens, self.experts, self.value = ids, pairs, tokens, experts, value
         self.top_k = ids.shape[1]
         self.slot = self.slot_of(pairs)
@@ -186,22 +198,37 @@ def find_factor(
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
     if constant and not (slots.dropped and covers_dropped):
         return ()
-    best: tuple[tuple[bool, bool, bool, int, int], RoutingSource] | None = None
+    best: tuple[tuple[bool, bool, bool, bool, int, int], RoutingSource] | None = None
+    unlike = False
     for place, node in enumerate(known):
         if not is_float(node):
             continue
         for groups, reading, table in _readings(slots.value(node), slots):
             if not _agrees(table, reading, wanted, slots):
                 continue
+            total = slots.apart and _by_expert(reading) and reading != "expert"
+            if total and not _is_total(table, slots):
+                unlike = True
+                continue
+            total = total and is_factor(node, ancestors([end]))  # all that two slots of one expert come to
             row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
-            key = (not _zero_when_dropped(table, reading, slots), groups or row, node in inner, _RANK[reading], place)
+            key = (
+                not total,
+                not _zero_when_dropped(table, reading, slots),
+                groups or row,
+                node in inner,
+                _RANK[reading],
+                place,
+            )
             if best is None or key < best[0]:
                 best = key, RoutingSource((node,), reading, groups)
-    if best is not None and not (constant and best[0][0]):
+    if best is not None and not (constant and best[0][1]):
         return (best[1],)
     if constant:
         return ()
     columns = _factor_columns(wanted, slots, known)
+    if columns is None and unlike:
+        raise Refuse(TWICE, end)
     if columns is None:
         raise Refuse(
             "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
@@ -211,15 +238,17 @@ def find_factor(
     return (RoutingSource(columns, "columns"),)
 
 
-def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[RoutingSource, ...]:
+def straight_through(slots: Slots, known: Sequence[torch.fx.Node], end: torch.fx.Node) -> tuple[RoutingSource, ...]:
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
+    behind = ancestors([end]) if slots.apart else set()
     rows_of_one: tuple[RoutingSource, ...] = ()  # an expert may happen to have as many rows as there are experts
     for node in known:
         if not is_float(node) or is_constant(node):
             continue
         for reading, table in _read_factor(slots.value(node), slots):
-            if _agrees(table, reading, ones, slots):
+            counts = slots.apart and _by_expert(reading) and not is_factor(node, behind)
+            if _agrees(table, reading, ones, slots) and not counts:
                 source = (RoutingSource((node,), reading),)
                 if reading != "expert":
                     return source
@@ -231,6 +260,25 @@ def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: 
     column = slots.pairs.expert if _by_expert(reading) else slots.slot
     got = table[slots.pairs.token, column]
     return bool(((got - wanted).abs() <= _TOLERANCE * wanted.abs().clamp(min=1e-3)).all())
+
+
+def counts_of_choices(slots: Slots, known: Sequence[torch.fx.Node], end: torch.fx.Node) -> tuple[RoutingSource, ...]:
+    """A table that says how often a token chose an expert, one or two where two choices are the same, and is a factor as it is."""
+    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
+    behind = ancestors([end])
+    for node in known:
+        for groups, reading, table in () if record_of(node).value.is_complex() else _readings(slots.value(node), slots):
+            by_expert = reading in ("token_expert", "expert_token") and not groups and _is_total(table, slots)
+            if by_expert and _agrees(table.double(), reading, ones, slots) and is_factor(node, behind):
+                return (RoutingSource((node,), reading),)
+    return ()
+
+
+def _is_total(table: torch.Tensor, slots: Slots) -> bool:
+    """Whether (T, E) is zero where no expert was chosen, so that it holds all that an expert's output is multiplied by."""
+    others = torch.ones_like(table, dtype=torch.bool)
+    others[slots.pairs.token, slots.pairs.expert] = False
+    return not bool(table[others].any())
 
 
 def _zero_when_dropped(table: torch.Tensor, reading: Reading, slots: Slots) -> bool:

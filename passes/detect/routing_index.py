@@ -158,7 +158,7 @@ def _index_from_columns(
     refuse_numpy(end.graph)
     if renamed := _renamed(wanted, known):
         raise OtherNumbers(renamed, end)
-    raise NoRouting(_why_not(wanted), end)
+    raise NoRouting(_why_not(wanted), next((node for node in end.graph.nodes if _decides(node, wanted)), end))
 
 
 def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
@@ -185,8 +185,28 @@ def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
     return ""
 
 
+def _decides(node: torch.fx.Node, wanted: torch.Tensor) -> bool:
+    """Whether it gives tokens to experts (T, E): a comparison, or the tokens that each expert takes."""
+    value = record_of(node).value if "hexa" in node.meta else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return False
+    for each in (value, value.t()):
+        if value.dtype == torch.bool and each.shape == wanted.shape and torch.equal(each, wanted):
+            return True
+        fits = value.dtype == torch.int64 and each.shape[1] == wanted.shape[1] and value.numel() == int(wanted.sum())
+        if fits and 0 <= int(value.min()) <= int(value.max()) < len(wanted):
+            return torch.equal(torch.zeros_like(wanted).scatter_(0, each, True), wanted)
+    return False
+
+
 def _why_not(wanted: torch.Tensor) -> str:
     """By which tokens (T, E) experts are given, whether tokens choose, experts do, or neither as many each time."""
+    shared = wanted.all(0).nonzero().flatten().tolist()
+    if shared and len(shared) < len(wanted[0]):
+        return (
+            f"the expert at place {shared[0]} (counted from 0) is given every token, with a weight of its own or more done to it; "
+            "a shared expert beside the list of those that tokens choose can stay, and the others are rewritten"
+        )
     of_token, of_expert = wanted.sum(1), wanted.sum(0)
     if int(of_token.min()) == int(of_token.max()):
         return (

@@ -187,8 +187,8 @@ def without_lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozens
     """
     read = [n for n in captured.graph.find_nodes(op="get_attr", sort=False) if n.target not in captured.constants]
     grouped = {name for names in groups.members.values() for name in names}
-    lone = {str(n.target) for n in read if str(n.target) not in grouped and _is_stack(n) and _reads_one_part(n)}
-    others = {str(n.target) for n in read if _is_stack(n)} - lone
+    lone = {str(n.target) for n in read if str(n.target) not in grouped and is_stack(n) and _reads_one_part(n)}
+    others = {str(n.target) for n in read if is_stack(n)} - lone
     if not lone or not (others or groups.members):
         return None
     return frozenset(groups.members) | {str(n.target) for n in read} - grouped - lone
@@ -220,14 +220,20 @@ def _tag_node(
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
         return _tag_selection(node, tags, counts)
+    if weights and operation(node) in _LAYING_OUT and len(weights) < len([n for n in inputs if is_tensor(n)]):
+        return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
         return _tag_weight_operation(node, weights, tags)
     experts = _union(tags[n].experts for n in inputs)
     if operation(node) in CONTRACTIONS and any(
-        not tags[n].experts and not tags[n].ordinary and _is_stack(n) for n in weights
+        not tags[n].experts and not tags[n].ordinary and is_stack(n) for n in weights
     ):
         experts |= {ALL}
     return Tag(experts)
+
+
+_LAYING_OUT = frozenset({"repeat_interleave", "embedding"})
+"""Operations that give rows the parts of a weight that ids or counts of rows say."""
 
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
@@ -283,8 +289,11 @@ def _tag_weight_operation(node: torch.fx.Node, weights: list[torch.fx.Node], tag
     return Tag(experts, weight=True, bases=bases)
 
 
-def _is_stack(node: torch.fx.Node) -> bool:
-    return is_tensor(node) and record_of(node).value.dim() >= 3
+def is_stack(node: torch.fx.Node) -> bool:
+    """Whether it holds several matrices: not one alone, perhaps repeated for each sequence."""
+    value = record_of(node).value
+    several = node.op == "get_attr" or (is_tensor(node) and value.shape[:1] != (1,) and value.stride()[:1] != (0,))
+    return is_tensor(node) and value.dim() >= 3 and several
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

@@ -9,12 +9,15 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from hexa_fx.passes.inputs.example_sizes import ExampleSizes
+from hexa_fx.passes.inputs.example_sizes import ExampleSizes, Size
 from hexa_fx.passes.inputs.routing_override import ForcedRouting, raised
 
-Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
+Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "counts", "ends", "other"]
 """What a tensor of the example looks like. ``scores`` are (..., E) logits; ``ids`` are (..., k) experts of every token;
-``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights; no one where it was dropped)."""
+``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights; no one where it was dropped); ``counts``
+(E,) say how many of the rows are each expert's, and ``ends`` (E,) where they end."""
+
+_ROUTING = frozenset({"ids", "marks", "scores", "counts", "ends"})
 
 
 @dataclass
@@ -24,12 +27,22 @@ class _Draw:
     Args:
         generator: of its random numbers.
         routing: the routing to force, if any.
-        chosen: the experts chosen so far, by (tokens, experts, k), so that all tensors of a call describe the same choice.
+        rows: how many there are in the matrix of tokens.
+        known: the experts chosen so far, by (tokens, experts, k), so that all tensors of a call describe the same choice.
     """
 
     generator: torch.Generator
     routing: ForcedRouting | None = None
-    chosen: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    rows: int = 0
+    known: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def chosen(self, tokens: int, experts: int, k: int) -> torch.Tensor:
+        """The experts (tokens, k) of so many tokens, of so many experts, and so many a token."""
+        key = tokens, experts, k
+        if key not in self.known:
+            random = torch.rand(tokens, experts, generator=self.generator, device="cpu").argsort(-1)[:, :k]
+            self.known[key] = random if self.routing is None else self.routing.choose(*key)
+        return self.known[key]
 
 
 class FreshInputs:
@@ -56,7 +69,9 @@ class FreshInputs:
         self._made: dict[tuple[tuple[tuple[int, ...], ...], str], list[Any]] = {}  # the same every time
         self.num_experts = num_experts
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
-        self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self.kinds)
+        rows = self._rows(_shapes(self._leaves))
+        self.kinds = [_of_rows(leaf, rows, num_experts) or kind for leaf, kind in zip(self._leaves, self.kinds)]
+        self.given_routing = not _ROUTING.isdisjoint(self.kinds)
 
     @property
     def one_token(self) -> bool:
@@ -71,11 +86,7 @@ class FreshInputs:
     @property
     def given_top_k(self) -> int:
         """Experts a token in the routing that the inputs contain, the fewest if they say several; 0 without one."""
-        counts = [
-            self._experts_a_token(leaf, kind)
-            for leaf, kind in zip(self._leaves, self.kinds)
-            if kind in ("ids", "marks", "scores")
-        ]
+        counts = [self._experts_a_token(leaf, kind) for leaf, kind in zip(self._leaves, self.kinds) if kind in _ROUTING]
         return min(counts, default=0)
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -95,9 +106,10 @@ class FreshInputs:
         self, batch: int | None, sequence: int | None, dtype: torch.dtype, routing: ForcedRouting | None = None
     ) -> tuple[Any, Any]:
         """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes, if not None."""
-        size = batch, sequence
-        shapes = [self.sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
-        return self._make(shapes, dtype, routing)
+        return self._make(self._resized((batch, sequence)), dtype, routing)
+
+    def _resized(self, size: Size) -> list[tuple[int, ...]]:
+        return [self.sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
 
     def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
         """(args, kwargs) of the example with other tokens and another routing, everything else as it is.
@@ -113,16 +125,17 @@ class FreshInputs:
         if (place is None and vocabulary is None) or (place is not None and self._may_route_alike(place)):
             return None
         made = []
-        for number, (leaf, kind) in enumerate(zip(self._leaves, self.kinds)):
+        shapes = _shapes(self._leaves) if size is None else self._resized(size)
+        draw.rows = self._rows(shapes)
+        for number, (leaf, kind, shape) in enumerate(zip(self._leaves, self.kinds, shapes)):
             if not isinstance(leaf, torch.Tensor):
                 made.append(leaf)
                 continue
-            shape = tuple(leaf.shape) if size is None else self.sizes.resized(leaf, size)
             if number == place:
                 new = _random_tokens(leaf, shape, generator)
             elif place is None and vocabulary is not None:
                 new = _random_ids(leaf, shape, vocabulary, generator)
-            elif kind in ("ids", "marks", "scores"):
+            elif kind in _ROUTING:
                 new = self._fill(leaf, kind, shape, draw)
             elif self._weighs_tokens(leaf):
                 new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
@@ -138,6 +151,10 @@ class FreshInputs:
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
                 return number
         return None
+
+    def _rows(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        place = self.tokens_at()
+        return 0 if place is None else torch.Size(shapes[place][:-1]).numel()
 
     def _may_route_alike(self, place: int) -> bool:
         if self.num_experts is not None:  # a routing shows by its range
@@ -187,7 +204,7 @@ class FreshInputs:
     ) -> tuple[Any, Any]:
         key = tuple(shapes), "" if routing is None else routing.name
         if key not in self._made:
-            draw = _Draw(torch.Generator().manual_seed(self._seed), routing)
+            draw = _Draw(torch.Generator().manual_seed(self._seed), routing, self._rows(shapes))
             self._made[key] = [
                 leaf if kind == "other" else self._fill(leaf, kind, shape, draw)
                 for leaf, kind, shape in zip(self._leaves, self.kinds, shapes)
@@ -212,6 +229,8 @@ class FreshInputs:
             return torch.rand(shape, generator=generator, device="cpu") < float(leaf.double().mean())
         if kind == "integer":
             return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator, device="cpu")
+        if kind in ("counts", "ends"):
+            return _parts_of_rows(kind, shape[0], self.num_experts or 1, draw)
         return self._routed(leaf, kind, shape, draw)
 
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
@@ -222,11 +241,7 @@ class FreshInputs:
         if kind == "ids":
             experts = max(experts, int(leaf.max()) + 1)
         count = torch.Size(rows).numel()
-        key = (count, experts, k)
-        if key not in draw.chosen:
-            random = torch.rand(count, experts, generator=generator, device="cpu").argsort(-1)[:, :k]
-            draw.chosen[key] = random if draw.routing is None else draw.routing.choose(count, experts, k)
-        chosen = draw.chosen[key]
+        chosen = draw.chosen(count, experts, k)
         if kind == "ids":
             return chosen.reshape(shape)
         values = torch.ones(count, k, dtype=torch.float64, device="cpu")
@@ -244,7 +259,25 @@ class FreshInputs:
             return min(2, leaf.shape[-1])
         if kind == "marks":
             return int(leaf.ne(0).sum(-1).max())
-        return 1 if self.sizes.one_each(leaf) else leaf.shape[-1]
+        return 1 if kind in ("counts", "ends") or self.sizes.one_each(leaf) else leaf.shape[-1]
+
+
+def _of_rows(leaf: Any, rows: int, experts: int | None) -> Kind | None:
+    """What a list of integers says of sorted rows, if it may say how many each expert has; some begin the ends with 0."""
+    integers = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
+    if not integers or experts is None or leaf.dim() != 1 or rows in (0, len(leaf)) or int(leaf.min()) < 0:
+        return None
+    if len(leaf) == experts and int(leaf.sum()) == rows:
+        return "counts"
+    starts = len(leaf) == experts + 1 and int(leaf[0]) == 0
+    ends = (starts or len(leaf) == experts) and int(leaf[-1]) == rows and bool((leaf.diff() >= 0).all())
+    return "ends" if ends else None
+
+
+def _parts_of_rows(kind: Kind, length: int, experts: int, draw: _Draw) -> torch.Tensor:
+    """How many rows each expert has, or where they end, of so many numbers: of as many rows as there are."""
+    counts = draw.chosen(draw.rows, experts, 1).flatten().bincount(minlength=experts)
+    return counts if kind == "counts" else torch.nn.functional.pad(counts.cumsum(0), (length - experts, 0))
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

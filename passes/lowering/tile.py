@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from hexa_fx.ops import library, tiles, tiling
 from hexa_fx.ops.table import Esmm, EsmmAct, Ess
 from hexa_fx.passes.lowering.graph_pass import GraphPass
+from hexa_fx.torch_private import OpOverload
 
 hexa = torch.ops.hexa
 
@@ -141,7 +142,7 @@ class _Tiler:
 def _operator(node: Node) -> str:
     """The name of a row operator that runs on tiles; empty for other nodes."""
     target = node.target
-    name = target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == library.NAMESPACE else ""
+    name = target._opname if isinstance(target, OpOverload) and target.namespace == library.NAMESPACE else ""
     return name if name in tiles.KERNELS else ""
 
 

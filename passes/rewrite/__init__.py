@@ -27,7 +27,7 @@ from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
-from hexa_fx.passes.rewrite.partly_kept import refuse_lost, replaced
+from hexa_fx.passes.rewrite.partly_kept import left_by_opened, refuse_lost, replaced
 from hexa_fx.passes.rewrite.region import Live, RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.passes.sizes.leading_sizes import leading_sizes
@@ -69,6 +69,8 @@ class _Rewriter:
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
     called: dict[torch.fx.Node, ModuleCall] = field(default_factory=dict)
+    opened: tuple[StoredValue, ...] = ()
+    """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
     """Submodules that the code calls in places where the new graph does not."""
 
@@ -76,6 +78,8 @@ class _Rewriter:
         captured = self.match.captured
         regions = self._regions()
         kept = keep(captured, self._roots(), [*regions])
+        self.opened = left_by_opened(captured, {call.path for call in kept.calls.values()}, self._stored())
+        kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
         cut = (ShapeBranch(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
         self.match = replace(self.match, branches=(*self.match.branches, *cut))
         self._placeholders(captured)
@@ -152,7 +156,7 @@ class _Rewriter:
 
     def _stored(self) -> list[Access | StoredValue]:
         """What the block has to leave beside its output, each once, though every region lists it."""
-        listed = [item for match in self.match.regions for item in match.stored]
+        listed = [*(item for match in self.match.regions for item in match.stored), *self.opened]
         added = {item.number: item for item in listed if isinstance(item, Access)}
         attributes = {item.place: item for item in listed if isinstance(item, StoredValue)}
         return [*(added[number] for number in sorted(added)), *attributes.values()]

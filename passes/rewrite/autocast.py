@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
+from hexa_fx.isolation.endless import Bounded
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of, parameters_that_count
@@ -82,6 +83,7 @@ def _dtypes(block: nn.Module, rewritten: RewrittenBlock, calls: Sequence[tuple[t
                 random_state_kept(),
                 torch.autocast(_device_of((args, kwargs)), dtype, cache_enabled=False),
                 torch.no_grad(),
+                Bounded(),
             ):
                 named = ArgumentNames.of(block.forward, False).bind(args, kwargs)
                 kind = kind_of(rewritten.guards, named, block, parameters)

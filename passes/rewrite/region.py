@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class RegionEmitter:
         if slots:
             tokens, index, factor = self._as_slots(tokens, index, factor, before)
         index = self._without_dead(self._within_sentinel(index), factor)
+        if routing.always:
+            index, factor = self._with_shared(index, factor)
         if isinstance(match.body, FreeBody):
             result = self._free(match.body, index, factor)
         elif match.after is not None:
@@ -119,7 +122,7 @@ class RegionEmitter:
             + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
-        result.meta["top_k"] = 1 if self.match.routing.before or self.match.after else self.match.routing.top_k
+        result.meta["top_k"] = 1 if self.match.routing.before or self.match.after else self._slots
         return result
 
     def _free(self, body: FreeBody, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
@@ -131,7 +134,32 @@ class RegionEmitter:
             as_rows=lambda node: self._as_rows(self.outside[node], record_of(node).value),
             factor=lambda sources: self._product(sources, index),
         )
-        return emitter.emit(index, factor, self.match.routing.top_k)
+        return emitter.emit(index, factor, self._slots)
+
+    @property
+    def _slots(self) -> int:
+        """Of each token."""
+        return self.match.routing.top_k + len(self.match.routing.always)
+
+    def _with_shared(
+        self, index: torch.fx.Node, factor: torch.fx.Node | None
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None]:
+        """Ids and factors with a slot more for each expert of the list that every token is given.
+
+        Raises:
+            Refuse: steps on outputs follow.
+        """
+        if self.match.after is not None:
+            raise Refuse(
+                "an expert of the list is given every token, beside those that tokens choose, and more is done to outputs"
+            )
+        rows = self.graph.call_method("size", (index, 0))
+        ids = [self.graph.call_method("new_full", (index, (rows, 1), expert)) for expert in self.match.routing.always]
+        index = self.graph.call_function(torch.cat, ([index, *ids], 1))
+        if factor is None:
+            return index, None
+        ones = self.graph.call_method("new_ones", (factor, (rows, len(ids))))
+        return index, self.graph.call_function(torch.cat, ([factor, ones], 1))
 
     def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
         """Turns ids without a stored expert into E, the id that contributes nothing."""
@@ -205,7 +233,18 @@ class RegionEmitter:
             index = self.graph.call_method("reshape", (index, -1, 1))
             factor = None if factor is None else self.graph.call_method("reshape", (factor, -1, 1))
             before = None if before is None else self.graph.call_method("reshape", (before, -1, 1))
-        return tokens if before is None else self.graph.call_function(operator.mul, (tokens, before)), index, factor
+        return tokens if before is None else self._scaled(tokens, before), index, factor
+
+    def _scaled(self, tokens: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        """Tokens times their factors, in the dtype that experts are given: the code may multiply in a wider one."""
+        match = self.match
+        scaled = self.graph.call_function(operator.mul, (tokens, before))
+        if isinstance(match.body, FreeBody) or match.before is not None:
+            return scaled
+        kinds = [record_of(node).value.dtype for source in match.routing.before for node in source.nodes]
+        wide = functools.reduce(torch.promote_types, kinds, record_of(match.source).value.dtype)
+        given = record_of(match.instances[0].first[0].data).value.dtype
+        return scaled if given == wide else self.graph.call_method("to", (scaled, given))
 
     def _steps(self, steps: RowSteps, rows: torch.fx.Node) -> torch.fx.Node:
         """The steps on all rows."""

@@ -11,14 +11,11 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
+from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import is_float, is_tensor, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.size_decisions import NUMBERS
-
-_PARTS = frozenset(
-    ("getitem", "select", "squeeze", "unbind", "split", "chunk", "reshape", "view", "flatten", "long", "t")
-)
 
 
 @dataclass
@@ -82,7 +79,7 @@ class RoutingEmitter:
         if source.reading == "expert":
             return self.graph.call_function(operator.getitem, (call("reshape", (node, -1)), index))
         factors = call("gather", (self._by_expert(node, source, value), 1, index))
-        return factors if as_marks or not self._chosen_apart() else self._once(factors, index)
+        return factors if as_marks or not chosen_apart(self.match.routing.index.nodes) else self._once(factors, index)
 
     def times_constant(
         self, factor: torch.fx.Node | None, index: torch.fx.Node, tokens: torch.fx.Node
@@ -97,10 +94,6 @@ class RoutingEmitter:
 
     def _of_each_token(self, node: torch.fx.Node) -> torch.fx.Node:
         return self.graph.call_function(repeated_in_groups, (node, self.outside[self.match.source]))
-
-    def _chosen_apart(self) -> bool:
-        """Whether every slot is a choice of its own, so that two may be of the same expert, as where all other scores are zero."""
-        return len({choice for node in self.match.routing.index.nodes for choice in _choices(node)}) > 1
 
     def _once(self, factors: torch.fx.Node, index: torch.fx.Node) -> torch.fx.Node:
         """``factors`` and zeros for an expert that an earlier slot of the token names: a table has one number for both."""
@@ -144,12 +137,3 @@ def _has_gradient(node: torch.fx.Node, end: torch.fx.Node) -> bool:
         seen |= set(users)
         left += [user for user in users if user.op != "output" and (is_float(user) or not is_tensor(user))]
     return False
-
-
-def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
-    """The operations whose results ids are parts of, or put together from."""
-    while operation(ids) in _PARTS and ids.all_input_nodes:
-        ids = ids.all_input_nodes[0]
-    if operation(ids) in ("stack", "cat"):
-        return [choice for column in ids.all_input_nodes for choice in _choices(column)]
-    return [ids]

@@ -33,6 +33,7 @@ from hexa_fx.passes.verify.lost_precision import lost_precision
 from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime.install import HexaForward, install, uninstall
+from hexa_fx.runtime.packing import moving_copies
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,8 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
 
 @contextmanager
 def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaForward]:
-    forward = install(module, rewritten)
+    with moving_copies():
+        forward = install(module, rewritten)
     try:
         yield forward
     finally:

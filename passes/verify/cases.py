@@ -19,7 +19,7 @@ class VerificationCase:
 
     Args:
         name: which inputs or routing.
-        outcome: ``skipped`` if the original raises (its own code: both do), or a guard keeps the rewritten block from running.
+        outcome: ``skipped`` if the original raises, or a guard keeps the rewritten block from running.
         forward_error, gradient_error: largest difference relative to the tensor's scale.
         detail: why it was skipped, or where the two differ.
         none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.

@@ -98,27 +98,15 @@ def test_strict_raises_when_nothing_is_rewritten():
         hexa_fx.optimize(nn.Linear(8, 8), INPUT, hexa_fx.HexaConfig(strict=True))
 
 
-class Asking(nn.Module):
-    """Does the same in both modes, which only two runs show."""
-
-    def forward(self, x):
-        return x if self.training in (True, False) else -x
-
-
-@pytest.mark.parametrize("modes", [("eval", "train"), ("train",)])
-def test_strict_raises_when_a_block_differs_and_changes_nothing(model, monkeypatch, modes):
-    for layer in model.layers:
-        layer.router = nn.Sequential(layer.router, Asking())
-
+def test_strict_raises_when_a_block_differs_and_changes_nothing(model, monkeypatch):
     def differs(block, *args):
-        bad = ("train" if block.training else "eval") in modes
-        return VerificationResult(not bad, reason="the example: output differs by 0.5" if bad else "")
+        return VerificationResult(False, reason="the example: output differs by 0.5")
 
     monkeypatch.setattr(hexa_fx.passes, "verify", differs)
     with pytest.raises(VerificationError, match=r"'layers\.0' .*: the example: output differs by 0\.5"):
         hexa_fx.optimize_(model, INPUT, hexa_fx.HexaConfig(strict=True))
     assert "forward" not in model.layers[0].__dict__
-    assert len(hexa_fx.explain(model, INPUT).rewritten) == (2 if modes == ("train",) else 0)
+    assert not hexa_fx.explain(model, INPUT).rewritten
 
 
 def test_the_models_own_error_is_shown(model):

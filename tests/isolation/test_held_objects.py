@@ -207,9 +207,8 @@ def test_a_change_of_what_was_read_is_noticed(models, kind, name, caplog):
         put(m[0].config, name, CHANGES[name])
     torch.testing.assert_close(rewritten(x()), model(x()))
     assert not torch.allclose(before, model(x()))
-    assert not operators_run(rewritten, (x(),))
-    (said,) = warnings(caplog)
-    assert "is not what it was when the block was rewritten" in said
+    assert operators_run(rewritten, (x(),))
+    assert not warnings(caplog)
     for m in (model, rewritten):
         put(m[0].config, name, {**FLAT}[name])
     assert operators_run(rewritten, (x(),))
@@ -235,7 +234,6 @@ def test_an_item_of_a_list_in_a_config(models, item):
     for m in (model, rewritten):
         m[0].config.routing.scales[0] = item
     torch.testing.assert_close(rewritten(x()), model(x()))
-    assert not operators_run(rewritten, (x(),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,7 +246,6 @@ def test_another_config_that_says_the_same_is_watched_from_then_on(models, kind,
     for m in (model, rewritten):
         put(m[0].config, "top_k", 1)
     torch.testing.assert_close(rewritten(x()), model(x()))
-    assert not operators_run(rewritten, (x(),))
 
 
 def test_no_config_any_more_is_the_blocks_own_error(models):
@@ -261,13 +258,15 @@ def test_no_config_any_more_is_the_blocks_own_error(models):
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("kind", ["dataclass", "slots", "dict"])
 def test_copies_watch_their_own_objects(models, kind, again, caplog):
-    _, rewritten = made(models, kind)
+    model, rewritten = made(models, kind)
     copied = again(rewritten)
     assert operators_run(copied, (x(),))
-    put(rewritten[0].config, "top_k", 1)
-    assert operators_run(copied, (x(),))
+    expected = model(x())
+    for m in (model, rewritten):
+        put(m[0].config, "top_k", 1)
+    torch.testing.assert_close(copied(x()), expected)
+    torch.testing.assert_close(rewritten(x()), model(x()))
     assert not warnings(caplog)
-    assert not operators_run(rewritten, (x(),))
 
 
 class Sharp(Config):

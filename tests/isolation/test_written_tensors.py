@@ -73,5 +73,5 @@ def test_running_statistics_are_left_as_they_were(dtype: torch.dtype, training: 
     block = Normalised().to(dtype).train(training)
     before = copy.deepcopy(block.state_dict())
     optimized = hexa_fx.optimize(block, torch.randn(9, D, dtype=dtype))
-    assert optimized.report.rewritten
+    assert bool(optimized.report.rewritten) is not training  # batches decide on results in train mode
     assert all(torch.equal(optimized.state_dict()[name], value) for name, value in before.items())

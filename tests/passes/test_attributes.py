@@ -69,14 +69,15 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_another_value_runs_the_original_until_it_is_put_back(pair, name):
+def test_another_value_is_analysed_anew(pair, name):
     path, _, attribute = name.rpartition(".")
     before = getattr(pair[0].get_submodule(path), attribute)
     assert operators_run(pair[1], (inputs(),))
     for model in pair:
         setattr(model.get_submodule(path), attribute, CHANGES[name])
     try:
-        assert not operators_run(pair[1], (inputs(),))
+        one_expert = name.startswith("experts")  # it is no longer like the others
+        assert bool(operators_run(pair[1], (inputs(),))) is not one_expert
         for train in (False, True):
             assert compare(*pair, (inputs(),), train=train).within(1e-10)
     finally:
@@ -110,8 +111,10 @@ def test_a_condition_on_a_buffer_is_asked_before_random_numbers_are_drawn(train)
 def test_copies_have_conditions_of_their_own(pair):
     copied = pickle.loads(pickle.dumps(copy.deepcopy(pair[1])))
     copied.temperature = 3.0
-    assert not operators_run(copied.eval(), (inputs(),))
-    assert operators_run(pair[1].eval(), (inputs(),))
+    pair[0].temperature = 3.0
+    torch.testing.assert_close(copied.eval()(inputs()), pair[0].eval()(inputs()))
+    pair[0].temperature = pair[1].temperature
+    torch.testing.assert_close(pair[1].eval()(inputs()), pair[0](inputs()))
 
 
 def test_the_attributes_that_are_asked(pair):
@@ -158,7 +161,8 @@ def test_how_many_experts_a_router_chooses_may_change(gives_ids):
     for top_k in (1, 3):
         model.gate.top_k = optimized.gate.top_k = top_k
         assert compare(model, optimized, (inputs(),)).within(1e-10)
-        assert not operators_run(optimized, (inputs(),))
+        if gives_ids or top_k > 1:
+            assert operators_run(optimized, (inputs(),))
 
 
 class NumberOfBuffer(Loop):

@@ -60,10 +60,11 @@ class NoExpertIdle(ListMoE):
         return super().forward(hidden)
 
 
-def test_what_only_the_original_refuses_is_named() -> None:
-    _, opt = optimized(NoExpertIdle(), tokens(40))
-    assert not opt.report.rewritten
-    assert "only the original raises RuntimeError: an expert is idle" in opt.report.blocks[0].reason
+def test_an_error_that_the_code_raises_is_no_reason_to_refuse() -> None:
+    original, opt = optimized(NoExpertIdle(), tokens(40))
+    given = tokens(40)
+    assert operators_run(opt, (given,))
+    torch.testing.assert_close(opt(given), original(given))
 
 
 class Alive(nn.Module):

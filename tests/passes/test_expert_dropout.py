@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from hexa_fx.capture.observe import Observation
+from hexa_fx.analysis import analyse_model
+from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.ops.row_dropout import drop, kept_rows
-from hexa_fx.passes import analyse
 from hexa_fx.passes.partition.layers import that_spread
 
 D, EXPERTS, K = 8, 4, 2
@@ -74,16 +74,16 @@ def test_other_draws_are_refused_in_train_mode(rows: str) -> None:
     torch.manual_seed(0)
     block, x = Mixture(rows), torch.randn(9, D)
     optimized = hexa_fx.optimize(block, x, ROUGH)
-    assert "runs its own code in train mode: dropout is active inside the experts" in str(optimized.report)
+    assert "dropout is active inside the experts" in str(optimized.report)
     torch.testing.assert_close(outcome(optimized.train(), x), outcome(block.train(), x))
 
 
 def test_over_ranks_only_the_mode_without_dropout_is_spread(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    observation = Observation("block", Mixture("by token"), (torch.randn(9, D),), {})
-    forms = dict(analyse(observation, ROUGH).rewritten)
+    block, x = Mixture("by token"), torch.randn(9, D)
+    forms = dict(analyse_model(block, (x,), ROUGH, Inspector(), spread=True).forms[""])
     assert that_spread(forms) == {"eval": forms["eval"]}
-    assert "block has its own code in train mode" in caplog.text
+    assert "has its own code in train mode" in caplog.text
     assert that_spread({"train": forms["train"]}) == {"train": forms["train"]}
 
 

@@ -56,7 +56,7 @@ def test_the_users_own_views_stay():
     assert graph.find_nodes(op="call_method", target="reshape")[1].args[0].target == "reshape"
 
 
-def test_sorted_tokens_read_their_routing_as_it_is_given(caplog):
+def test_sorted_tokens_read_their_routing_as_it_is_given():
     """The routing of transformers' grouped experts is flattened by their code, which takes any number of ids a token."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_hidden_layers": 1}
@@ -71,7 +71,7 @@ def test_sorted_tokens_read_their_routing_as_it_is_given(caplog):
         ids, weights = torch.rand(10, 4).topk(width).indices, torch.rand(10, width)
         experts, original = (m.model.layers[0].mlp.experts for m in (opt, model))
         torch.testing.assert_close(experts(x, ids, weights), original(x, ids, weights))
-        assert ("was recorded with 2" in caplog.text) == (width != 2)
+    assert opt.report.blocks[0].calls == (3, 0, {}, 3)
 
 
 def test_rows_that_inputs_already_are():
@@ -97,12 +97,12 @@ class Given(torch.nn.Module):
         return (torch.einsum("tki,tkid->tkd", h, self.down[ids]) * weights[..., None]).sum(1)
 
 
-def test_another_number_of_experts_than_was_recorded_with(caplog):
+def test_another_number_of_experts_than_was_recorded_with():
     x, config = torch.randn(12, 8), hexa_fx.HexaConfig(own_code_when_small=False)
     given = {k: (x, torch.rand(12, 4).topk(k).indices, torch.rand(12, k)) for k in (2, 3, 1)}
     original = Given()
     opt = hexa_fx.optimize(original, given[2], config)
     assert opt.report.rewritten, opt.report
-    for k, inputs in given.items():
+    for inputs in given.values():
         torch.testing.assert_close(opt(*inputs), original(*inputs))
-        assert ("was recorded with 2" in caplog.text) == (k != 2)
+    assert opt.report.blocks[0].calls.rewritten >= 2

@@ -14,6 +14,7 @@ import hexa_fx
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.runtime import install
 from hexa_fx.runtime.guards import OwnCodeOnly
+from hexa_fx.runtime.specialisation import Specialisation
 from tests.zoo.registry import by_name
 
 FEW_CALLS = (
@@ -41,9 +42,9 @@ def optimized(name: str) -> tuple[nn.Module, install.HexaForward]:
 def ran(forward: install.HexaForward, monkeypatch) -> list[str]:
     """Fills with what the calls from now on ran."""
     seen: list[str] = []
-    for name in ("original", "rewritten"):
-        plain = getattr(forward, name)
-        monkeypatch.setattr(forward, name, lambda *a, n=name, p=plain, **k: (seen.append(n), p(*a, **k))[1])
+    original, run = forward.original, Specialisation.run
+    monkeypatch.setattr(forward, "original", lambda *a, **k: (seen.append("original"), original(*a, **k))[1])
+    monkeypatch.setattr(Specialisation, "run", lambda *a, **k: (seen.append("rewritten"), run(*a, **k))[1])
     return seen
 
 
@@ -104,16 +105,14 @@ def test_a_compiler_and_a_mode_see_the_rewritten_code(monkeypatch):
     assert any(node.target is torch.ops.hexa.moe_ffn.default for node in program.graph.nodes)
 
 
-def test_sizes_that_missed_a_condition_are_not_tried_again(monkeypatch):
+def test_sizes_that_missed_a_condition_are_analysed_once():
     """refuse_size_branch has other code beyond 20 tokens; it was recorded with 14."""
     model, forward = optimized("refuse_size_branch")
-    seen = ran(forward, monkeypatch)
-    few, many = (inputs("refuse_size_branch", tokens) for tokens in (20, 21))
-    for x in (many, many, few, many):
-        model(x)
-    assert seen == ["rewritten", "original", "original", "rewritten", "original"]
-    model(inputs("refuse_size_branch", 22))
-    assert seen[5:] == ["rewritten", "original"]
+    own = by_name("refuse_size_branch").make(0).eval()
+    for tokens in (21, 21, 20, 21, 22):
+        x = inputs("refuse_size_branch", tokens)
+        torch.testing.assert_close(model(x), own(x))
+    assert (forward.ran + sum(forward.own.values()), len(forward.specialisations) + len(forward.refused)) == (5, 2)
 
 
 def small_with_buffers() -> tuple[nn.Module, install.HexaForward, dict[str, nn.Parameter]]:

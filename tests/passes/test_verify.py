@@ -268,8 +268,6 @@ def test_a_wrong_buffer_update_is_found_in_each_mode():
     result = verify(block.train(), list_rewritten(True, count_twice=True), example())
     assert "buffer seen" in result.reason
     assert verify(block.eval(), list_rewritten(False, count_twice=True), example()).ok
-    result = verify(block.eval(), list_rewritten(True, count_twice=True), example())
-    assert "buffer seen" in result.reason
 
 
 def test_a_changed_input_is_found():
@@ -309,11 +307,6 @@ def test_gradients_of_a_large_block_are_compared_in_two_cases():
     assert not verify(ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=settings).ok
 
 
-def test_a_mode_that_does_the_same_is_compared_on_the_example_only():
-    result = verify(ListMoE(), list_rewritten(), example(), settings=VerifySettings(brief=True))
-    assert [case.name for case in result.cases] == ["the example"]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_that_cannot_be_copied_is_compared_in_place(dtype: torch.dtype):
     block = ListMoE().to(dtype)
@@ -349,9 +342,11 @@ def test_cases_in_which_the_original_fails_are_skipped():
     assert all("the original raises RuntimeError" in detail for detail in skipped.values())
 
 
-def test_where_the_originals_code_raises_both_must():
+def test_where_the_originals_code_raises_the_rewritten_block_need_not():
     result = verify(Particular(), list_rewritten(), example())
-    assert result.reason == "batch 1, sequence 1: only the original raises ValueError: at least two tokens"
+    assert result.ok
+    skipped = {case.name: case.detail for case in result.cases if case.outcome == "skipped"}
+    assert skipped["batch 1, sequence 1"] == "the original raises ValueError: at least two tokens"
 
 
 def test_nothing_compared_is_not_accepted():

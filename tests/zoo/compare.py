@@ -6,7 +6,6 @@ Written without any code of the product, so that it can judge it.
 from __future__ import annotations
 
 import copy
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

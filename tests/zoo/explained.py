@@ -13,9 +13,11 @@ from multiprocessing.connection import Connection
 
 import transformers
 
+import hexa_fx
 from hexa_fx.errors import InputError
 from tests.integrations.test_tiny_models import types_with_experts
 from tests.zoo.pages import print_or_write
+from tests.zoo.ran import own_code_runs
 
 MOST = 2**30
 """Bytes that a process may take for a type, Python's and torch's included."""
@@ -23,7 +25,8 @@ MOST = 2**30
 
 @dataclass(frozen=True)
 class Explained:
-    """One type: blocks found and rewritten, why the others were not, why no model was built, and the most memory, in bytes."""
+    """One type: blocks found and rewritten, of which all ran their operators, why the others were not or did not, why no model was
+    built, and the most memory, in bytes."""
 
     model_type: str
     found: int = 0
@@ -34,16 +37,18 @@ class Explained:
 
 
 def explained(model_type: str) -> Explained:
-    """Of one type, as the command does it."""
-    from hexa_fx.cli.common import optimized
+    """Of one type, as the command does it; and what a call of it runs."""
+    from hexa_fx.targets import load
 
     try:
-        report = optimized(model_type).report
+        model, inputs = load(model_type)
     except InputError as error:
         return Explained(model_type, not_built=str(error))
-    return Explained(
-        model_type, len(report.blocks), len(report.rewritten), tuple(sorted({b.reason for b in report.refused}))
-    )
+    model = hexa_fx.optimize(model, inputs, hexa_fx.HexaConfig(own_code_when_small=False))
+    report, args = model.report, () if isinstance(inputs, dict) else inputs
+    own = own_code_runs(model, *args, **(inputs if isinstance(inputs, dict) else {}))
+    reasons = {*(b.reason for b in report.refused), *(f"{where} runs its own code" for where in own)}
+    return Explained(model_type, len(report.blocks), len(report.rewritten) - len(own), tuple(sorted(reasons)))
 
 
 def apart(model_type: str) -> Explained:

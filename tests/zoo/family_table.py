@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import pathlib
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo import families
-from tests.zoo.compare import operators_run, relative_error
+from tests.zoo.compare import relative_error
 from tests.zoo.families import FAMILIES, Outcome
+from tests.zoo.ran import own_code_runs
 
 TRACED, SIZES = (2, 7), ((2, 7), (3, 5))
 
@@ -36,8 +38,8 @@ class Errors:
 class Row:
     """One line of the table. `errors` is by dtype, without those that the original cannot run in.
 
-    `calls` is how many operators one call dispatches at least, at another size than the traced one: 0 means that the original
-    was compared with itself.
+    `own_code` are the blocks, and modes, that run their own code at another size than the traced one: the original was compared
+    with itself.
     """
 
     family: str
@@ -47,7 +49,7 @@ class Row:
     refused: int
     errors: dict[torch.dtype, Errors]
     reasons: tuple[str, ...]
-    calls: int
+    own_code: tuple[str, ...]
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def judge(family: str, implementation: str) -> Row:
     """Optimize the tiny model in float32 and float64 and compare it with its original."""
     errors: dict[torch.dtype, Errors] = {}
     blocks: tuple = ()
-    calls: list[int] = []
+    own_code: list[str] = []
     for dtype in (torch.float32, torch.float64):
         if families.runs(family, implementation, dtype):
             continue
@@ -63,7 +65,7 @@ def judge(family: str, implementation: str) -> Row:
         optimized = hexa_fx.optimize(model, families.inputs(*TRACED))
         blocks = blocks or optimized.report.blocks
         errors[dtype] = measure(model, optimized)
-        calls += [operators_run(optimized.train(train), (), families.inputs(*SIZES[1])) for train in (False, True)]
+        own_code += own_code_runs(optimized, **families.inputs(*SIZES[1]))
     rewritten = sum(b.status == "rewritten" for b in blocks)
     reasons = [b.reason for b in blocks if b.status == "refused"]
     return Row(
@@ -74,7 +76,7 @@ def judge(family: str, implementation: str) -> Row:
         len(blocks) - rewritten,
         errors,
         tuple(dict.fromkeys(reasons)),
-        min(calls, default=0),
+        tuple(own_code),
     )
 
 
@@ -169,7 +171,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=pathlib.Path)
     options = parser.parse_args()
-    table = render([judge(*case) for case in cases()])
+    os.environ["HEXA_FX_OWN_CODE_WHEN_SMALL"] = "0"
+    rows = [judge(*case) for case in cases()]
+    own = [row.family for row in rows if row.rewritten and not row.calls]
+    assert not own, f"compared with themselves: {own}"
+    table = render(rows)
     print(table)
     if options.write:
         options.write.write_text(PREAMBLE + table + "\n")

@@ -1,0 +1,49 @@
+"""Branches on whole numbers that a block is given beside its tokens: they do not follow from the routing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import hexa_fx
+from tests.detect.mixture import D, Mixture
+
+Decide = Callable[[Tensor], object]
+ASKED: dict[str, Decide] = {
+    "max": lambda p: p.max() > 50,
+    "item": lambda p: p.max().item() > 50,
+    "int": lambda p: int(p.max()) > 50,
+    "amax": lambda p: p.amax() > 50,
+    "argmax": lambda p: p.argmax() == 3,
+    "nonzero": lambda p: (p > 50).nonzero().numel(),
+    "where": lambda p: len(torch.where(p > 50)[0]) > 0,
+    "bincount": lambda p: len(p.bincount()) > 50,
+    "isin": lambda p: torch.isin(p, 89).any(),
+    "any": lambda p: (p > 50).any(),
+}
+
+
+class Positions(Mixture):
+    def __init__(self, decide: Decide) -> None:
+        super().__init__()
+        self.decide = decide
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        out = self.mix(x)[2]
+        return out * 3 if self.decide(positions) else out
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_the_branch_is_the_calls_own(way: str) -> None:
+    torch.manual_seed(0)
+    block = Positions(ASKED[way]).double()
+    x, near = torch.randn(24, D, dtype=torch.float64), torch.arange(24)
+    far = near.clone()
+    far[3] = 89
+    opt = hexa_fx.optimize(copy.deepcopy(block), (x, near))
+    for positions in (near, far):
+        torch.testing.assert_close(opt(x, positions), block(x, positions))

@@ -1,0 +1,129 @@
+"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, experts
+from tests.zoo.variant import D, E, I, K, Variant, variant, weight
+
+
+class Looped(nn.Module):
+    """Tokens by ``where``, the experts' outputs added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.experts = experts(MLP)
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate(flat).softmax(-1).topk(K, -1)
+
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(flat)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.route(flat)
+        out = self.start(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class OneNormalised(Looped):
+    """k = 1, sigmoid scores over their own sum: one, but for tiny scores and in backward."""
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = self.gate(flat).sigmoid().topk(1, -1)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
+
+
+class OneByOne(Looped):
+    """The largest score, twice; the first is set to zero in between."""
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(flat)
+        scores, first = logits.softmax(-1), logits.argmax(-1, keepdim=True)
+        second = scores.scatter(-1, first, 0.0).argmax(-1, keepdim=True)
+        ids = torch.cat([first, second], -1)
+        return logits.sigmoid().gather(-1, ids), ids
+
+
+class SharedInList(Looped):
+    """The last expert of the list works on every token, and the gate knows nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E - 1)
+
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.experts[E - 1](flat)
+
+
+class ScaledBefore(nn.Module):
+    """Tokens times their weights before the experts, in float32; biases laid out for sorted rows by ``repeat_interleave``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
+        self.up_bias, self.down_bias = weight(E, I), weight(E, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.gate(flat).softmax(-1).topk(K, -1)
+        order, counts = ids.view(-1).argsort(stable=True), torch.bincount(ids.view(-1), minlength=E)
+        rows = (flat[order // K].float() * weights.view(-1)[order][:, None].float()).to(x.dtype)
+        rows = self.products(rows, self.up, counts) + self.up_bias.repeat_interleave(counts, 0)
+        rows = self.products(F.silu(rows), self.down, counts) + self.down_bias.repeat_interleave(counts, 0)
+        return torch.zeros_like(flat).index_add(0, order // K, rows).view(x.shape)
+
+    def products(self, rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part @ weights[e] for e, part in enumerate(rows.split(counts.tolist()))])
+
+
+class NoisyRouter(nn.Module):
+    """Draws noise in train mode, keeps its logits and a loss, and gives weights with zeros, but no ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.gate(x)
+        self.logits = F.dropout(logits, 0.1, self.training)
+        self.loss = logits.logsumexp(-1).square().mean()
+        weights, ids = self.logits.softmax(-1).topk(K, -1)
+        return torch.zeros_like(logits).scatter(-1, ids, weights)
+
+
+class KeptLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = NoisyRouter()
+        self.experts = experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense, out = self.router(x), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = dense[..., number] > 0
+            out[mine] += dense[..., number][mine].unsqueeze(-1) * expert(x[mine])
+        return out
+
+
+VARIANTS: tuple[Variant, ...] = (
+    variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
+    variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
+    variant("router_keeps_drawn_logits", KeptLogits, "a router that draws and keeps its logits, without giving ids"),
+    variant("around_shared_in_list", SharedInList, "the shared expert is a member of the list"),
+    variant(
+        "weight_before_in_float32",
+        ScaledBefore,
+        "tokens scaled in float32, biases by repeat_interleave",
+        dtypes=(torch.float32,),
+    ),
+)
