@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
 
     from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, SWAPPED
     from hexa_fx.cuda import gemm_sm90 as sm90
-    from hexa_fx.ops.operands import Esmm, EsmmAct, Estmm
+    from hexa_fx.ops.table import Esmm, EsmmAct, Estmm
 
     def sized(name: str) -> tuple[int, int, int, int, torch.Tensor, torch.Tensor]:
         shape = SHAPES[name]
@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
     yield "esmm_swapped_2_nk", "dsv3", lambda: sm90.esmm(down, pair)
     back = Esmm(rows, randn(experts, i, d), None, None, offs, 1, "kn")
     yield "esmm_swapped_2_kn", "dsv3", lambda: sm90.esmm(back, pair)
-    up = EsmmAct(randn(tokens, d), randn(experts, 2 * i, d), None, None, None, v, offs, k, "nk", "silu", "concat")
+    up = EsmmAct(randn(tokens, d), randn(experts, 2 * i, d), None, None, None, v, offs, k, "nk", "silu", "concat", ())
     yield "esmm_act_swapped", "dsv3", lambda: sm90.esmm_act(up, SWAPPED)
 
 

@@ -32,7 +32,7 @@ from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.jit import background
-from hexa_fx.ops.operands import Esmm, EsmmAct
+from hexa_fx.ops.table import Esmm, EsmmAct
 
 OPS, DEVICE = torch.ops.hexa, "cuda"
 BF16 = torch.bfloat16

@@ -22,9 +22,7 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
-from hexa_fx.ops.moe_ffn import static_of
-from hexa_fx.ops.operands import MoeFfn
-from hexa_fx.ops.program import OPERANDS
+from hexa_fx.ops.table_layers import OPERANDS, MoeFfn, static_of
 from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls, rewritten_values
 
 if TYPE_CHECKING:

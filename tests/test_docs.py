@@ -54,7 +54,7 @@ def test_blocks_of_the_page_run(page: Path) -> None:
     pytest.importorskip("transformers")
     names: dict[str, object] = {"__name__": "documentation"}
     for kind, code in blocks(page):
-        compiled = compile(code, page.name, "exec")
+        compiled = compile(code, page.name, "exec", dont_inherit=True)
         if not kind.startswith("no-test"):
             assert not kind, f"{page.name}: a fence says {kind!r}; only `no-test` is known"
             exec(compiled, names)

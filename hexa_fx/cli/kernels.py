@@ -96,8 +96,8 @@ def pack(
     """Build all kernels of the common models into a folder and a wheel, for machines without a compiler."""
     import torch
 
+    from hexa_fx.cli.model_layers import pack_kernels
     from hexa_fx.codegen.render import package_version, render
-    from hexa_fx.cuda.model_layers import pack_kernels
     from hexa_fx.jit import JitSettings, find_compiler, packs, prebuild
     from hexa_fx.jit.wheel import write_wheel
 

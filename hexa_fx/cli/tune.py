@@ -71,10 +71,10 @@ def _measure(models: list[str], tokens: list[int], dtype: str, again: bool) -> i
     """Runs the layers with autotuning; returns how many tiles this machine's table has then."""
     import torch
 
+    from hexa_fx.cli.model_layers import MODELS
+    from hexa_fx.cli.tune_layers import run_layer, sizes_of
     from hexa_fx.codegen.tuned import TunedTable
-    from hexa_fx.cuda.model_layers import MODELS
     from hexa_fx.cuda.tune import table_path
-    from hexa_fx.cuda.tune_layers import run_layer, sizes_of
 
     if dtype not in _DTYPES:
         raise InputError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")

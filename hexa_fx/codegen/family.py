@@ -9,22 +9,24 @@ How a kernel is added
        (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
     3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``families._MODULES``.
     4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
-       ``handle.launch(device_index, grid, (family.args.pack(...),), stream)``. Several blobs are several kernel
+       ``handle.launch(device_index, grid, (packed,), stream)``. Several blobs are several kernel
        parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
 
-`args` describes the argument struct as `struct` does, native alignment ("P" pointer, "q" int64, "i" int32, "f" float).
-Emit ``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template: a C++ struct is padded at its end, so end the
-format with ``0P`` where the struct's alignment is 8.
+`args` names the fields of the argument struct, in its order and as it names them (`hexa_fx.codegen.arguments`). Emit
+``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template; a test compares the fields.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
+
+NEWEST_ARCH = 90
+"""The newest compute capability that kernels have run on. On later ones torch's operators run (docs/scope.md)."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,20 @@ class Family:
     name: str
     template: str
     ops: tuple[str, ...]
-    args: struct.Struct
+    args: Args
     shape: Callable[[KernelSpec], LaunchShape]
     values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
     min_arch: int = 80
-    max_arch: int = 129
+    max_arch: int = NEWEST_ARCH
     arch_specific: bool = False
+
+    def why_not_on(self, arch: int) -> str:
+        """Why its kernels do not run on a compute capability; empty if they do."""
+        if arch > NEWEST_ARCH:
+            return f"sm_{arch}: no kernel has run on anything newer than an sm_{NEWEST_ARCH}"
+        takes = self.min_arch <= arch <= self.max_arch
+        return "" if takes else f"sm_{arch}: {self.name} needs sm_{self.min_arch} to sm_{self.max_arch}"
 
     def target(self, spec: KernelSpec) -> str:
         """The compiler's name of the architecture, e.g. ``sm_90a``."""
@@ -105,8 +114,8 @@ def validate(family: Family, spec: KernelSpec) -> LaunchShape:
 def _common(family: Family, spec: KernelSpec) -> Iterable[str]:
     if spec.op not in family.ops:
         yield f"family {family.name} serves {', '.join(family.ops)}, not {spec.op}"
-    if not family.min_arch <= spec.arch <= family.max_arch:
-        yield f"needs sm_{family.min_arch} to sm_{family.max_arch}"
+    if reason := family.why_not_on(spec.arch):
+        yield reason
 
 
 def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:

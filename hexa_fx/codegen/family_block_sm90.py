@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, bookkeeping_bytes, cluster_of, expert_tables, whole_kib
@@ -19,7 +19,7 @@ TILE_M, TILE_N, TILE_K = 128, 256, 128
 PART = 128
 """Columns of a part."""
 
-BLOCK_ARGS = struct.Struct(ARGS.format.removesuffix("0P") + "6P2i0P")
+SCALES = Args("P a_scale, w_scale, h_scale, act_scale, p_scale, q_scale; i p_scale_ld, q_scale_ld")
 """hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
 
 _OUT = (DataType.bf16, DataType.f16, DataType.f32, DataType.u8)
@@ -108,7 +108,7 @@ FAMILIES = (
         name=FAMILY,
         template="block_gemm_sm90.cu.j2",
         ops=("esmm", "esmm_act", "estmm"),
-        args=BLOCK_ARGS,
+        args=Args(f"{ARGS.text}; {SCALES.text}"),
         shape=_shape,
         values=lambda spec: {"shape": block_shape(spec)},
         check=_check,

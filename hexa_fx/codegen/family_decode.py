@@ -7,10 +7,10 @@ launch may begin while the one before still runs (option ``dependent``).
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_reindex import ID_TYPES
@@ -232,16 +232,17 @@ def _check_combine(spec: KernelSpec) -> Iterable[str]:
         yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
 
 
-# x, w, w2, bias, bias2, d, ids, weights, x_stride, w_line, w_expert, slots, n, k, experts, top_k (value, magic, shift),
-# together, columns, alpha, limit
-_ARGS = "PPPPPPPPqqqiiiiIIIiiff0P"
+_ARGS = Args(
+    "P x, w, w2, bias, bias2, d, ids, weights; q x_stride, w_line, w_expert; i slots, n, k, experts; 3I top_k; "
+    "i together, columns; 2f act_params"
+)
 
 FAMILIES = (
     Family(
         name=GEMM,
         template="decode_gemm.cu.j2",
         ops=("esmm",),
-        args=struct.Struct(_ARGS),
+        args=_ARGS,
         shape=_shape,
         values=_blocks,
         check=_check_gemm,
@@ -250,7 +251,7 @@ FAMILIES = (
         name=DOWN,
         template="decode_down.cu.j2",
         ops=("combine",),
-        args=struct.Struct(_ARGS),
+        args=_ARGS,
         shape=_down_shape,
         values=lambda spec: {"blocks": 1},
         check=_check_down,
@@ -259,7 +260,7 @@ FAMILIES = (
         name=COMBINE,
         template="decode_combine.cu.j2",
         ops=("combine",),
-        args=struct.Struct("PPPPiiii"),  # y, weights, ids, out, width, top_k, experts, parts
+        args=Args("P y, weights, ids, out; i width, top_k, experts, parts"),
         shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec), overlaps=True),
         check=_check_combine,
     ),

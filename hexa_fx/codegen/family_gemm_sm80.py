@@ -7,10 +7,10 @@ projection. Its ``layout`` is the weight's in dX = dY W^T; with option ``transpo
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType, MathOperation
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.family_rows import FLOATS, check_accumulate, check_activation
@@ -111,16 +111,17 @@ def _fused_check(spec: KernelSpec) -> Iterable[str]:
     yield from dict.fromkeys((*_check(rows), *_check(weight)))
 
 
-POINTERS, SIZES = "PPPPPPPPPP", "qqqqqqiiiiiIIIff0P"
-"""hexa::GemmParams: a, b, b2, bias, bias2, d, act, a_index, b_index, offs; then what a shape decides: a_stride, b_stride, b_expert,
-d_stride, d_expert, act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit."""
+GEMM = Args(
+    "P a, b, b2, bias, bias2, d, act, a_index, b_index, offs; q a_stride, b_stride, b_expert, d_stride, d_expert, act_stride; "
+    "i rows, m, n, k, experts; 3I top_k; 2f act_params"
+)
 
 FAMILIES = (
     Family(
         name="gemm_sm80",
         template="gemm_sm80.cu.j2",
         ops=("esmm", "estmm"),
-        args=struct.Struct(POINTERS + SIZES),
+        args=GEMM,
         shape=_shape,
         check=_check,
     ),
@@ -128,7 +129,7 @@ FAMILIES = (
         name="esfk_sm80",
         template="esfk_sm80.cu.j2",
         ops=("esfk",),
-        args=struct.Struct(2 * (POINTERS + SIZES) + "P"),  # dX, dW, db
+        args=Args(f"{GEMM.within('rows')}; {GEMM.within('weight')}; P db"),
         shape=_fused_shape,
         check=_fused_check,
     ),

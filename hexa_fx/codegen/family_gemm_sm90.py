@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
@@ -31,7 +31,10 @@ CHUNK_BYTES = 16 * LINE_BYTES
 INNER = 16
 """Contraction of one wgmma of 16-bit operands."""
 
-ARGS = struct.Struct("14P2i2I11i2f0P")
+ARGS = Args(
+    "P v, offs, queue, a, out, act, bias, bias_up, h, slot_scale, row_dot, p, dw, db; i n, experts; I div_mul, div_shift; "
+    "i a_ld, out_ld, act_ld, h_ld, K, N, bias_ld, p_ld, R, C, group_m; 2f act_params"
+)
 """hexa::sm90::GroupedParams, in its order."""
 
 

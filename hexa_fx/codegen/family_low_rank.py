@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import expert_tables, whole_kib
@@ -130,12 +130,17 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     yield from _lacks(spec.op, steps, rank, expert_tables(spec))
 
 
+ARGS = Args(
+    "P v, offs, rows, u, weights, du, dc, parts, before, beyond; q stride; i n, experts, N, R, columns, blocks; "
+    "I div_mul, div_shift; f scale"
+)
+
 FAMILIES = (
     Family(
         name=FAMILY,
         template="low_rank.cu.j2",
         ops=(BOTH, "esmm", "estmm", PARTS),
-        args=struct.Struct("10Pq6i2If0P"),
+        args=ARGS,
         shape=_shape,
         values=_values,
         check=_check,

@@ -6,10 +6,10 @@ and a scale for each `block` values along K of `scale_rows` lines.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_rows import check_activation
@@ -157,9 +157,11 @@ FAMILIES = (
         name=FAMILY,
         template="packed_gemm.cu.j2",
         ops=("esmm",),
-        # x, code, code2, scale, scale2, bias, bias2, d, act, v, offs; x_stride, code_expert, scale_expert, d_stride, act_stride,
-        # rows, n, k, experts, top_k (value, magic, shift), alpha, limit, values
-        args=struct.Struct("PPPPPPPPPPP" + "qqqqqiiiiIIIff8I0P"),
+        args=Args(
+            "P x, code, code2, scale, scale2, bias, bias2, d, act, v, offs; "
+            "q x_stride, code_expert, scale_expert, d_stride, act_stride; "
+            "i rows, n, k, experts; 3I top_k; 2f act_params; 8I values"
+        ),
         shape=_shape,
         check=_check,
     ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 
@@ -38,7 +38,7 @@ FAMILIES = (
         name="reindex",
         template="reindex.cu.j2",
         ops=("reindex_count", "reindex_place"),
-        args=struct.Struct("PPPPPiiii"),  # ids, counts, v, inv, offs, n, experts, chunk, pad
+        args=Args("P ids, counts, v, inv, offs; i n, experts, chunk, pad"),
         shape=_shape,
         check=_check,
         min_arch=70,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
@@ -97,7 +97,7 @@ FAMILIES = (
         name="combine",
         template="combine.cu.j2",
         ops=("combine",),
-        args=struct.Struct("PPPPPqqii"),  # y, weights, inv, routed, out, y_stride, out_stride, width, top_k
+        args=Args("P y, weights, inv, routed, out; q y_stride, out_stride; i width, top_k"),
         shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
         check=check_combine,
         min_arch=70,
@@ -106,7 +106,7 @@ FAMILIES = (
         name="ess",
         template="ess.cu.j2",
         ops=("ess_partial", "ess_finish"),
-        args=struct.Struct("PPPPPPqiiii"),  # g, v, offs, scale, partial, out, g_stride, experts, width, top_k, pad
+        args=Args("P g, v, offs, scale, partial, out; q g_stride; i experts, width, top_k, pad"),
         shape=lambda spec: LaunchShape(threads=256),
         check=_check_ess,
         min_arch=70,
@@ -115,8 +115,7 @@ FAMILIES = (
         name="activate",
         template="activate.cu.j2",
         ops=("activate", "activate_backward"),
-        # h, da, weights, v, routed, a, dh, dweights, h_stride, da_stride, rows, width, alpha, limit
-        args=struct.Struct("PPPPPPPPqqiiff"),
+        args=Args("P h, da, weights, v, routed, a, dh, dweights; q h_stride, da_stride; i rows, width; 2f act"),
         shape=lambda spec: LaunchShape(threads=128),
         check=_check_activate,
         min_arch=70,
@@ -125,7 +124,7 @@ FAMILIES = (
         name="scaled_transpose",
         template="scaled_transpose.cu.j2",
         ops=("scaled_transpose",),
-        args=struct.Struct("PPqqdi0P"),  # x, out, rows, columns, scale, column_tiles
+        args=Args("P x, out; q rows, columns; d scale; i column_tiles"),
         shape=_transpose_shape,
         check=_check_transpose,
         min_arch=70,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.family_rows import check_activation, check_combine
@@ -62,9 +62,10 @@ FAMILIES = (
         name=QUANTIZE,
         template="quantize_fp8.cu.j2",
         ops=tuple(_FUNCTIONS),
-        # x, x3, v, offs, q, s, q_t, s_t, sum; by_expert, by_line, by_column
-        # lines, columns, experts, top_k, line_halves, column_halves
-        args=struct.Struct("9P3q6i"),
+        args=Args(
+            "P x, x3, v, offs, q, s, q_t, s_t, sum; q by_expert, by_line, by_column; "
+            "i lines, columns, experts, top_k, line_halves, column_halves"
+        ),
         shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _BLOCKS else 0),
         values=lambda spec: {"function": _FUNCTIONS[spec.op], "blocks": _BLOCKS.get(spec.op, 1)},
         check=_check_quantize,
@@ -74,8 +75,9 @@ FAMILIES = (
         name=ACTIVATE,
         template="activate_fp8.cu.j2",
         ops=("activate_backward",),
-        # da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; experts, columns, alpha, limit
-        args=struct.Struct("13P2i2f"),
+        args=Args(
+            "P da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; i experts, columns; 2f act_params"
+        ),
         shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=_activate_bytes(spec)),
         check=_check_activate,
         min_arch=89,
@@ -84,7 +86,7 @@ FAMILIES = (
         name=COMBINE,
         template="combine_bytes.cu.j2",
         ops=("combine",),
-        args=struct.Struct("6P4i0P"),  # y, scales, weights, inv, routed, out; width, padded, top_k, tokens
+        args=Args("P y, scales, weights, inv, routed, out; i width, padded, top_k, tokens"),
         shape=_combine_shape,
         values=lambda spec: {"blocks": combining_blocks(spec)},
         check=check_combine,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 
 import torch
 
+from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.family_rows import FLOATS
 from hexa_fx.codegen.spec import KernelSpec
@@ -44,7 +44,7 @@ FAMILIES = (
         template="unpack.cu.j2",
         ops=("unpack",),
         # packed, scale, nested, offset, map, out; values, columns, scales, nests, blocks, code
-        args=struct.Struct("PPPPPP" + "iiiii16f0P"),
+        args=Args("P packed, scale, nested, offset, map, out; i values, columns, scales, nests, blocks; 16f code"),
         shape=lambda spec: LaunchShape(threads=256, shared_bytes=64),
         values=_values,
         check=_check,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import ARGS, INNER, LINE_BYTES
+from hexa_fx.codegen.family_gemm_sm90 import INNER, LINE_BYTES
 from hexa_fx.codegen.tiles_sm90 import TileSm90
-from hexa_fx.cuda.operands import DTYPES, Added, numbers_of
-from hexa_fx.cuda.planning import Piece, TensorMap
+from hexa_fx.cuda.operands import DTYPES, Added
+from hexa_fx.cuda.planning import TensorMap
 from hexa_fx.ir import Layout
-
-_NUMBERS = numbers_of(ARGS)
 
 
 class Maps(NamedTuple):
@@ -27,35 +25,6 @@ class Maps(NamedTuple):
     out: TensorMap | None = None
     act: TensorMap | None = None
     grad: TensorMap | None = None
-
-
-POINTERS = ("v", "offs", "queue", "a", "out", "act", "bias", "bias_up", "h", "slot_scale", "row_dot", "p", "dw", "db")
-NUMBERS = (
-    "n",
-    "experts",
-    "division",
-    "a_ld",
-    "out_ld",
-    "act_ld",
-    "h_ld",
-    "K",
-    "N",
-    "bias_ld",
-    "p_ld",
-    "R",
-    "C",
-    "group_m",
-)
-"""Fields of hexa::sm90::GroupedParams, in its order. The two constants of an activation come last."""
-
-
-def pack(**fields: Any) -> Piece:
-    """hexa::sm90::GroupedParams. Fields that an operator does not use stay zero."""
-    pointers = tuple(fields.pop(name, None) for name in POINTERS)
-    constants = fields.pop("constants", (0.0, 0.0))
-    (n, experts, parts, *sizes) = (fields.pop(name, (0, 0) if name == "division" else 0) for name in NUMBERS)
-    assert not fields, f"no fields of the struct: {sorted(fields)}"
-    return pointers, _NUMBERS.pack(n, experts, *parts, *sizes, *constants)
 
 
 def line(t: Tensor) -> int:

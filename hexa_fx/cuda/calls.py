@@ -21,9 +21,9 @@ from hexa_fx.cuda.planning import Operand, Planning
 from hexa_fx.cuda.product import AnyTile, GemmKey, ProductKey, built_tile, chosen_tile, fixed_tile
 from hexa_fx.cuda.tune import autotuning, tune
 from hexa_fx.errors import KernelError
+from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
 
-F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 TileOf = Callable[[ProductKey], AnyTile]
 Given = tuple[ProductKey | None, AnyTile | None]
@@ -77,45 +77,54 @@ def chosen() -> TileOf:
     return fixed_tile if is_fixed() else chosen_tile
 
 
-def cuda_kernel(name: str) -> Callable[[F], F]:
-    """Decorates the code of ``hexa::<name>`` on CUDA, which plans on `Operand`, so that it runs on tensors too, or falls back."""
+def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
+    """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`.
 
-    def decorate(function: F) -> F:
-        on_tensors = falls_back(name)(lambda *args: _run(name, function, args))
+    It then takes the operator's arguments, and runs on tensors too, or falls back.
+    """
+    record = library.record_of(name)
+
+    def decorate(function: Callable[[Any], R]) -> Callable[..., R]:
+        def plan(*args: Any) -> R:
+            return function(record(*args))
+
+        on_tensors: Callable[..., R] = falls_back(name)(lambda o: _run(name, plan, o))
 
         @functools.wraps(function)
-        def kernel(*args: Any) -> Any:
-            return function(*args) if isinstance(args[0], Operand) else on_tensors(*args)
+        def kernel(*args: Any) -> R:
+            first, *_ = args
+            return plan(*args) if isinstance(first, Operand) else on_tensors(*args)
 
-        return kernel  # type: ignore[return-value]
+        return kernel
 
     return decorate
 
 
-def falls_back(name: str) -> Callable[[F], F]:
-    """Decorates the code of ``hexa::<name>`` on CUDA tensors.
+def falls_back(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
+    """Decorates the code of ``hexa::<name>`` on CUDA tensors, of the operator's record. It then takes the operator's arguments.
 
     It falls back to the generic implementation when there is no compiler, when a kernel does not build, or when there is no
     kernel for the operands, and while a kernel is being built. The reason is logged once per operator.
     """
 
-    def decorate(function: F) -> F:
+    record = library.record_of(name)
+
+    def decorate(function: Callable[[Any], R]) -> Callable[..., R]:
         @functools.wraps(function)
-        def kernel(*args: Any) -> Any:
+        def kernel(*args: Any) -> R:
             if described_card() is not None:
-                return function(*args)
+                return function(record(*args))
             if falls_back_for_good(name):
-                return generic(name)(*args)
+                return generic(name)(*args)  # type: ignore[no-any-return]
             try:
-                return function(*args)
+                return function(record(*args))
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
-                return generic(name)(*args)
             except KernelError as error:
                 record_fallback(name, error)
-                return generic(name)(*args)
+            return generic(name)(*args)  # type: ignore[no-any-return]
 
-        return kernel  # type: ignore[return-value]
+        return kernel
 
     return decorate
 
@@ -199,7 +208,7 @@ def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key:
 def product(function: Callable[..., R]) -> Callable[..., R]:
     """Decorates a family's code of a product, which plans on operands, so that it also runs on tensors, with any tile.
 
-    It takes a record of operands, such as those of `hexa_fx.ops.operands`, whose first leaf is a tensor, on tensors a tile, and
+    It takes a record of operands, such as those of `hexa_fx.ops.table`, whose first leaf is a tensor, on tensors a tile, and
     what the result is added to.
     """
 

@@ -39,6 +39,7 @@ from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of
+from hexa_fx.ops.table_layers import MoeFfn
 
 MOST_TOKENS = 256
 BUSY = 0.8
@@ -81,34 +82,24 @@ class DecodeSlots(NamedTuple):
         return row_bucket(self.rows, self.experts)
 
 
-def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *rest: Any) -> Tensor | None:
-    """``hexa::moe_ffn`` on operands; None where another way has to compute it, or is faster.
-
-    Args:
-        x: (T, D).
-        top_k_index: (T, k), any ids.
-        top_k_weights: (T, k) or None.
-        rest: the operator's other arguments.
-
-    Returns:
-        (T, D).
-    """
-    w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, _ = rest
-    card = planning_of(x).card
-    if not is_few(card, top_k_index, w1.shape[0]) or is_fixed() or ids_are_checked():
+def few_tokens(o: MoeFfn) -> Tensor | None:
+    """``hexa::moe_ffn`` on operands, (T, D); None where another way has to compute it, or is faster."""
+    card, x, ids = planning_of(o.x).card, o.x, o.top_k_index
+    if not is_few(card, ids, o.experts) or is_fixed() or ids_are_checked():
         return None
-    slots = DecodeSlots(top_k_index.contiguous(), w1.shape[0])
-    first = _as_stored(DecodeProjection(w1, b1, w3, b3, layout1, activation, glu, tuple(params)))
-    second = _as_stored(DecodeProjection(w2, b2, None, None, layout2))
-    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
+    slots = DecodeSlots(ids.contiguous(), o.experts)
+    steps = o.activation, o.glu, tuple(o.params)
+    first = _as_stored(DecodeProjection(o.w1, o.b1, o.w3, o.b3, o.layout1, *steps))
+    second = _as_stored(DecodeProjection(o.w2, o.b2, None, None, o.layout2))
+    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
     if not columns and not very_few(slots.rows, slots.experts):
         return None
     a = _up(x, first, slots, columns > 0)
     if columns:
-        return _down(a, second, slots, columns, top_k_weights)
-    return _combine(_down(a, second, slots), top_k_weights, slots)
+        return _down(a, second, slots, columns, o.top_k_weights)
+    return _combine(_down(a, second, slots), o.top_k_weights, slots)
 
 
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
@@ -229,28 +220,24 @@ def _product(
     planning, n = planning_of(x), _columns(o)
     tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
-    pointers = (x, o.w, o.w3, contiguous(o.b), contiguous(o.b3), d, slots.ids, weights)
     by_expert, by_line, _ = o.w.stride()
-    numbers = (
-        x.stride()[0],
-        by_line,
-        by_expert,
-        slots.rows,
-        n,
-        key.inner,
-        slots.experts,
-        *divisor(rows_of),
-        together,
-        key.summed,
-        *constants_of(o.activation, o.params),
-    )
+    fields: dict[str, Any] = {"x": x, "w": o.w, "w2": o.w3, "bias": contiguous(o.b), "bias2": contiguous(o.b3), "d": d}
+    fields |= {
+        "ids": slots.ids,
+        "weights": weights,
+        "x_stride": x.stride()[0],
+        "w_line": by_line,
+        "w_expert": by_expert,
+    }
+    fields |= {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(rows_of)}
+    fields |= {"together": together, "columns": key.summed, "act_params": constants_of(o.activation, o.params)}
     places = planning.card.multiprocessors
     if key.summed or isinstance(tile, DownTile):
         blocks = ceil_div(n, key.summed)
     else:
         most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
-    launch(x, spec, (blocks, 1, 1), pointers, *numbers)
+    launch(x, spec, (blocks, 1, 1), **fields)
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:
@@ -259,5 +246,7 @@ def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Ten
     parts = ceil_div(width, 8 * COMBINE_THREADS)
     out = y.new_empty((tokens, width))
     spec = rows_spec(COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
-    launch(y, spec, (tokens * parts, 1, 1), (y, weights, slots.ids, out), width, top_k, slots.experts, parts)
+    fields = {"y": y, "weights": weights, "ids": slots.ids, "out": out}
+    sizes = {"width": width, "top_k": top_k, "experts": slots.experts, "parts": parts}
+    launch(y, spec, (tokens * parts, 1, 1), **fields, **sizes)
     return out

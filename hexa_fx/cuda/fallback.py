@@ -13,7 +13,7 @@ from hexa_fx.ops import library
 log = logging.getLogger(__name__)
 
 fallbacks: dict[str, str] = {}
-"""Operators that fell back to another implementation in this process, and why. Each was logged once."""
+"""Operators that fell back to another implementation in this process, and why. Each reason was logged."""
 
 _permanent: set[str] = set()
 
@@ -23,12 +23,13 @@ class Unsupported(KernelError):
 
 
 def record_fallback(name: str, error: KernelError) -> None:
-    """Notes why an operator fell back. Unless only its operands were to blame, it does so from now on."""
+    """Notes why an operator fell back. Unless only its operands were to blame, it does so from now on. A reason is said once."""
     reason = str(error)
+    if name not in fallbacks:
+        level = logging.DEBUG if reason in _permanent else logging.WARNING
+        log.log(level, "hexa::%s falls back to torch's own operators: %s", name, reason)
     if not isinstance(error, Unsupported | SpecError):
         _permanent.add(reason)
-    if name not in fallbacks:
-        log.warning("hexa::%s falls back to torch's own operators: %s", name, reason)
     fallbacks[name] = reason
 
 

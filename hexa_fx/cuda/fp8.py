@@ -1,33 +1,34 @@
 """The operators of FP8 block compute on Hopper: products by block_gemm_sm90, the rest in `fp8_rows`.
 
-Arguments and results are those of `hexa_fx.ops.fp8`. Quantised operands are contiguous and their widths multiples of 128, so a
-launch follows from sizes alone.
+Arguments and results are those of `hexa_fx.ops.table_fp8`. Quantised operands are contiguous and their widths multiples of 128, so
+that a launch follows from sizes alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, TILE_K, TILE_M, TILE_N
-from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
+from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, SCALES, TILE_K, TILE_M, TILE_N
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
-from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, pack, rows_map, weight_map
+from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, rows_map, weight_map
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, division
-from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, divided_by
+from hexa_fx.cuda.planning import TileQueue, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
-from hexa_fx.ops.fp8_arguments import MoeFfnFp8
+from hexa_fx.ops.table_fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
+from hexa_fx.ops.table_layers import MoeFfnFp8Forward
 
 STAGES, STAGES_OF_BYTES = 3, 4
 """Of shared memory, 48 KiB each. With three there is room for a tile's results of 16 bits, which leave while the next one is
@@ -38,7 +39,6 @@ GROUP_M = 8
 """Tiles along M that share a weight tile in L2, as the bf16 kernels' rule has it."""
 
 _ROW_BOX = 64
-_SCALES = ("a_scale", "w_scale", "h_scale", "act_scale", "p_scale", "q_scale")
 
 
 def cluster_of(rows: int, experts: int) -> int:
@@ -46,10 +46,10 @@ def cluster_of(rows: int, experts: int) -> int:
     return 2 if rows > CLUSTER_ROWS * experts else 1
 
 
-def why_not(o: MoeFfnFp8) -> str:
+def why_not(o: MoeFfnFp8Forward) -> str:
     """Why these kernels cannot take a call of ``hexa::moe_ffn_fp8``; empty if they can."""
-    odd = [size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16]
-    rows = f"rows of {odd[0]} numbers; kernels write them in whole 16 bytes" if odd else ""
+    odd = next((size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16), 0)
+    rows = f"rows of {odd} numbers; kernels write them in whole 16 bytes" if odd else ""
     return _no_products(card_of(o.x.device.index), o.w1.shape[0]) or rows
 
 
@@ -67,24 +67,22 @@ class _Activated(NamedTuple):
     scales: Tensor
     activation: str
     gated: bool
-    params: tuple[float, ...]
+    params: Sequence[float]
 
 
 @cuda_kernel("esmm_act_fp8")
-def esmm_act_fp8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. One launch: the epilogue quantises."""
-    o = EsmmActFp8(*args)
+def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8. One launch: the epilogue quantises."""
     h, hs, a, a_scales = results = o.results()
     out, scales = (h, hs) if o.keep_h else (None, None)
     activated = _Activated(a, a_scales, o.activation, o.gated, o.params)
-    _rows(EsmmFp8(*o[:5], o.offs), o.v, o.top_k, out, scales, activated)
+    _rows(o.to(EsmmFp8), o.v, o.top_k, out, scales, activated)
     return results
 
 
 @cuda_kernel("esmm_fp8")
-def esmm_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. One launch."""
-    o = EsmmFp8(*args)
+def esmm_fp8(o: EsmmFp8) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8. One launch."""
     y, ys = o.results()
     _rows(o, None, 1, y, ys)
     return y, ys
@@ -122,20 +120,19 @@ def _rows(
     sizes |= {"K": depth, "N": columns, "bias_ld": width}
     tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": v}
     given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales, "act_scale": act_scales}
-    more = {"division": division(top_k), "constants": constants_of(activation, params)}
+    more = {**divided_by(top_k), "act_params": constants_of(activation, params)}
     _launch(kernel, o.offs, maps, given, **sizes, **tensors, **more)
 
 
 @cuda_kernel("esmm_act_backward_fp8")
-def esmm_act_backward_fp8(*args: Any) -> tuple[Tensor, ...]:
-    """See hexa_fx.ops.fp8. Two launches: da is written as bf16, whose rounding is finer than e4m3's by five bits, since an epilogue
+def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
+    """Two launches: da is written as bf16, whose rounding is finer than e4m3's by five bits, since an epilogue
     that turned a tile round would keep the tensor cores waiting for as long as they multiply.
     """
-    o = EsmmActBackwardFp8(*args)
     results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
     if n and any(o.needs):
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _rows(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs), o.v, o.top_k, da, None)
+        _rows(o.to(EsmmFp8, x=o.dy, xs=o.dys), o.v, o.top_k, da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
         given = Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params))
         activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
@@ -143,9 +140,8 @@ def esmm_act_backward_fp8(*args: Any) -> tuple[Tensor, ...]:
 
 
 @cuda_kernel("estmm_fp8")
-def estmm_fp8(*args: Any) -> None:
-    """See hexa_fx.ops.fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
-    o = EstmmFp8(*args)
+def estmm_fp8(o: EstmmFp8) -> None:
+    """See hexa_fx.ops.table_fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
     out, held, (p, ps, q, qs) = o.out, o.out, (o.x, o.xs, o.g, o.gs)
     turned = out.stride()[2] != 1 and out.stride()[1] == 1
     if turned:
@@ -164,8 +160,8 @@ def estmm_fp8(*args: Any) -> None:
     kernel = _kernel(o.x, out, 0, "estmm", DTYPES[out.dtype], {}, option, adds=o.add and not beside)
     maps = Maps(p=weight_map(p, "nk", TILE_M), q=weight_map(q, "nk", PART), grad=weight_map(held, "nk", 16))
     sizes = {"n": o.x.shape[0] * BLOCK, "R": rows, "C": columns}
-    strides = ps.stride()[0], qs.stride()[0]
-    _launch(kernel, o.offs, maps, {"p_scale": ps, "q_scale": qs}, strides=strides, dw=held, **sizes)
+    scales = {"p_scale": ps, "q_scale": qs, "p_scale_ld": ps.stride()[0], "q_scale_ld": qs.stride()[0]}
+    _launch(kernel, o.offs, maps, scales, dw=held, **sizes)
     if beside:
         planning_of(out).run(Tensor.add_ if o.add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
@@ -197,16 +193,13 @@ def _launch(
     kernel: Kernel,
     offs: Tensor,
     maps: Maps,
-    scales: dict[str, Tensor | None],
+    scales: dict[str, Any],
     **fields: Any,
 ) -> None:
-    """One block a multiprocessor, in whole clusters; they take tiles from a queue. ``strides`` are those of P's and Q's scales."""
-    planning, strides = planning_of(offs), fields.pop("strides", (0, 0))
-    piece = pack(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)
-    added: Piece = (
-        tuple(scales.get(name) for name in _SCALES),
-        strides[0].to_bytes(4, "little") + strides[1].to_bytes(4, "little"),
-    )
+    """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
+    planning = planning_of(offs)
+    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)
+    added = SCALES.piece(**scales)
     cluster = int(kernel.spec.option("cluster", 1))
     blocks = planning.card.multiprocessors // cluster * cluster
     planning.launch(kernel, (blocks, 1, 1), (piece, added), maps)

@@ -1,6 +1,6 @@
 """Quantisation of rows, columns and weights on CUDA, sums over quantised rows, and the activation's gradient of FP8 block compute.
 
-Arguments and results are those of `hexa_fx.ops.fp8`. Bandwidth-bound: every operand is read once.
+Arguments and results are those of `hexa_fx.ops.table_fp8`. Bandwidth-bound: every operand is read once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
-from hexa_fx.ops.fp8_quantizing import GroupRowsFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
+from hexa_fx.ops.table_fp8 import (
+    CombineFp8,
+    EssFp8,
+    GroupRowsFp8,
+    QuantizeColumnsFp8,
+    QuantizeRowsFp8,
+    QuantizeWeightFp8,
+    glu_of,
+)
 
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
@@ -35,36 +42,43 @@ TILES_A_BLOCK = 4
 
 
 @cuda_kernel("quantize_rows_fp8")
-def quantize_rows_fp8(x: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8."""
-    x = dense_rows(x)
-    q, s = QuantizeRowsFp8(x, binary).results()
-    grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), (0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
-    op, fit = "quantize_rows_binary" if binary else "quantize_rows", _fits(x)
-    _quantize(op, x, grid, (x, None, None, None, q, s, None, None, None), sizes, fit)
+def quantize_rows_fp8(o: QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8."""
+    x, (q, s) = dense_rows(o.x), o.results()
+    grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), _sizes(x, by_line=x.stride()[0])
+    op, fit = "quantize_rows_binary" if o.binary else "quantize_rows", _fits(x)
+    _quantize(op, x, grid, {"x": x, "q": q, "s": s}, sizes, fit)
     return q, s
 
 
 @cuda_kernel("quantize_columns_fp8")
-def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
+def quantize_columns_fp8(o: QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
+    """A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
     read the same rows, of which these columns stay in L2 meanwhile.
     """
-    o = QuantizeColumnsFp8(*args)
     x, (q, s) = dense_rows(o.x), o.results()
-    grid, sizes = _tiles(s), (0, x.stride()[0], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
-    _quantize("quantize_columns", x, grid, (x, None, o.v, o.offs, q, s, None, None, None), sizes, _fits(x))
+    grid, sizes = _tiles(s), _sizes(x, x.stride()[0], o.offs.shape[0] - 1, o.top_k)
+    _quantize("quantize_columns", x, grid, {"x": x, "v": o.v, "offs": o.offs, "q": q, "s": s}, sizes, _fits(x))
     return q, s
 
 
 @cuda_kernel("group_rows_fp8")
-def group_rows_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. As `quantize_columns_fp8`, of half the bytes."""
-    o = GroupRowsFp8(*args)
+def group_rows_fp8(o: GroupRowsFp8) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.table_fp8. As `quantize_columns_fp8`, of half the bytes."""
     x, xs, (q, s) = o.x.contiguous(), o.xs.contiguous(), o.results()
-    grid, sizes = _tiles(s), (0, x.shape[1], 1, *x.shape, o.offs.shape[0] - 1, o.top_k, 1, 1)
-    _quantize("group_rows", s, grid, (x, xs, o.v, o.offs, q, s, None, None, None), sizes)
+    grid, sizes = _tiles(s), _sizes(x, x.shape[1], o.offs.shape[0] - 1, o.top_k)
+    _quantize("group_rows", s, grid, {"x": x, "x3": xs, "v": o.v, "offs": o.offs, "q": q, "s": s}, sizes)
     return q, s
+
+
+def _sizes(x: Tensor, by_line: int, experts: int = 0, top_k: int = 1) -> dict[str, int]:
+    """Of rows."""
+    lines, columns = x.shape
+    given = {"by_line": by_line, "by_column": 1, "lines": lines, "columns": columns, "experts": experts, "top_k": top_k}
+    return given | _WHOLE
+
+
+_WHOLE = {"line_halves": 1, "column_halves": 1}
 
 
 def _tiles(s: Tensor) -> tuple[int, int, int]:
@@ -91,9 +105,8 @@ class _Matrices(NamedTuple):
 
 
 @cuda_kernel("quantize_weight_fp8")
-def quantize_weight_fp8(*args: Any) -> None:
-    """See hexa_fx.ops.fp8. Both orientations from one read, in the one that the weight lies in."""
-    o = QuantizeWeightFp8(*args)
+def quantize_weight_fp8(o: QuantizeWeightFp8) -> None:
+    """See hexa_fx.ops.table_fp8. Both orientations from one read, in the one that the weight lies in."""
     w, w3 = o.w, o.w3
     if not w.numel():
         return
@@ -103,10 +116,13 @@ def quantize_weight_fp8(*args: Any) -> None:
         w, w3 = w.contiguous(), w3.contiguous()
     turned = w.stride()[2] != 1 and w.stride()[1] == 1
     m = _matrices(w, w3, o.glu, turned)
-    made = (o.q_t, o.s_t, o.q, o.s) if turned else o[:4]
-    sizes = (w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
+    made = (o.q_t, o.s_t, o.q, o.s) if turned else (o.q, o.s, o.q_t, o.s_t)
+    pointers = {"x": m.first, "x3": m.second, **dict(zip(("q", "s", "q_t", "s_t"), made))}
+    sizes = {"by_expert": w.stride()[0], "by_line": m.by_line, "by_column": m.by_column, "lines": m.lines}
+    sizes |= {"columns": m.columns, "experts": w.shape[0], "top_k": 1}
+    sizes |= dict(zip(("line_halves", "column_halves"), m.halves))
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
-    _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), sizes, _fit(w, m))
+    _quantize("quantize_weight", w, grid, pointers, sizes, _fit(w, m))
 
 
 def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices:
@@ -125,31 +141,33 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 
 
 @cuda_kernel("combine_fp8")
-def combine_fp8(*args: Any) -> Tensor:
-    """See hexa_fx.ops.fp8. A block for each token, of many as many as the card holds at a time."""
-    o = CombineFp8(*args)
+def combine_fp8(o: CombineFp8) -> Tensor:
+    """See hexa_fx.ops.table_fp8. A block for each token, of many as many as the card holds at a time."""
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
-    pointers = (o.y, o.ys, weights, o.inv, o.offs[-1:], out)
+    pointers = {"y": o.y, "scales": o.ys, "weights": weights, "inv": o.inv, "routed": o.offs[-1:], "out": out}
     tokens = out.shape[0]
     blocks = min(tokens, combining_blocks(spec) * planning_of(out).card.multiprocessors)
-    launch(o.y, spec, (blocks, 1, 1), pointers, o.columns, o.y.shape[1], o.top_k, tokens)
+    sizes = {"width": o.columns, "padded": o.y.shape[1], "top_k": o.top_k, "tokens": tokens}
+    launch(o.y, spec, (blocks, 1, 1), **pointers, **sizes)
     return out
 
 
 @cuda_kernel("ess_fp8")
-def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
-    """See hexa_fx.ops.fp8. A warp has a column of an expert."""
-    y = EssFp8(g, gs, offs).results()
+def ess_fp8(o: EssFp8) -> Tensor:
+    """See hexa_fx.ops.table_fp8. A warp has a column of an expert."""
+    y, g, gs, offs = o.results(), o.g.contiguous(), o.gs.contiguous(), o.offs
     experts, width = y.shape
-    g, gs = g.contiguous(), gs.contiguous()
-    grid, sizes = (width // (THREADS // 32), experts, 1), (0, 0, 1, 0, width, experts, 1, 1, 1)
-    _quantize("ess", gs, grid, (None, None, None, offs, g, gs, None, None, y), sizes)
+    grid, sizes = (
+        (width // (THREADS // 32), experts, 1),
+        {"by_column": 1, "columns": width, "experts": experts, "top_k": 1},
+    )
+    _quantize("ess", gs, grid, {"offs": offs, "q": g, "s": gs, "sum": y}, sizes | _WHOLE)
     return y
 
 
 class Gradient(NamedTuple):
-    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.fp8.EsmmActBackwardFp8`.
+    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`.
 
     Args:
         da: (n, I') in bfloat16.
@@ -186,20 +204,22 @@ def activation_gradient(o: Gradient, into: Results) -> None:
     static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
     spec = KernelSpec(ACTIVATE, "activate_backward", _converting(o.da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    launch(o.da, spec, grid, (*o[:6], *into), experts, width, *constants_of(o.activation, tuple(o.params)))
+    given = {"da": o.da, "h": o.h, "hs": o.hs, "weights": o.weights, "v": o.v, "offs": o.offs, **into._asdict()}
+    constants = constants_of(o.activation, o.params)
+    launch(o.da, spec, grid, **given, experts=experts, columns=width, act_params=constants)
 
 
 def _quantize(
     op: str,
     x: Tensor,
     grid: tuple[int, int, int],
-    pointers: tuple[Any, ...],
-    sizes: tuple[int, ...],
+    pointers: dict[str, Any],
+    sizes: dict[str, int],
     fit: bool = True,
 ) -> None:
     """One launch for numbers of x's type. fit: whether chunks of it can be loaded at once."""
     spec = KernelSpec(QUANTIZE, op, _converting(x), dtype=DTYPES[x.dtype], aligned=fit)
-    launch(x, spec, grid, pointers, *sizes)
+    launch(x, spec, grid, **pointers, **sizes)
 
 
 def _fits(x: Tensor) -> bool:

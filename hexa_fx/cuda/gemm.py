@@ -5,8 +5,8 @@ The choice looks at shapes, strides and types only. Arguments and results are th
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +18,28 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import low_rank_sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
+from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
+from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, scaled_transpose, settle, substitute
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.low_rank import composed
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import (
+    Activate,
+    ActivateBackward,
+    Esfk,
+    EsfkAdd,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmActLowRank,
+    EsmmLowRank,
+    Estmm,
+    EstmmAdd,
+    LowRankGradients,
+)
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights. The 16-row tiles of gemm_sm80 waste least there, but for projections
@@ -37,9 +51,8 @@ SM80_ONLY = ("tanh",)
 
 
 @cuda_kernel("esmm")
-def esmm(*args: Any) -> Tensor:
+def esmm(o: Esmm) -> Tensor:
     """See hexa_fx.ops.esmm."""
-    o = Esmm(*args)
     y = low_rank_sm90.esmm(o)
     if y is not None:
         return y
@@ -56,83 +69,91 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
 
 
 @product
-def fused_segment(o: EsmmLowRank | EsmmActLowRank | EsmmActBackwardLowRank, into: Segment) -> Tensor:
-    """A product with a second one, an activation or its gradient, of some experts. Without a second product, u and c are None.
+def fused_segment(o: Esmm | EsmmAct | EsmmActBackward, into: Segment) -> Tensor:
+    """A product with a second one, an activation or its gradient, of some experts.
 
     Raises:
         Unsupported: the Hopper family does not take these operands.
     """
-    base, *added = o
-    if isinstance(base, Esmm):
-        takes = _hopper(base.offs, (base.columns,), base.x, base.weight, *added, *_stored(base.bias))
+    if isinstance(o, Esmm):
+        takes = _hopper(o.offs, (o.columns,), o.x, o.weight, *_second_of(o), *_stored(o.bias))
         run: Any = sm90.esmm
-    elif isinstance(base, EsmmAct):
-        takes, run = _hopper_activates(base, *added), sm90.esmm_act
+    elif isinstance(o, EsmmAct):
+        takes, run = _hopper_activates(o), sm90.esmm_act
     else:
-        takes, run = _hopper_differentiates(base, *added), sm90.esmm_act_backward
+        takes, run = _hopper_differentiates(o), sm90.esmm_act_backward
     if not takes:
         raise Unsupported("unpacked matrices, or the rows that they are multiplied with, that only gemm_sm80 takes")
-    run(o if o.u is not None else base, into=into)
+    run(o, into=into)
     return into.out
 
 
+def _second_of(o: Esmm | EsmmAct | EsmmActBackward) -> tuple[Tensor | None, ...]:
+    """The operands of a second product; none without one."""
+    if isinstance(o, EsmmActLowRank):
+        return o.u, o.c, o.c3
+    return (o.u, o.c) if isinstance(o, EsmmLowRank | EsmmActBackwardLowRank) else ()
+
+
 @cuda_kernel("esmm_act")
-def esmm_act(*args: Any) -> tuple[Tensor, Tensor]:
+def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act."""
-    o = _both_biases(EsmmAct(*args))
+    o = _both_biases(o)
     return sm90.esmm_act(o) if _hopper_activates(o) else sm80.esmm_act(o)
 
 
 @cuda_kernel("esmm_act_backward")
-def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
-    return _activation_gradient(EsmmActBackward(*args), None, None)
+    weight, layout = as_stored(o.weight, o.layout)
+    o = o._replace(weight=weight, layout=layout)
+    if _hopper_differentiates(o):
+        return _by_slot(o, *sm90.esmm_act_backward(o))
+    return activate_backward(*o.to(ActivateBackward, da=sm80.esmm(o.to(Esmm, x=o.dy))))
 
 
 @cuda_kernel("esmm_low_rank")
-def esmm_low_rank(*args: Any) -> Tensor:
+def esmm_low_rank(o: EsmmLowRank) -> Tensor:
     """See hexa_fx.ops.low_rank. One launch on Hopper, two and an addition elsewhere."""
-    base, u, c = EsmmLowRank.of(*args)
-    weight, layout = as_stored(base.weight, base.layout)
-    c = (c if layout == base.layout else c.transpose(1, 2)).contiguous()
-    base = base._replace(weight=weight, layout=layout)
-    if not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
-        return _with_second(esmm(*base), u, c, base.offs, layout)
-    return sm90.esmm(EsmmLowRank(base, u, c))
+    o = _stored_alike(o)
+    if not _hopper(o.offs, (o.columns,), o.x, o.weight, o.u, o.c, *_stored(o.bias)):
+        return _with_second(esmm(*o.to(Esmm)), o.u, o.c, o.offs, o.layout)
+    return sm90.esmm(o)
 
 
 @cuda_kernel("esmm_act_low_rank")
-def esmm_act_low_rank(*args: Any) -> tuple[Tensor, Tensor]:
+def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.low_rank. One launch on Hopper."""
-    given, u, c, c3 = EsmmActLowRank.of(*args)
-    c, c3, base = c.contiguous(), None if c3 is None else c3.contiguous(), _both_biases(given)
-    if _hopper_activates(base, u, c, c3):
-        return sm90.esmm_act(EsmmActLowRank(base, u, c, c3))
-    rows = (given.v, given.offs, given.top_k, given.layout)
-    h = esmm_low_rank(given.x, given.w1, given.b1, *rows, u, c)
+    o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
+    if _hopper_activates(o):
+        return sm90.esmm_act(o)
+    h = esmm_low_rank(*given.to(EsmmLowRank, weight=given.w1, bias=given.b1))
     if given.w3 is not None:
-        h = torch.cat((h, esmm_low_rank(given.x, given.w3, given.b3, *rows, u, c3)), 1)
-    a = activate(h, given.activation, given.glu, given.params)
-    return (h if given.keep_h else h.new_empty((0, base.width))), a
+        up = esmm_low_rank(*given.to(EsmmLowRank, weight=given.w3, bias=given.b3, c=given.c3))
+        h = torch.cat((h, up), 1)
+    a = activate(*given.to(Activate, h=h))
+    return (h if given.keep_h else h.new_empty((0, given.width))), a
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
-def esmm_act_backward_low_rank(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.low_rank. One launch on Hopper."""
-    return _activation_gradient(*EsmmActBackwardLowRank.of(*args))
+    o = _stored_alike(o)
+    if _hopper_differentiates(o):
+        return _by_slot(o, *sm90.esmm_act_backward(o))
+    da = esmm_low_rank(*o.to(EsmmLowRank, x=o.dy))
+    return activate_backward(*o.to(ActivateBackward, da=da))
 
 
-def _activation_gradient(o: EsmmActBackward, u: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """With a second product, or without: u and c are None."""
+First = TypeVar("First", bound=EsmmAct)
+Added = TypeVar("Added", EsmmLowRank, EsmmActBackwardLowRank)
+
+
+def _stored_alike(o: Added) -> Added:
+    """With a view of the weight whose contiguous dimension is the last one, and C lying likewise."""
     weight, layout = as_stored(o.weight, o.layout)
-    c = c if c is None else (c if layout == o.layout else c.transpose(1, 2)).contiguous()
-    o = o._replace(weight=weight, layout=layout)
-    if _hopper_differentiates(o, u, c):
-        found = sm90.esmm_act_backward(o if u is None or c is None else EsmmActBackwardLowRank(o, u, c))
-        return _by_slot(o, *found)
-    rows = (o.dy, weight, None, o.v, o.offs, o.top_k, layout)
-    da = sm80.esmm(Esmm(*rows)) if u is None else esmm_low_rank(*rows, u, c)
-    return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
+    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
+    return o._replace(weight=weight, layout=layout, c=c)
 
 
 def _with_second(y: Tensor, u: Tensor, c: Tensor, offs: Tensor, layout: Layout) -> Tensor:
@@ -142,9 +163,8 @@ def _with_second(y: Tensor, u: Tensor, c: Tensor, offs: Tensor, layout: Layout) 
 
 
 @cuda_kernel("estmm")
-def estmm(*args: Any) -> Tensor:
+def estmm(o: Estmm) -> Tensor:
     """See hexa_fx.ops.estmm."""
-    o = Estmm(*args)
     dw = low_rank_sm90.estmm(o)
     if dw is not None:
         return dw
@@ -152,47 +172,45 @@ def estmm(*args: Any) -> Tensor:
 
 
 @cuda_kernel("esfk")
-def esfk(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
     where dX wants lower tiles than dW.
     """
-    o = Esfk(*args)
     fused = _fused(o)
     if fused is not None:
         dx, dw, db = fused.esfk(o)
         return dx, dw, o.g.new_empty((0,)) if db is None else db
     dx = _input_gradient(o)
-    dw = sm80.estmm(Estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout))
+    dw = sm80.estmm(o.to(Estmm))
     return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty((0,))
 
 
 @cuda_kernel("estmm_add")
-def estmm_add(into: Tensor, *args: Any) -> None:
-    """See hexa_fx.ops.adding. The epilogue of the weight tiles adds."""
-    o = Estmm(*args)
+def estmm_add(o: EstmmAdd) -> None:
+    """See hexa_fx.ops.weight_gradients. The epilogue of the weight tiles adds."""
     hopper = _hopper_adds(o)
-    held, layout = _held(into, o.layout, hopper)
-    (sm90 if hopper else sm80).estmm(o._replace(layout=layout), into=held)
-    settle(into, held)
+    held, layout = _held(o.into, o.layout, hopper)
+    (sm90 if hopper else sm80).estmm(o.to(Estmm, layout=layout), into=held)
+    settle(o.into, held)
 
 
 @cuda_kernel("esfk_add")
-def esfk_add(into: Tensor, into_bias: Tensor | None, *args: Any) -> Tensor:
-    """See hexa_fx.ops.adding. Launches as `esfk` does."""
-    o = Esfk._make((*args, into_bias is not None))
+def esfk_add(given: EsfkAdd) -> Tensor:
+    """See hexa_fx.ops.weight_gradients. Launches as `esfk` does."""
+    into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
     fused = _fused(o)
     if fused is None:
         rows = _input_gradient(o)
-        estmm_add(into, o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout)
+        estmm_add(*given.to(EstmmAdd))
         if into_bias is not None:
             ess_add(into_bias, o.g, None, o.offs, 1, None)
         return rows
     held, layout = _held(into, o.layout, fused is sm90)
     bias = _held_bias(into_bias)
-    dx: Tensor = fused.esfk(o, into=Into(held, layout, bias))[0]
+    dx, *_ = fused.esfk(o, into=Into(held, layout, bias))
     settle(into, held)
     settle(into_bias, bias)
-    return dx
+    return dx  # type: ignore[no-any-return]
 
 
 def _fused(o: Esfk) -> ModuleType | None:
@@ -231,7 +249,7 @@ def _held_bias(into: Tensor | None) -> Tensor | None:
     return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
 
 
-def _both_biases(o: EsmmAct) -> EsmmAct:
+def _both_biases(o: First) -> First:
     """Kernels take both biases of gate and up or none."""
     if o.w3 is None or (o.b1 is None) == (o.b3 is None):
         return o
@@ -239,19 +257,19 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
     return o._replace(b1=b1, b3=b3)
 
 
-def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
+def _hopper_activates(o: EsmmAct) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
     swapped = swaps("esmm_act", o.glu, o.layout)
     if _only_sm80(o.activation, o.glu) or (not swapped and _few_rows(o.rows, o.offs)):
         return False
-    return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
+    return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *_second_of(o))
 
 
-def _hopper_differentiates(o: EsmmActBackward, *added: Tensor | None) -> bool:
+def _hopper_differentiates(o: EsmmActBackward) -> bool:
     """Whether the Hopper family computes this gradient of an activation."""
     if _only_sm80(o.activation, o.glu) or _few_rows(o.v.shape[0], o.offs):
         return False
-    return _hopper(o.offs, (o.inner,), o.dy, o.weight, o.h, *added)
+    return _hopper(o.offs, (o.inner,), o.dy, o.weight, o.h, *_second_of(o))
 
 
 def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,3 +299,12 @@ def _only_sm80(activation: str, glu: Glu) -> bool:
 def _stored(*biases: Tensor | None) -> list[Tensor]:
     """The biases that kernels read where they lie. Others are copied first, as those in a slot of the shared cache are."""
     return [b for b in biases if b is not None and b.is_contiguous()]
+
+
+_OTHERS = SimpleNamespace(esfk=esfk, esmm=esmm, estmm=estmm, scaled_transpose=scaled_transpose)
+
+
+@cuda_kernel("low_rank_gradients")
+def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.low_rank_gradients."""
+    return low_rank_sm90.gradients(o) or composed(o, by=_OTHERS)

@@ -5,12 +5,11 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
-from struct import Struct
 from typing import Any
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm80 import SIZES
+from hexa_fx.codegen.family_gemm_sm80 import GEMM
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
@@ -20,10 +19,9 @@ from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 
-_SIZES = Struct(SIZES)
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -39,9 +37,7 @@ def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
 @product
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
-    n, inner = o.rows, o.inner
-    h = o.x.new_empty((n if o.keep_h else 0, o.width))
-    a = o.x.new_empty((n, inner))
+    n, (h, a) = o.rows, o.results()
     if o.glu == "none" and o.activation == "none":
         _rows(o, a, None, n)
         return (a.clone() if o.keep_h else h), a
@@ -103,10 +99,10 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         accumulate=into is not None,
         options=(("transpose", layout == "nk"),),
     )
-    pointers = (g, stored, None, None, None, dx, None, None, None, o.offs)
-    strides = (g.stride()[0], stored.stride()[1], stored.stride()[0], k, 0, 0)
-    rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
-    of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
+    given = {"a": g, "b": stored, "d": dx, "offs": o.offs, "rows": n, "n": k, "k": columns, "experts": experts}
+    strides = {"a_stride": g.stride()[0], "b_stride": stored.stride()[1], "b_expert": stored.stride()[0], "d_stride": k}
+    rows = GEMM.piece(**given, **strides, top_k=divisor(1))
+    of_weight = _by_rows(o.to(Estmm, x=x, g=g, layout=layout))
     weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
     row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
     pieces = (rows, _weight_piece(of_weight, dw), ((db,), b""))
@@ -138,12 +134,28 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
         bias=bias is not None,
         options=() if act is None else (("keep_h", d is not None),),
     )
-    sizes = (0 if d is None else d.shape[1], 0, inner, n if last else 0, 0, inner, k, experts)
-    strides = (x.stride()[0], first.stride()[1], first.stride()[0])
-    numbers = (*strides, *sizes, *divisor(o.top_k), *constants_of(activation, params))
+    sizes = {"rows": n if last else 0, "n": inner, "k": k, "experts": experts, "top_k": divisor(o.top_k)}
+    strides = {
+        "a_stride": x.stride()[0],
+        "b_stride": first.stride()[1],
+        "b_expert": first.stride()[0],
+        "act_stride": inner,
+    }
+    strides |= {"d_stride": 0 if d is None else d.shape[1]}
     grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
-    pointers = (x, first, second, bias, bias_up, d, act, v, None, offs)
-    planning_of(x).launch(kernel, grid, ((pointers, _SIZES.pack(*numbers)),))
+    given = {
+        "a": x,
+        "b": first,
+        "b2": second,
+        "bias": bias,
+        "bias2": bias_up,
+        "d": d,
+        "act": act,
+        "a_index": v,
+        "offs": offs,
+    }
+    piece = GEMM.piece(**given, **strides, **sizes, act_params=constants_of(activation, params))
+    planning_of(x).launch(kernel, grid, (piece,))
 
 
 def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any) -> tuple[Kernel, int, int]:
@@ -166,18 +178,22 @@ def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any)
 
 def _by_rows(o: Estmm) -> Estmm:
     """The same gradient with the operand first that gives the rows of dW, both with contiguous rows."""
-    x, g, x_index, g_index, offs, top_k, layout = o
-    if layout == "nk":
-        x, g, x_index, g_index = g, x, g_index, x_index
-    return Estmm(dense_rows(x), dense_rows(g), x_index, g_index, offs, top_k, "kn")
+    if o.layout == "nk":
+        o = o._replace(x=o.g, g=o.x, x_index=o.g_index, g_index=o.x_index)
+    return o._replace(x=dense_rows(o.x), g=dense_rows(o.g), layout="kn")
 
 
 def _weight_piece(o: Estmm, d: Tensor) -> Piece:
     """hexa::GemmParams of ``d[e]``, the sum of ``x[row]^T g[row]``."""
     experts, m, n = d.shape
-    pointers = (o.x, o.g, None, None, None, d, None, o.x_index, o.g_index, o.offs)
-    strides, sizes = (o.x.stride()[0], o.g.stride()[0], 0, d.stride()[1], d.stride()[0], 0), (o.rows, m, n, 0, experts)
-    return pointers, _SIZES.pack(*strides, *sizes, *divisor(o.top_k), 0.0, 0.0)
+    given = {"a": o.x, "b": o.g, "d": d, "a_index": o.x_index, "b_index": o.g_index, "offs": o.offs}
+    strides = {
+        "a_stride": o.x.stride()[0],
+        "b_stride": o.g.stride()[0],
+        "d_stride": d.stride()[1],
+        "d_expert": d.stride()[0],
+    }
+    return GEMM.piece(**given, **strides, rows=o.rows, m=m, n=n, experts=experts, top_k=divisor(o.top_k))
 
 
 def _weights(first: Tensor, second: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None, Layout]:

@@ -2,7 +2,7 @@
 
 Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
 objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Row products also take the records of
-`hexa_fx.ops.low_rank`.
+those with a second product (`hexa_fx.ops.low_rank`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
 from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
@@ -20,19 +20,26 @@ from hexa_fx.cuda.arguments_sm90 import (
     added_maps,
     chunk_map,
     mixed_map,
-    pack,
     result_map,
     rows_map,
     weight_map,
 )
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, division
+from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, divided_by
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import (
+    Esfk,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmActLowRank,
+    EsmmLowRank,
+    Estmm,
+)
 
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -52,22 +59,21 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
 
 
 @product
-def esmm(given: Esmm | EsmmLowRank, into: Segment | None = None) -> Tensor:
+def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    o, added = _with_second(given)
-    into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
-    _rows("esmm", o.plain, into, added)
+    into = into or Segment(o.results(), o.rows, True)
+    _rows("esmm", o.plain, into, _second_of(o))
     return into.out
 
 
 @product
-def esmm_act(given: EsmmAct | EsmmActLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor]:
+def esmm_act(o: EsmmAct, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
-    o, added = _with_second(given)
-    h, n = (o.rows if o.keep_h else 0, o.width), o.rows
-    into = into or Segment(o.x.new_empty(h), n, True, o.x.new_empty((n, o.inner)))
+    if into is None:
+        h, a = o.results()
+        into = Segment(h, o.rows, True, a)
     assert into.act is not None
-    _rows("esmm_act", o, into, added)
+    _rows("esmm_act", o, into, _second_of(o))
     return into.out, into.act
 
 
@@ -101,21 +107,19 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
         "N": inner,
         "R": 0 if added is None else added.rank,
         "bias_ld": bias_ld,
-        "constants": constants_of(o.activation, o.params),
+        "act_params": constants_of(o.activation, o.params),
     }
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
 
 
 @product
-def esmm_act_backward(
-    given: EsmmActBackward | EsmmActBackwardLowRank, into: Segment | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """``da = esmm(dy, weight, v)`` and activate_backward in its epilogue; da itself is never stored.
 
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    o, added = _with_second(given)
+    added = _second_of(o)
     dy, weight, h, inner, n = o.dy, o.weight, o.h, o.inner, o.v.shape[0]
     scale = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
     into = into or Segment(h.new_empty(h.shape), n, True, h.new_empty((n, inner)))
@@ -133,7 +137,7 @@ def esmm_act_backward(
     leading = {"a_ld": dy.stride()[0], "out_ld": dh.stride()[0], "act_ld": inner, "h_ld": h.stride()[0]}
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
-    more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "constants": constants_of(o.activation, o.params)}
+    more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
     if dots is not None:
         return dh, a, dots
@@ -179,7 +183,16 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
-    x, g, weight, v, offs, top_k, layout, has_bias = o
+    x, g, weight, v, offs, top_k, layout, has_bias = (
+        o.x,
+        o.g,
+        o.weight,
+        o.x_index,
+        o.offs,
+        o.top_k,
+        o.layout,
+        o.has_bias,
+    )
     flipped, stored = flip(layout), layout if into is None else into.layout
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
     if not n:
@@ -195,7 +208,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
     if tile.split and not has_bias:
         dx = esmm(Esmm(g, weight, None, None, offs, 1, flipped))
-        return dx, estmm(Estmm(x, g, v, None, offs, top_k, stored), into=None if into is None else into.weight), None
+        return dx, estmm(o.to(Estmm, layout=stored), into=None if into is None else into.weight), None
     dx = g.new_empty((n, rows))
     if into is not None:
         dw, db = into.weight, into.bias
@@ -214,9 +227,11 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     return dx, dw, db
 
 
-def _with_second(given: Any) -> tuple[Any, Added | None]:
-    """The operands of a product, and of a second one that is added to it."""
-    return (given.base, Added(*given[1:])) if hasattr(given, "base") else (given, None)
+def _second_of(o: Esmm | EsmmAct | EsmmActBackward) -> Added | None:
+    """A second product that is added to one."""
+    if isinstance(o, EsmmActLowRank):
+        return Added(o.u, o.c, o.c3)
+    return Added(o.u, o.c) if isinstance(o, EsmmLowRank | EsmmActBackwardLowRank) else None
 
 
 def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
@@ -236,8 +251,8 @@ def _launch(
     key: GemmKey, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
 ) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
-    of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, "division": division(top_k)}
-    piece = pack(**(of_rows | fields), queue=TileQueue(), group_m=tile.group_m)
+    of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, **divided_by(top_k)}
+    piece = ARGS.piece(**(of_rows | fields), queue=TileQueue(), group_m=tile.group_m)
     blocks = key.card.multiprocessors // tile.cluster * tile.cluster
     planning_of(offs).launch(kernel_for(key, tile), (blocks, 1, 1), (piece,), maps)
 

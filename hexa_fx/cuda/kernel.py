@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import cached_choice, collect
 from hexa_fx.cuda.modes import awaits_kernels
@@ -65,7 +66,13 @@ def _load(spec: KernelSpec) -> KernelHandle:
 
 @cached_choice
 def kernel_of(spec: KernelSpec) -> Kernel:
-    """The kernel of `spec`."""
+    """The kernel of `spec`.
+
+    Raises:
+        KernelError: it does not run on that compute capability.
+    """
+    if reason := get_family(spec.family).why_not_on(spec.arch):
+        raise KernelError(reason)
     return Kernel(spec)
 
 

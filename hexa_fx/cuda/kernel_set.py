@@ -28,13 +28,19 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.dispatch_mode import DispatchMode
-from hexa_fx.ops.fp8_arguments import MoeFfnFp8
-from hexa_fx.ops.moe_ffn import static_of
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.operands import MoeFfn
-from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.sources_arguments import MoeFfnSources
+from hexa_fx.ops.table import routing_of
+from hexa_fx.ops.table_layers import (
+    OPERANDS,
+    PARAMETERS,
+    MoeFfn,
+    MoeFfnBackward,
+    MoeFfnFp8Backward,
+    MoeFfnFp8Forward,
+    MoeFfnSources,
+    static_of,
+)
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
@@ -65,10 +71,10 @@ class FfnLayer:
     @property
     def buffers(self) -> list[Tensor | None]:
         """Of each of `OPERANDS` but the first, what its gradient is added to, or None."""
-        weights = {name: getattr(self.call, name) for name in OPERANDS[1:]}
+        given = ((name, getattr(self.call, name)) for name in ("top_k_weights", *PARAMETERS))
         return [
             without_data(t.shape, accumulate_dtype(self.call.x.dtype)) if t is not None and name in self.added else None
-            for name, t in weights.items()
+            for name, t in given
         ]
 
 
@@ -118,6 +124,9 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
         card: what kernels are chosen for, see `hexa_fx.cuda.choosing`. Chosen are those of `most` aligned addresses.
         training: also those of forward and backward of training.
         most: tokens.
+
+    Raises:
+        KernelError: no kernel runs on such a card, or takes these operands.
     """
     found: dict[KernelSpec, None] = {}
     for tokens in token_counts(layer.call, most):
@@ -151,11 +160,11 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     found = plan("moe_ffn", *o)
     if not training:
         return found
-    h = None if o.recompute_h else o.x.new_empty((o.rows, o.width))
-    v, inv, offs = (without_data((size,), torch.int32) for size in (o.rows, o.rows, o.w1.shape[0] + 1))
+    v, inv, offs = routing_of(o.top_k_index, o.experts)
     found += plan("moe_ffn_forward", *o)
-    top_k, kept = o.top_k_index.shape[1], (o.x, h, v, inv, offs)
-    found += plan("moe_ffn_backward", o.x, *kept, *o[2:9], top_k, *o[9:], layer.needs, *layer.buffers)
+    h = None if o.recompute_h else o.hidden()
+    given = o.to(MoeFfnBackward, dy=o.x, h=h, v=v, inv=inv, offs=offs, top_k=o.top_k, needs=layer.needs)
+    found += plan("moe_ffn_backward", *given, *layer.buffers)
     return found
 
 
@@ -173,12 +182,16 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     experts, top_k = layer.call.w1.shape[0], layer.call.top_k_index.shape[1]
     with collected_on(card) as specs:
         for tokens in (1, CLUSTER_ROWS * experts // top_k + 1):
-            o = MoeFfnFp8(*with_tokens(layer.call, tokens), False)
+            o = with_tokens(layer.call, tokens).to(MoeFfnFp8Forward, cached=False)
             fp8.run(o, transposed=False, keep_h=False)
             if training:
-                y, xq, xs, h, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
-                static = (*o[2:15], False, top_k, layer.needs, *layer.buffers)
-                backward(y, xq, xs, None if o.recompute_h else h, *kept, *static)
+                y, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
+                given = dict(
+                    zip(("xq", "xs", "h", "hs", "v", "inv", "offs"), kept), dy=y, top_k=top_k, needs=layer.needs
+                )
+                if o.recompute_h:
+                    given |= {"h": None}
+                backward(*o.to(MoeFfnFp8Backward, **given), *layer.buffers)
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
 
 

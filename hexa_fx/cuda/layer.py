@@ -26,7 +26,8 @@ from hexa_fx.cuda.tune import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.moe_ffn import backward_on, check, forward_on
+from hexa_fx.ops.moe_ffn import backward_on, forward_on
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,14 @@ General = Callable[..., Any]
 
 def _inference(*args: Any) -> Any:
     """In launches of their own where tokens are few, else operator by operator."""
-    y = few_tokens(*args)
-    return forward_on("cuda", False, *args) if y is None else y
+    o = MoeFfn._make(args)
+    y = few_tokens(o)
+    return forward_on("cuda", False, o) if y is None else y
 
 
 PROGRAMS: dict[str, General] = {
     "moe_ffn": _inference,
-    "moe_ffn_forward": partial(forward_on, "cuda", True),
+    "moe_ffn_forward": lambda *args: forward_on("cuda", True, MoeFfn._make(args)),
     "moe_ffn_backward": partial(backward_on, "cuda"),
 }
 """What runs an operator of the layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
@@ -65,33 +67,37 @@ def forget() -> None:
     _general.clear()
 
 
+_sizes, _sizes_of_backward = MoeFfn.pick("top_k_index", "w1"), MoeFfnBackward.pick("v", "w1")
+
+
 def moe_ffn(general: General, *args: Any) -> Tensor:
     """``hexa::moe_ffn`` on plain CUDA tensors where no gradient is wanted.
 
     Args:
         general: the general path, which checks its arguments.
-        args: the operator's fifteen arguments, unchecked.
+        args: the operator's arguments, unchecked.
     """
-    return _call("moe_ffn", general, args, args, args[1], args[3])  # type: ignore[no-any-return]
+    return _call("moe_ffn", general, args, args, *_sizes(args))  # type: ignore[no-any-return]
 
 
 def moe_ffn_forward(general: General, *args: Any) -> tuple[Tensor, ...]:
     """``hexa::moe_ffn_forward`` on plain CUDA tensors; as `moe_ffn`."""
-    return _call("moe_ffn_forward", general, args, args, args[1], args[3])  # type: ignore[no-any-return]
+    return _call("moe_ffn_forward", general, args, args, *_sizes(args))  # type: ignore[no-any-return]
 
 
 def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
     """``hexa::moe_ffn_backward`` on plain CUDA tensors; as `moe_ffn`. h may be in a list, which is empty afterwards.
 
     Args:
-        args: the operator's twenty-one, then the buffers that gradients are added to, one or None for each operand after x, if any.
+        args: the operator's arguments, then the buffers that gradients are added to, one or None for each operand after x, if any.
     """
-    if not _is_small(args[3], args[7]):
+    v, w1 = _sizes_of_backward(args)
+    if not _is_small(v, w1):
         return general(*args)  # type: ignore[no-any-return]  # before anything else refers to h, which is freed on the way
     dy, x, h, *rest = args
     in_list = isinstance(h, list)
     flat = (dy, x, h[0] if in_list else h, *rest)
-    found: list[Tensor] = _call("moe_ffn_backward", general, args, flat, args[3], args[7])
+    found: list[Tensor] = _call("moe_ffn_backward", general, args, flat, v, w1)
     if in_list:
         h.clear()
     return found
@@ -109,7 +115,7 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
     except RuntimeError:  # a tensor without strides
         return general(*args)
     devices = tuple([t.device for t in tensors])
-    key = (name, devices, float32_math(flat[0].dtype), is_fixed(), library.kernel_generation, *kind)
+    key = (name, devices, float32_math(tensors[0].dtype), is_fixed(), library.kernel_generation, *kind)
     plan = _known.get(key)
     if plan is None:
         plan = _planned(name, flat, key)
@@ -133,7 +139,8 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
             forget()
         return None
     try:
-        plan = planned(PROGRAMS[name], args, card_of(args[0].device.index), chosen())
+        first, *_ = args
+        plan = planned(PROGRAMS[name], args, card_of(first.device.index), chosen())
         if plan.workspace > MOST_WORKSPACE:
             raise CannotPlan(f"it would hold {plan.workspace >> 20} MiB")
         plan.load()
@@ -150,5 +157,6 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
 def _has_few_tokens(name: str, args: tuple[Any, ...]) -> bool:
     if name != "moe_ffn" or not are_wanted():
         return False
-    check(*args)
-    return is_few(card_of(args[0].device.index), args[1], args[3].shape[0])
+    o = MoeFfn._make(args)
+    o.check(name)
+    return is_few(card_of(o.x.device.index), o.top_k_index, o.experts)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.family_low_rank import (
+    ARGS,
     BOTH,
     FAMILY,
     PART_NUMBERS,
@@ -29,14 +29,13 @@ from hexa_fx.codegen.family_low_rank import (
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.gemm_sm90 import unsupported
 from hexa_fx.cuda.kernel import kernel_of
-from hexa_fx.cuda.operands import DTYPES, division, numbers_of
+from hexa_fx.cuda.operands import DTYPES, divided_by
 from hexa_fx.cuda.planning import Piece, TensorMap, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.low_rank_gradients import LowRankGradients
-from hexa_fx.ops.operands import Esmm, Estmm
 from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.ops.table import Esmm, Estmm, LowRankGradients
 
 MOST_ROWS = 2048
 """Rows an expert on average below which these kernels are the faster ones for dC alone."""
@@ -172,12 +171,24 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
         parts = o.rows.new_empty((blocks + experts, min(columns, each), o.rank), dtype=torch.float32)
 
     def piece(begin: int, end: int) -> Piece:
-        of_dc = None if dc is None else dc.narrow(axis, begin, end - begin)
-        du_sums = (sums if begin else None, sums if end < columns else None)
-        pointers = (o.v, o.offs, o.rows.narrow(1, begin, end - begin), o.u, o.weights, du, of_dc, parts, *du_sums)
-        sizes = (o.n, experts, columns, o.rank, end - begin, blocks)
-        numbers = (o.rows.stride()[0], *sizes, *division(o.top_k), o.scale)
-        return pointers, numbers_of(get_family(FAMILY).args).pack(*numbers)
+        pointers = {
+            "v": o.v,
+            "offs": o.offs,
+            "rows": o.rows.narrow(1, begin, end - begin),
+            "u": o.u,
+            "weights": o.weights,
+        }
+        pointers |= {"du": du, "dc": None if dc is None else dc.narrow(axis, begin, end - begin), "parts": parts}
+        pointers |= {"before": sums if begin else None, "beyond": sums if end < columns else None}
+        sizes = {
+            "stride": o.rows.stride()[0],
+            "n": o.n,
+            "experts": experts,
+            "N": columns,
+            "R": o.rank,
+            "scale": o.scale,
+        }
+        return ARGS.piece(**pointers, **sizes, columns=end - begin, blocks=blocks, **divided_by(o.top_k))
 
     dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
     spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from functools import cache
-from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -75,13 +74,7 @@ class Added(NamedTuple):
         return self.u.shape[1]
 
 
-@cache
-def numbers_of(args: Struct) -> Struct:
-    """The numbers behind the pointers that an argument struct begins with."""
-    return Struct(re.sub(r"^(\d*P)+", "", args.format))
-
-
-def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+def constants_of(activation: str, params: Sequence[float]) -> tuple[float, float]:
     """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
     return alpha, limit
@@ -122,3 +115,9 @@ def division(by: int) -> tuple[int, int]:
     """A quotient as one multiplication, exact for 0 <= x < 2^31: the multiplier, and by how much to shift beyond 31 bits."""
     shift = (by - 1).bit_length()
     return ceil_div(1 << (31 + shift), by), shift
+
+
+def divided_by(top_k: int) -> dict[str, int]:
+    """The fields of an argument struct that divide slots by so many."""
+    multiplier, shift = division(top_k)
+    return {"div_mul": multiplier, "div_shift": shift}

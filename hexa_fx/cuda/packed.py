@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_packed import (
+    FAMILY,
     MOST_DEPTH,
     MOST_EXPERTS,
     PackedTile,
@@ -32,7 +34,7 @@ from hexa_fx.formats import FORMATS
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
-from hexa_fx.ops.operands import EsmmAct
+from hexa_fx.ops.table import EsmmAct
 
 MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written
@@ -83,8 +85,8 @@ def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
     x, experts, together = o.base.x, o.base.offs.shape[0] - 1, codes_of(o.format).together
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
-    if card.arch < 80:
-        return f"sm_{card.arch}; the kernels need sm_80 or newer"
+    if reason := get_family(FAMILY).why_not_on(card.arch):
+        return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"rows are {x.dtype}; the kernels multiply bfloat16 and float16"
     scale = _SCALES.get(o.scales.dtype)
@@ -113,9 +115,8 @@ def esmm(o: PackedProduct) -> Tensor:
 @product
 def esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
-    base, n = o.base, o.base.rows
-    h, a = base.x.new_empty((n if base.keep_h else 0, base.width)), base.x.new_empty((n, base.inner))
-    _product(o, h if base.keep_h else None, a)
+    h, a = o.base.results()
+    _product(o, h if o.base.keep_h else None, a)
     return h, a
 
 
@@ -141,16 +142,26 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
         b1 is not None,
         d is not None,
     )
-    pointers = (x, base.w1, base.w3, o.scales, o.scales_up, b1, b3, d, act, base.v, base.offs)
+    pointers = {
+        "x": x,
+        "code": base.w1,
+        "code2": base.w3,
+        "scale": o.scales,
+        "scale2": o.scales_up,
+        "bias": b1,
+        "bias2": b3,
+    }
+    pointers |= {"d": d, "act": act, "v": base.v, "offs": base.offs}
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
-    of_expert = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
-    strides = (x.stride()[0], *of_expert, 0 if d is None else d.shape[1], inner)
-    constants, codes = constants_of(base.activation, base.params), _values(o.format, x.dtype)
-    numbers = (*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
+    codes, scales = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
+    strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
+    strides |= {"d_stride": 0 if d is None else d.shape[1]}
+    sizes = {"rows": n, "n": inner, "k": key.inner, "experts": experts, "top_k": divisor(base.top_k)}
+    constants, values = constants_of(base.activation, base.params), _values(o.format, x.dtype)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
-    launch(x, spec, grid, pointers, *numbers)
+    launch(x, spec, grid, **pointers, **strides, **sizes, act_params=constants, values=values)
 
 
 def _values(format: Streamed, dtype: torch.dtype) -> tuple[int, ...]:

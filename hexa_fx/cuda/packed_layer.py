@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
@@ -12,9 +10,9 @@ from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.packed import PackedProduct, streamed
 from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.operands import Esmm, EsmmAct
 from hexa_fx.ops.projection import Rows, narrowed, project
-from hexa_fx.ops.sources_arguments import MoeFfnSources
+from hexa_fx.ops.table import Esmm, EsmmAct
+from hexa_fx.ops.table_layers import MoeFfnSources
 
 
 def moe_ffn_sources(o: MoeFfnSources) -> Tensor:
@@ -35,8 +33,7 @@ def _few_rows(o: MoeFfnSources) -> Tensor | None:
     if row_bucket(o.top_k_index.numel(), experts) > packed.MOST_BUCKET:
         return None
     v, inv, offs = reindex(o.top_k_index, experts)
-    static: Any = top_k, o.layout1, o.activation, o.glu, tuple(o.params), False
-    base = EsmmAct(o.x, o.w1, o.b1, o.w3, o.b3, v, offs, *static)
+    base = o.to(EsmmAct, v=v, offs=offs, top_k=top_k, layout=o.layout1, params=tuple(o.params), keep_h=False)
     first = PackedProduct(base, o.s1[0], None if o.w3 is None else o.s3[0], format)
     if is_fixed() or packed.unsupported(first) or (o.w3 is not None and (o.b1 is None) != (o.b3 is None)):
         return None

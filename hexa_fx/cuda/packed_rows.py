@@ -5,8 +5,6 @@ What is fused with a product (a second one, an activation, its gradient) is so o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,11 +16,15 @@ from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment
 from hexa_fx.cuda.operands import Segment, contiguous
 from hexa_fx.cuda.unpack import parts
-from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esmm
-from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
+from hexa_fx.ops.table import (
+    Esmm,
+    EsmmActBackwardPacked,
+    EsmmActPacked,
+    EsmmLowRank,
+    EsmmPacked,
+    EsmmPackedLowRank,
+)
 
 _NARROWEST = 128
 """Columns of the narrowest tile of an activation's gradient."""
@@ -32,64 +34,55 @@ _RANKS = 8
 
 
 @falls_back("esmm_packed")
-def esmm_packed(*args: Any) -> Tensor:
+def esmm_packed(o: EsmmPacked) -> Tensor:
     """See hexa_fx.ops.esmm_packed."""
-    o = EsmmPacked(*args)
     product = _of_few_rows(o)
     if product is not None:
         return few_rows.esmm(product)
-    y = o.x.new_empty((o.rows, o.columns))
+    y: Tensor = o.results()
     for part in parts(o):
         esmm_segment(part.product, into=Segment(y, part.rows, part.last))
     return y
 
 
 @falls_back("esmm_packed_low_rank")
-def esmm_packed_low_rank(*args: Any) -> Tensor:
-    """See hexa_fx.ops.packed_products."""
-    o, u, c = EsmmPackedLowRank.of(*args)
-    if not _fuses(o, u):
-        return generic("esmm_packed_low_rank")(*args)  # type: ignore[no-any-return]
-    y, c = o.x.new_empty((o.rows, o.columns)), c.contiguous()
+def esmm_packed_low_rank(o: EsmmPackedLowRank) -> Tensor:
+    """See hexa_fx.ops.esmm_packed."""
+    if not _fuses(o, o.u):
+        return generic("esmm_packed_low_rank")(*o)  # type: ignore[no-any-return]
+    y, c = o.results(), o.c.contiguous()
     for part in parts(o):
-        fused_segment(EsmmLowRank(part.product, u, c[part.experts]), into=Segment(y, part.rows, part.last))
-    return y
+        fused_segment(part.product.to(EsmmLowRank, u=o.u, c=c[part.experts]), into=Segment(y, part.rows, part.last))
+    return y  # type: ignore[no-any-return]
 
 
 @falls_back("esmm_act_packed")
-def esmm_act_packed(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.packed_products."""
-    o = EsmmActPacked.of(*args)
-    few = _of_few_rows(o.base)
+def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.esmm_packed."""
+    few = _of_few_rows(o)
     if few is not None and o.u is None:
-        return few_rows.esmm_act(few._replace(base=o.with_weight(o.base.packed)))
-    if few is not None or not _fuses(o.base, o.u, o.activation):
-        return generic("esmm_act_packed")(*args)  # type: ignore[no-any-return]
-    n, c = o.base.rows, contiguous(o.c)
-    a = o.base.x.new_empty((n, o.inner))
-    h = a.new_empty((n if o.keep_h else 0, o.base.columns))
-    for part in parts(o.base):
-        base = o.with_weight(part.product.weight)._replace(b1=part.product.bias, offs=part.product.offs)
-        second = EsmmActLowRank(base, o.u, None if c is None else c[part.experts], None)  # type: ignore[arg-type]
-        fused_segment(second, into=Segment(h, part.rows, part.last, a))
+        return few_rows.esmm_act(few._replace(base=o.dense(o.packed)))
+    if few is not None or not _fuses(o, o.u, o.activation):
+        return generic("esmm_act_packed")(*o)  # type: ignore[no-any-return]
+    (h, a), o = o.results(), o._replace(c=contiguous(o.c))
+    for part in parts(o):
+        into = Segment(h, part.rows, part.last, a)
+        fused_segment(part.of(o, b1=part.product.bias), into=into)
     return h, a
 
 
 @falls_back("esmm_act_backward_packed")
-def esmm_act_backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.packed_products."""
-    o = EsmmActBackwardPacked(*args)
+def esmm_act_backward_packed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.esmm_packed."""
     if _of_few_rows(o.product) is not None or not _fuses(o.product, o.u, o.activation):
-        return generic("esmm_act_backward_packed")(*args)  # type: ignore[no-any-return]
-    n, inner, c = o.v.shape[0], o.product.columns, contiguous(o.c)
-    dh, a = o.h.new_empty(o.h.shape), o.h.new_empty((n, inner))
+        return generic("esmm_act_backward_packed")(*o)  # type: ignore[no-any-return]
+    (dh, a, dweights), o = o.results(), o._replace(c=contiguous(o.c))
+    n, inner = a.shape
     dots = o.h.new_zeros((-(-inner // _NARROWEST), n), dtype=torch.float32)
     for part in parts(o.product):
-        base = o.with_weight(part.product.weight)._replace(offs=part.product.offs)
-        second = EsmmActBackwardLowRank(base, o.u, None if c is None else c[part.experts])  # type: ignore[arg-type]
-        fused_segment(second, into=Segment(dh, part.rows, part.last, a, dots))
+        fused_segment(part.of(o), into=Segment(dh, part.rows, part.last, a, dots))
     if o.top_k_weights is None:
-        return dh, a, o.h.new_empty((0,))
+        return dh, a, dweights
     return dh, a, dots.sum(0).view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
 
 
@@ -98,7 +91,7 @@ def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
     format = few_rows.streamed(o.format, o.scales, o.layout)
     if format is None or is_fixed():
         return None
-    base = Esmm(o.x, o.packed, o.bias, o.v, o.offs, o.top_k, "nk").plain
+    base = o.to(Esmm, weight=o.packed).plain
     found = few_rows.PackedProduct(base, o.scales[0], None, format)
     return None if few_rows.unsupported(found) else found
 

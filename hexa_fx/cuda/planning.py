@@ -18,7 +18,6 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import numbers_of
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.rows import contiguous_strides
 
@@ -271,12 +270,9 @@ def planning_of(t: Tensor) -> Planning:
     return t.planning
 
 
-def launch(
-    x: Tensor, spec: KernelSpec, grid: tuple[int, int, int], pointers: Sequence[Pointer], *numbers: float
-) -> None:
-    """Asks for a launch, in the call that x belongs to, of a kernel whose arguments are pointers and then numbers."""
-    packed = numbers_of(get_family(spec.family).args).pack(*numbers)
-    planning_of(x).launch(kernel_of(spec), grid, ((tuple(pointers), packed),))
+def launch(x: Tensor, spec: KernelSpec, grid: tuple[int, int, int], /, **fields: Any) -> None:
+    """Asks for a launch, in the call that x belongs to, of a kernel with these fields of its argument struct; others are zero."""
+    planning_of(x).launch(kernel_of(spec), grid, (get_family(spec.family).args.piece(**fields),))
 
 
 def is_same_memory(t: Tensor, other: Tensor) -> bool:

@@ -17,7 +17,6 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Option, SpecError
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
-from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel import Kernel, NotBuilt, is_built, kernel_of
 from hexa_fx.cuda.key_decode import DecodeKey
 from hexa_fx.cuda.key_packed import PackedKey
@@ -121,8 +120,6 @@ class GemmKey(NamedTuple):
 
     def spec(self, tile: AnyTile) -> KernelSpec:
         """The kernel with this tile."""
-        if self.card.arch < 80:
-            raise Unsupported(f"sm_{self.card.arch}; the kernels need sm_80 or newer")
         dtype = DTYPES[self.dtype]
         own, options = _of_hopper(self, tile) if isinstance(tile, tiles_sm90.TileSm90) else _of_sm80(self, tile)
         spec = KernelSpec(

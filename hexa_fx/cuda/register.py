@@ -7,49 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from hexa_fx.cuda.modes import runs_torch_only
 
-_ROWS = ("reindex", "combine", "ess", "ess_add", "activate", "activate_backward", "scaled_transpose")
-_PRODUCTS = (
-    *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
-    *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),
-)
-_LOW_RANK = ("low_rank_gradients",)
-_FP8_ROWS = (
-    "quantize_rows_fp8",
-    "quantize_columns_fp8",
-    "group_rows_fp8",
-    "quantize_weight_fp8",
-    "ess_fp8",
-    "combine_fp8",
-)
-_FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
 _SOURCES = ("moe_ffn_sources", "moe_ffn_sources_forward")
-_PACKED = ("esmm_packed", "esmm_packed_low_rank", "esmm_act_packed", "esmm_act_backward_packed")
-KERNELS = (*_ROWS, *_PRODUCTS, *_LOW_RANK, *_FP8_ROWS, *_FP8, *_PACKED, *_SOURCES)
-"""The operators that have kernels, which run in the function of their name (`kernel`)."""
+_MODULES = ("rows", "gemm", "fp8", "fp8_rows", "packed_rows", "sources_requests")
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """What runs ``hexa::<name>``. Imports it and all others."""
-    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, low_rank, packed_rows, rows, sources_requests
-
-    modules = {
-        rows: _ROWS,
-        gemm: _PRODUCTS,
-        low_rank: _LOW_RANK,
-        fp8: _FP8,
-        fp8_rows: _FP8_ROWS,
-        packed_rows: _PACKED,
-        sources_requests: _SOURCES,
-        layer: _LAYERS,
-    }
-    found: Callable[..., Any] = next(getattr(module, name) for module, names in modules.items() if name in names)
+    """What runs ``hexa::<name>``, the function of that name. Imports it and all others."""
+    modules = [import_module(f"hexa_fx.cuda.{module}") for module in ("layer", *_MODULES)]
+    found: Callable[..., Any] = next(vars(module)[name] for module in modules if name in vars(module))
     return found
+
+
+def kernels() -> list[str]:
+    """The operators that have kernels. Whole layers are made of others, or registered for plain tensors alone."""
+    from hexa_fx.ops import library  # hexa_fx.ops calls `register`
+
+    return [name for name in library.names() if not name.startswith("moe_ffn") or name in _SOURCES]
 
 
 @cache
@@ -60,7 +40,7 @@ def register() -> None:
     def by_torch(name: str) -> Callable[..., Any]:
         return lambda *args: library.kernel_for(name, "any")(*args)
 
-    for name in KERNELS:
+    for name in kernels():
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
     moe_ffn_fp8.why_not_on["cuda"] = _why_not_fp8
     for name in _LAYERS:

@@ -23,10 +23,9 @@ from hexa_fx.cuda.fallback import Unsupported, generic
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ir import Glu
-from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.reindex import out_of_range
 from hexa_fx.ops.rows import accumulate_dtype, row_count
+from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Ess, EssAdd, Reindex, ScaledTranspose
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,13 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         _check_ids(top_k_index, num_experts)
     result = _reindex(top_k_index, num_experts)
     if isinstance(top_k_index, Operand) or collection() is None or described_card() is not None:
-        return result  # type: ignore[no-any-return]
+        return result
     return generic("reindex")(top_k_index, num_experts)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("reindex")
-def _reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    arch, ids = planning_of(top_k_index).card.arch, top_k_index.contiguous()
+def _reindex(o: Reindex) -> tuple[Tensor, Tensor, Tensor]:
+    arch, ids, num_experts = planning_of(o.top_k_index).card.arch, o.top_k_index.contiguous(), o.num_experts
     n, warps = ids.numel(), reindex_warps(num_experts, arch)
     if not warps:
         raise Unsupported(f"{num_experts} experts: the tallies of one warp do not fit in shared memory")
@@ -70,11 +69,12 @@ def _reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     spec = spec.with_options(id=ID_TYPES[ids.dtype], warps=warps, experts=num_experts)
     blocks = 1 if n <= ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
     chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
-    v, inv, offs = (ids.new_empty((size,), dtype=torch.int32) for size in (n, n, num_experts + 1))
+    v, inv, offs = o.results()
     counts = ids.new_empty((blocks, num_experts + 1), dtype=torch.int32) if blocks > 1 else None
     # few slots need no counting
     for each in (replace(spec, op="reindex_count"), spec) if blocks > 1 else (spec,):
-        launch(ids, each, (blocks, 1, 1), (ids, counts, v, inv, offs), n, num_experts, chunk, 0)
+        fields = {"ids": ids, "counts": counts, "v": v, "inv": inv, "offs": offs}
+        launch(ids, each, (blocks, 1, 1), **fields, n=n, experts=num_experts, chunk=chunk)
     return v, inv, offs
 
 
@@ -95,14 +95,14 @@ def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
 
 
 @cuda_kernel("combine")
-def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+def combine(o: Combine) -> Tensor:
     """One block a token, sixteen bytes a thread; all k rows of a chunk are in flight at once."""
-    y, weights = dense_rows(y), contiguous(top_k_weights)
-    tokens, width = inv.shape[0] // top_k, y.shape[1]
-    out = y.new_empty((tokens, width))
-    spec = combine_spec("combine", out, weights, top_k, max(1, ceil_div(width, 8)), aligned(y, out))
-    pointers, grid = (y, weights, inv, _routed(offs), out), (tokens if width else 0, 1, 1)
-    launch(y, spec, grid, pointers, y.stride()[0], width, width, top_k)
+    y, weights, out = dense_rows(o.y), contiguous(o.top_k_weights), o.results()
+    tokens, width = out.shape
+    spec = combine_spec("combine", out, weights, o.top_k, max(1, ceil_div(width, 8)), aligned(y, out))
+    pointers = {"y": y, "weights": weights, "inv": o.inv, "routed": _routed(o.offs), "out": out}
+    sizes = {"y_stride": y.stride()[0], "out_stride": width, "width": width, "top_k": o.top_k}
+    launch(y, spec, (tokens if width else 0, 1, 1), **pointers, **sizes)
     return out
 
 
@@ -130,19 +130,19 @@ def rows_spec(
 
 
 @cuda_kernel("ess")
-def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+def ess(o: Ess) -> Tensor:
     """Sums segments of rows, then the segments of every expert; deterministic."""
-    out = g.new_empty((offs.shape[0] - 1, g.shape[1]))
-    _sum_rows(out, False, g, v, offs, top_k, scale)
+    out: Tensor = o.results()
+    _sum_rows(o, out, False)
     return out
 
 
 @cuda_kernel("ess_add")
-def ess_add(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
+def ess_add(o: EssAdd) -> None:
     """As `ess`, added to what ``into`` holds."""
-    held = into if into.is_contiguous() else substitute(into)
-    _sum_rows(held, True, g, v, offs, top_k, scale)
-    settle(into, held)
+    held = o.into if o.into.is_contiguous() else substitute(o.into)
+    _sum_rows(o, held, True)
+    settle(o.into, held)
 
 
 def substitute(into: Tensor) -> Tensor:
@@ -164,70 +164,63 @@ def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     )
 
 
-def _sum_rows(
-    out: Tensor, accumulate: bool, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None
-) -> None:
-    g, scale = dense_rows(g), contiguous(scale)
+def _sum_rows(o: Ess, out: Tensor, accumulate: bool) -> None:
+    g, scale, v, offs = dense_rows(o.g), contiguous(o.scale), o.v, o.offs
     n, experts, width = row_count(g, v), offs.shape[0] - 1, g.shape[1]
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = g.new_empty((segments, width), dtype=accumulate_dtype(g.dtype))
-    arguments = ((g, v, offs, scale, partial, out), g.stride()[0], experts, width, top_k, 0)
+    fields: dict[str, Any] = {"g": g, "v": v, "offs": offs, "scale": scale, "partial": partial, "out": out}
+    fields |= {"g_stride": g.stride()[0], "experts": experts, "width": width, "top_k": o.top_k}
     columns = ceil_div(width, 256)
-    fields = {"bm": SEGMENT_ROWS, "gather": v is not None}
-    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), fields)
+    static = {"bm": SEGMENT_ROWS, "gather": v is not None}
+    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), static)
     last = rows_spec("ess", "ess_finish", g, fields={"bm": SEGMENT_ROWS})
-    launch(g, first, (columns, segments, 1), *arguments)
-    launch(g, last.adding() if accumulate else last, (columns, experts, 1), *arguments)
+    launch(g, first, (columns, segments, 1), **fields)
+    launch(g, last.adding() if accumulate else last, (columns, experts, 1), **fields)
 
 
 @cuda_kernel("activate")
-def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = ()) -> Tensor:
+def activate(o: Activate) -> Tensor:
     """Each thread computes eight columns."""
-    h = dense_rows(h)
-    a = h.new_empty((h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2))
-    _launch_activation("activate", (h, None, None, None, None, a, None, None), activation, glu, params)
+    a = o.results()
+    _launch_activation("activate", o, h=dense_rows(o.h), a=a)
     return a
 
 
 @cuda_kernel("activate_backward")
-def activate_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def activate_backward(o: ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over da and h: dh, the scaled a, and the routing weight's gradient as a reduction over the row."""
-    o = ActivateBackward(*args)
-    h, da, weights = dense_rows(o.h), dense_rows(o.da), contiguous(o.top_k_weights)
-    dh, a = h.new_empty(h.shape), h.new_empty(da.shape)
-    dweights = h.new_empty((0,)) if weights is None else weights.new_empty(weights.shape)
+    h, da, weights, (dh, a, dweights) = dense_rows(o.h), dense_rows(o.da), contiguous(o.top_k_weights), o.results()
     assert weights is None or (o.v is not None and o.offs is not None)
     routed = None if weights is None or o.offs is None else _routed(o.offs)
-    pointers = (h, da, weights, o.v, routed, a, dh, dweights)
-    _launch_activation("activate_backward", pointers, o.activation, o.glu, o.params)
+    results = {"a": a, "dh": dh, "dweights": dweights}
+    _launch_activation("activate_backward", o, h=h, da=da, weights=weights, v=o.v, routed=routed, **results)
     return dh, a, dweights
 
 
-def _launch_activation(op: str, pointers: Any, activation: str, glu: Glu, params: tuple[float, ...]) -> None:
-    """``pointers``: h, da, routing weights, v, number of routed rows, a, dh and the routing weights' gradient."""
-    h, da, weights, _, _, a, dh, _ = pointers
+def _launch_activation(op: str, o: Activated, h: Tensor, a: Tensor, **more: Tensor | None) -> None:
+    """Of the pre-activation; more: other pointers of the kernel."""
+    da, weights, dh = more.get("da"), more.get("weights"), more.get("dh")
     n, width = a.shape
     chunks = ceil_div(width, 8)
     # As many warps as leave the fewest lanes idle, and the most of equals.
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
-    glu = "concat" if glu == "split" else glu  # h is laid out alike
-    static = {"activation": activation, "glu": glu}
+    static = {"activation": o.activation, "glu": "concat" if o.glu == "split" else o.glu}  # h is laid out alike
     spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), static, warps_per_row=warps)
-    strides = (h.stride()[0], 0 if da is None else da.stride()[0])
+    sizes = {"h_stride": h.stride()[0], "da_stride": 0 if da is None else da.stride()[0], "rows": n, "width": width}
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
-    launch(h, spec, (blocks, 1, 1), pointers, *strides, n, width, *constants_of(activation, params))
+    launch(h, spec, (blocks, 1, 1), h=h, a=a, **more, **sizes, act=constants_of(o.activation, o.params))
 
 
 @cuda_kernel("scaled_transpose")
-def scaled_transpose(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def scaled_transpose(o: ScaledTranspose) -> Tensor:
     """Tiles of 64 x 64, through shared memory."""
+    x, out = o.x, o.results()
     rows, columns = x.shape
-    out = x.new_empty((columns, rows), dtype=dtype)
-    tiles = ceil_div(columns, TRANSPOSE_SIDE)
-    spec = KernelSpec(
-        "scaled_transpose", "scaled_transpose", planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype]
-    )
-    launch(x, spec, (tiles * ceil_div(rows, TRANSPOSE_SIDE), 1, 1), (x, out), rows, columns, scale, tiles)
+    tiles, name = ceil_div(columns, TRANSPOSE_SIDE), "scaled_transpose"
+    spec = KernelSpec(name, name, planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[o.dtype])
+    fields = {"x": x, "out": out, "rows": rows, "columns": columns, "scale": o.scale, "column_tiles": tiles}
+    launch(x, spec, (tiles * ceil_div(rows, TRANSPOSE_SIDE), 1, 1), **fields)
     return out
 
 

@@ -22,7 +22,7 @@ from hexa_fx.ops.moe_ffn_sources import backward, training
 from hexa_fx.ops.projection import DENSE
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.sources_arguments import OPERANDS, MoeFfnSources
+from hexa_fx.ops.table_layers import SOURCES_OPERANDS, MoeFfnSources, MoeFfnSourcesBackward, MoeFfnSourcesForward
 
 
 def layer_of(
@@ -52,21 +52,10 @@ def layer_of(
             made[name], formats[name] = without_data(found.packed.shape, found.packed.dtype), found.format
             scales[name] = [without_data(scale.shape, scale.dtype) for scale in found.scales]
             layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
-    given = {name: made.get(name) for name in ("x", "top_k_index", *OPERANDS[1:])}
-    return MoeFfnSources(
-        **given,  # type: ignore[arg-type]
-        alphas=[2.0 if name in ranks else 1.0 for name in layouts],
-        s1=scales.get("w1", []),
-        s3=scales.get("w3", []),
-        s2=scales.get("w2", []),
-        formats=list(formats.values()),
-        activation=spec.activation,
-        glu=spec.glu,
-        params=spec.params,
-        layout1=layouts["w1"],
-        layout2=layouts["w2"],
-        recompute_h=spec.recompute_h,
-    )
+    made |= {f"s{name[1]}": scales.get(name, []) for name in layouts}
+    made |= {"alphas": [2.0 if name in ranks else 1.0 for name in layouts], "formats": list(formats.values())}
+    made |= {**vars(spec), "layout1": layouts["w1"], "layout2": layouts["w2"]}
+    return MoeFfnSources._make(map(made.get, MoeFfnSources._fields))
 
 
 def sources_kernel_set(
@@ -96,8 +85,11 @@ def launched(layer: MoeFfnSources, card: Card, tokens: int, train: bool = True) 
     with collected_on(card) as specs:
         moe_ffn_sources(o)
         if train:
-            y, h, *kept = training(*o)
+            y, *kept = training(o.to(MoeFfnSourcesForward))
             frozen = ("w1", "w3", "w2")
-            needs = [name not in frozen and getattr(o, name) is not None for name in OPERANDS]
-            backward(y, o.x, None if o.recompute_h else h, *kept, *o[2:], o.top_k_index.shape[1], needs)
+            given = dict(zip(("h", "u1", "u3", "u2", "v", "inv", "offs"), kept), dy=y, top_k=o.top_k)
+            if o.recompute_h:
+                given |= {"h": None}
+            needs = [name not in frozen and getattr(o, name) is not None for name in SOURCES_OPERANDS]
+            backward(o.to(MoeFfnSourcesBackward, **given, needs=needs))
     return specs

@@ -18,7 +18,7 @@ from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.packed_layer import moe_ffn_sources as few_or_general
 from hexa_fx.cuda.sources_kernel_set import sources_kernel_set
 from hexa_fx.errors import KernelError
-from hexa_fx.ops.sources_arguments import MoeFfnSources
+from hexa_fx.ops.table_layers import MoeFfnSources
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +27,17 @@ on_forget(_seen.clear)
 
 
 @falls_back("moe_ffn_sources")
-def moe_ffn_sources(*args: Any) -> Tensor:
+def moe_ffn_sources(o: MoeFfnSources) -> Tensor:
     """See hexa_fx.ops.moe_ffn_sources."""
-    o = MoeFfnSources(*args)
     _request_once(o)
     return few_or_general(o)
 
 
 @falls_back("moe_ffn_sources_forward")
-def moe_ffn_sources_forward(*args: Any) -> tuple[Tensor, ...]:
+def moe_ffn_sources_forward(o: MoeFfnSources) -> tuple[Tensor, ...]:
     """See hexa_fx.ops.moe_ffn_sources: operator by operator."""
-    _request_once(MoeFfnSources(*args))
-    return generic("moe_ffn_sources_forward")(*args)  # type: ignore[no-any-return]
+    _request_once(o)
+    return generic("moe_ffn_sources_forward")(*o)  # type: ignore[no-any-return]
 
 
 def _request_once(o: MoeFfnSources) -> None:
@@ -55,7 +54,7 @@ def request(call: MoeFfnSources, card: Card) -> Thread:
         call: of which only types, shapes and strides count; nothing of it is kept.
         card: what kernels are chosen for.
     """
-    layer = MoeFfnSources(*map(_without_data, call))
+    layer = MoeFfnSources._make(map(_without_data, call))
 
     def find() -> None:
         try:

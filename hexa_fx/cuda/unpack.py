@@ -7,7 +7,7 @@ grouped product runs on the group's rows and nothing is read back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,8 +21,7 @@ from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format, ceil_div
 from hexa_fx.formats.four_bit import FourBit, Nf4Double
-from hexa_fx.ops.esmm_packed import EsmmPacked
-from hexa_fx.ops.operands import Esmm
+from hexa_fx.ops.table import Esmm, EsmmActBackwardPacked, EsmmActPacked, EsmmPacked
 
 MOST_BYTES = 256 << 20
 """Of unpacked matrices at a time; one expert's if that is more."""
@@ -45,6 +44,14 @@ class ExpertGroup(NamedTuple):
     rows: int
     last: bool
 
+    def of(self, o: EsmmActPacked | EsmmActBackwardPacked, **more: Any) -> Any:
+        """The dense record of these experts, of an operator that does more with the product."""
+        return (
+            o._replace(c=None if o.c is None else o.c[self.experts])
+            .dense(self.product.weight)
+            ._replace(offs=self.product.offs, **more)
+        )
+
 
 def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
     """A packed product as dense ones of some experts each. The next one's matrices take the place of those before it.
@@ -63,7 +70,7 @@ def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
         matrices = buffer[: end - first]
         unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
         bias = None if o.bias is None else o.bias[first:end]
-        product = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
+        product = o.to(Esmm, weight=matrices, bias=bias, offs=o.offs[first : end + 1])
         yield ExpertGroup(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
 
 
@@ -112,5 +119,7 @@ def _unpack(o: Unpacking, into: Tensor) -> None:
     code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
     nests = 0 if o.nested is None else o.nested.shape[1]
     spec = KernelSpec(FAMILY, "unpack", planning_of(into).card.arch, dtype=DTYPES[into.dtype])
-    spec, numbers = spec.with_options(format=o.format.name), (values, columns, o.scale[0].numel(), nests, blocks)
-    launch(into, spec, (experts * blocks, 1, 1), (*o[:5], into), *numbers, *code)
+    spec = spec.with_options(format=o.format.name)
+    pointers = {"packed": o.packed, "scale": o.scale, "nested": o.nested, "offset": o.offset, "map": o.map, "out": into}
+    sizes = {"values": values, "columns": columns, "scales": o.scale[0].numel(), "nests": nests, "blocks": blocks}
+    launch(into, spec, (experts * blocks, 1, 1), **pointers, **sizes, code=code)

@@ -17,7 +17,8 @@ from hexa_fx.inspection.roles import mark_captured, mark_operators, mark_rewritt
 from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.observers import heard, muted
-from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.ops.program import FfnRequest
+from hexa_fx.ops.table_layers import OPERANDS
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, values_on_meta
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward

@@ -79,7 +79,8 @@ def _by_rows(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     y = ops.esmm(a.to(w2.dtype), w2, b2, None, offs, 1, layout)
     if getattr(experts, "has_post_expert_norm", False):  # which older versions of transformers lack
         y = experts.post_expert_norm(y)
-    return ops.combine(y, top_k_weights, inv, offs, top_k)
+    out: Tensor = ops.combine(y, top_k_weights, inv, offs, top_k)
+    return out
 
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[bool, Gate | None]] = weakref.WeakKeyDictionary()

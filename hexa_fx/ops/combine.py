@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hexa_fx.errors import InputError
-from hexa_fx.ops import checks, library
+from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
+from hexa_fx.ops.table import Combine
 from hexa_fx.torch_private import _embedding_bag_forward_only
 
-library.define("combine(Tensor y, Tensor? top_k_weights, Tensor inv, Tensor offs, SymInt top_k) -> Tensor")
-
-
-def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """``out[t] = sum over s of w[t, s] * y[inv[t*k + s]]``: gather and sum, in a fixed order, so deterministic.
-
-    Args:
-        y: (n, D) in expert order.
-        top_k_weights: (T, k) in any floating dtype, or None, which means 1.
-        inv: (n,) int32 of `reindex`.
-        offs: (E+1,) int32 of `reindex`. Slots whose row is at or after ``offs[E]`` are skipped.
-        top_k: k.
-
-    Returns:
-        (T, D) in y's dtype, summed in float32 (float64 for float64).
-
-    Raises:
-        InputError: the arguments do not fit together.
-    """
-    out: Tensor = torch.ops.hexa.combine(y, top_k_weights, inv, offs, top_k)
-    return out
-
-
-def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> None:
-    """Checks the arguments of combine."""
-    checks.check_floating("combine", ("y",), (y,))
-    checks.check_index("combine", y, ("inv", "offs"), (inv, offs))
-    checks.check_matrix("combine", "y", y)
-    checks.check_rows("combine", "y", y, y.shape[1], inv)
-    if top_k < 1:
-        raise InputError(f"hexa::combine: top_k is {top_k}; expected 1 or more")
-    w = top_k_weights
-    if w is None:
-        return
-    if w.ndim != 2 or w.shape[1] != top_k or w.numel() != inv.shape[0] or w.dtype not in checks.FLOATING:
-        expected = f"floating ({inv.shape[0] // top_k}, {top_k})"
-        raise InputError(f"hexa::combine: top_k_weights is {checks.shape(w)}; expected {expected}")
-    if w.device != y.device:
-        raise InputError(f"hexa::combine: top_k_weights is on {w.device}, y on {y.device}")
+combine = library.wrapper("combine")
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
@@ -81,22 +44,14 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     )[0]
 
 
-def _fake(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    return y.new_empty((inv.shape[0] // top_k, y.shape[1]))
+def keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+    """What backward needs."""
+    o, needs = Combine._make(inputs), Combine.marks(ctx.needs_input_grad)
+    ctx.save_for_backward(o.y if needs.top_k_weights else None, o.top_k_weights, o.inv, o.offs)
+    ctx.top_k = o.top_k
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, top_k_weights, inv, offs, top_k = inputs
-    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, top_k_weights, inv, offs)
-    ctx.top_k = top_k
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    y, weights, inv, offs = ctx.saved_tensors
-    return *gradients(grad, y, weights, inv, offs, ctx.top_k, ctx.needs_input_grad[0]), None, None, None
-
-
-def gradients(
+def _gradients(
     grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dy, dweights): the first if it is needed, the second if y is given."""
@@ -114,7 +69,14 @@ def gradients(
     return dy, dweights
 
 
-library.register_fake("combine", _fake, check)
+def combine_backward(ctx: Any, grad: Tensor, gradients: Callable[..., Any] = _gradients) -> tuple[Tensor | None, ...]:
+    """Gradients of every argument. gradients: as `_gradients`."""
+    y, weights, inv, offs = ctx.saved_tensors
+    needs_dy = bool(Combine.marks(ctx.needs_input_grad).y)
+    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, needs_dy)
+    return Combine.by_argument(y=dy, top_k_weights=dweights)
+
+
 library.register_kernel("combine", "cpu", combine_cpu)
 library.register_kernel("combine", "any", combine_generic)
-library.register_autograd("combine", _backward, _setup_context)
+library.register_autograd("combine", combine_backward, keep_for_combine)

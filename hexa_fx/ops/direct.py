@@ -19,39 +19,39 @@ _OPS = torch.ops.hexa
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
-    if library.is_eager(args[:9], cuda=True):
+    if library.is_eager(args, cuda=True):
         return moe_ffn_autograd.plain(*args)
-    if not any(map(sources.is_source, args[3:9])):
+    if not any(map(sources.is_source, args)):
         return _OPS.moe_ffn.default(*args)
-    return (row_scaled if row_scaled.has_any(args[3:9]) else sources).moe_ffn(*args)
+    return (row_scaled if row_scaled.has_any(args) else sources).moe_ffn(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
-    if row_scaled.has_any(args[3:9]):
+    if row_scaled.has_any(args):
         with fixed_order():
             return row_scaled.moe_ffn(*args)
-    return (sources.moe_ffn_fixed if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fixed.default)(*args)
+    return (sources.moe_ffn_fixed if any(map(sources.is_source, args)) else _OPS.moe_ffn_fixed.default)(*args)
 
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
-    return (fp8_sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fp8.default)(*args)
+    return (fp8_sources.moe_ffn if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
 
 
 def reindex(*args: Any) -> Any:
     """``hexa::reindex``."""
-    return (direct_rows.reindex if library.is_eager(args[:1]) else _OPS.reindex.default)(*args)
+    return (direct_rows.reindex if library.is_eager(args) else _OPS.reindex.default)(*args)
 
 
 def esmm(*args: Any) -> Any:
     """``hexa::esmm``."""
-    return (direct_rows.esmm if library.is_eager(args[:5]) else sources.esmm)(*args)
+    return (direct_rows.esmm if library.is_eager(args) else sources.esmm)(*args)
 
 
 def combine(*args: Any) -> Any:
     """``hexa::combine``."""
-    return (direct_rows.combine if library.is_eager(args[:4]) else _OPS.combine.default)(*args)
+    return (direct_rows.combine if library.is_eager(args) else _OPS.combine.default)(*args)
 
 
 DIRECT: dict[Any, Callable[..., Any]] = {

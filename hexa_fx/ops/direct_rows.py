@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import library
-from hexa_fx.ops.combine import check as check_combine
-from hexa_fx.ops.combine import combine_cpu
-from hexa_fx.ops.combine import gradients as combine_gradients
-from hexa_fx.ops.esmm import check as check_esmm
-from hexa_fx.ops.esmm import esmm_cpu, projection_backward
-from hexa_fx.ops.reindex import check as check_reindex
+from hexa_fx.ops.combine import combine_backward, combine_cpu, keep_for_combine
+from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.reindex import reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.table import Combine, Esmm, Reindex
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 Grads = tuple[Tensor | None, ...]
 
 
-def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def reindex(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``hexa::reindex``."""
-    check_reindex(top_k_index, num_experts)
-    return reindex_cpu(top_k_index, num_experts)
+    Reindex._make(args).check("reindex")
+    return reindex_cpu(*args)
 
 
-def esmm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
+def esmm(*args: Any) -> Tensor:
     """``hexa::esmm``."""
-    check_esmm(x, weight, bias, v, offs, top_k, layout)
-    y: Tensor = _Esmm.apply(x, weight, bias, v, offs, top_k, layout)
+    Esmm._make(args).check("esmm")
+    y: Tensor = _Esmm.apply(*args)
     return y
 
 
-def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+def combine(*args: Any) -> Tensor:
     """``hexa::combine``."""
-    check_combine(y, top_k_weights, inv, offs, top_k)
-    out: Tensor = _Combine.apply(y, top_k_weights, inv, offs, top_k)
+    Combine._make(args).check("combine")
+    out: Tensor = _Combine.apply(*args)
     return out
 
 
@@ -48,39 +44,29 @@ class _Esmm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, weight, _, v, offs, top_k, layout = args
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, v, offs)
-        ctx.static = (top_k, layout)
+        keep_for_esmm(ctx, args)
         with _AutoDispatchBelowAutograd():
-            return esmm_cpu(*args)
+            return esmm_cpu(Esmm._make(args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        x, weight, v, offs = ctx.saved_tensors
-        args = (x, grads[0], weight, v, offs, *ctx.static, ctx.needs_input_grad[:3])
-        if not library.is_plain_tensor(grads[0]):
-            return *projection_backward(*args), None, None, None, None
-        with _AutoDispatchBelowAutograd():
-            return *projection_backward(*args), None, None, None, None
+        with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
+            return esmm_backward(ctx, grads[0])
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        y, weights, inv, offs, top_k = args
-        ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, inv, offs)
-        ctx.top_k = top_k
+        keep_for_combine(ctx, args)
         with _AutoDispatchBelowAutograd():
             return combine_cpu(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        grad, (y, weights, inv, offs) = grads[0], ctx.saved_tensors
-        args = (grad, y, weights, inv, offs, ctx.top_k, ctx.needs_input_grad[0])
-        if not library.is_plain_tensor(grad):
-            return *combine_gradients(*args), None, None, None
+        if not library.is_plain_tensor(grads[0]):
+            return combine_backward(ctx, grads[0])
         with _AutoDispatchBelowAutograd():
-            return *_combine_gradients(*args), None, None, None
+            return combine_backward(ctx, grads[0], _combine_gradients)
 
 
 def _combine_gradients(

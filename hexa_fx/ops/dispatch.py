@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
-from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
+from hexa_fx.ops.table_layers import MoeFfn
 from hexa_fx.torch_private import grouped_mm
 
 T = TypeVar("T", Tensor, Tensor | None)

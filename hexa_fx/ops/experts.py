@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import checks
+from hexa_fx.ops.forms import INTEGER, shape
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.torch_private import _len_torch_dispatch_stack
 
@@ -58,15 +58,15 @@ def experts(
 def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: int) -> None:
     op = "hexa_fx.ops.experts"
     if rows.dim() not in (2, 3):
-        raise InputError(f"{op}: rows is {checks.shape(rows)}; expected (rows, D) or (senders, rows, D)")
+        raise InputError(f"{op}: rows is {shape(rows)}; expected (rows, D) or (senders, rows, D)")
     if not isinstance(counts, Tensor) or counts.device != rows.device:
         found = f"on {counts.device}" if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
         raise InputError(f"{op}: counts is {found}; expected a tensor on {rows.device}, where the rows are")
     dims = (1, 2) if rows.dim() == 2 else (2,)
-    fits = counts.dim() in dims and counts.shape[-1] == experts and counts.dtype in checks.INTEGER
+    fits = counts.dim() in dims and counts.shape[-1] == experts and counts.dtype in INTEGER
     if not fits or (rows.dim() == 3 and counts.shape[0] != rows.shape[0]):
         raise InputError(
-            f"{op}: counts is {checks.shape(counts)}; expected integer ({experts},), or one such row for each sender's block"
+            f"{op}: counts is {shape(counts)}; expected integer ({experts},), or one such row for each sender's block"
         )
     seen = type(counts) is Tensor and counts.is_cpu and not is_compiling() and not _len_torch_dispatch_stack()
     if seen and bool((counts < 0).any()):
@@ -75,7 +75,7 @@ def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: in
         return
     if row_weights.shape != rows.shape[:-1] or not row_weights.is_floating_point():
         raise InputError(
-            f"{op}: row_weights is {checks.shape(row_weights)}; expected floating, one a row, {tuple(rows.shape[:-1])}"
+            f"{op}: row_weights is {shape(row_weights)}; expected floating, one a row, {tuple(rows.shape[:-1])}"
         )
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import library
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Ess, Estmm
 from hexa_fx.torch_private import grouped_mm
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,9 @@ def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     return v, invert(v), offs
 
 
-def esmm_any(*args: Any) -> Tensor:
+@library.kernel("esmm", "any")
+def esmm_any(o: Esmm) -> Tensor:
     """Gather, grouped matmul, bias."""
-    o = Esmm(*args)
     rows = gather_rows(o.x, o.v, o.top_k)
     kn = o.weight.transpose(1, 2) if o.layout == "nk" else o.weight
     y = _grouped_mm(rows, kn, o.offs)
@@ -51,9 +50,10 @@ def esmm_any(*args: Any) -> Tensor:
     return torch.where(routed_rows(o.offs, y.shape[0]), y, 0)
 
 
-def esmm_act_any(*args: Any) -> tuple[Tensor, Tensor]:
+@library.kernel("esmm_act", "any")
+def esmm_act_any(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """esmm (two for split), then the activation."""
-    o, ops = EsmmAct(*args), torch.ops.hexa
+    ops = torch.ops.hexa
     h = ops.esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout)
     if o.w3 is not None:
         h = torch.cat((h, ops.esmm(o.x, o.w3, o.b3, o.v, o.offs, o.top_k, o.layout)), dim=1)
@@ -61,26 +61,28 @@ def esmm_act_any(*args: Any) -> tuple[Tensor, Tensor]:
     return (h if o.keep_h else h.new_empty((0, o.width))), a
 
 
-def ess_any(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+@library.kernel("ess", "any")
+def ess_any(o: Ess) -> Tensor:
     """index_add over the experts of the rows (in float32; the order of the sum is not fixed on a GPU)."""
-    rows = gather_rows(g, v, top_k).to(accumulate_dtype(g.dtype))
-    if scale is not None and v is not None:
-        rows = rows * scale.reshape(-1).index_select(0, v).to(rows.dtype).unsqueeze(1)
-    experts = offs.shape[0] - 1
-    y = rows.new_zeros((experts + 1, g.shape[1]))
-    return y.index_add_(0, expert_of_row(offs, rows.shape[0]), rows)[:experts].to(g.dtype)
+    rows = gather_rows(o.g, o.v, o.top_k).to(accumulate_dtype(o.g.dtype))
+    if o.scale is not None and o.v is not None:
+        rows = rows * o.scale.reshape(-1).index_select(0, o.v).to(rows.dtype).unsqueeze(1)
+    experts = o.offs.shape[0] - 1
+    y = rows.new_zeros((experts + 1, o.g.shape[1]))
+    return y.index_add_(0, expert_of_row(o.offs, rows.shape[0]), rows)[:experts].to(o.g.dtype)
 
 
-def estmm_any(*args: Any) -> Tensor:
+@library.kernel("estmm", "any")
+def estmm_any(o: Estmm) -> Tensor:
     """Gather, grouped outer product."""
-    o = Estmm(*args)
     x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
     return _grouped_outer(g, x, o.offs) if o.layout == "nk" else _grouped_outer(x, g, o.offs)
 
 
-def esfk_any(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@library.kernel("esfk", "any")
+def esfk_any(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
     """Its three parts."""
-    o, ops = Esfk(*args), torch.ops.hexa
+    ops = torch.ops.hexa
     dx = ops.esmm(o.g, o.weight, None, None, o.offs, 1, flip(o.layout))
     dw = ops.estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout)
     db = ops.ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty(0)
@@ -127,7 +129,7 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
 
 
 def takes_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """Whether torch._grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
+    """Whether grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
     if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     if torch.cuda.get_device_capability(a.device) < (9, 0) or a.shape[0] == 0:
@@ -146,8 +148,3 @@ def _capturing(t: Tensor) -> bool:
 
 
 library.register_kernel("reindex", "any", reindex_any)
-library.register_kernel("esmm", "any", esmm_any)
-library.register_kernel("esmm_act", "any", esmm_act_any)
-library.register_kernel("ess", "any", ess_any)
-library.register_kernel("estmm", "any", estmm_any)
-library.register_kernel("esfk", "any", esfk_any)

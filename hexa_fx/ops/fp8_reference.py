@@ -1,4 +1,4 @@
-"""The operators of `hexa_fx.ops.fp8` in plain torch, on any device: the reference of kernels.
+"""The operators of `hexa_fx.ops.table_fp8` in plain torch, on any device: the reference of kernels.
 
 Elements are read to float32 and multiplied there, which is what products with float32 accumulators do, but for the order of sums.
 An expert's weight is read at a time. The offsets are read on the host.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,30 +26,31 @@ from hexa_fx.formats.fp8_scaling import (
     read_weight,
     rows_as_bytes,
 )
-from hexa_fx.ops import fp8, fp8_quantizing, library
-from hexa_fx.ops import fp8_checks as _checks  # noqa: F401  (registers them)
+from hexa_fx.ops import library
+from hexa_fx.ops import table_fp8 as table
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
 from hexa_fx.ops.combine import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
 
-def _rows(x: Tensor, binary: bool) -> tuple[Tensor, Tensor]:
-    return quantize_rows(x, binary)
+@library.kernel("quantize_rows_fp8", "cpu", "any")
+def _rows(o: table.QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
+    return quantize_rows(o.x, o.binary)
 
 
-def _columns(*args: Any) -> tuple[Tensor, Tensor]:
-    o = fp8_quantizing.QuantizeColumnsFp8(*args)
+@library.kernel("quantize_columns_fp8", "cpu", "any")
+def _columns(o: table.QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
     return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs)
 
 
-def _groups(*args: Any) -> tuple[Tensor, Tensor]:
-    o = fp8_quantizing.GroupRowsFp8(*args)
+@library.kernel("group_rows_fp8", "cpu", "any")
+def _groups(o: table.GroupRowsFp8) -> tuple[Tensor, Tensor]:
     rows, scales = (gather_rows(t, o.v, o.top_k) for t in (o.x, o.xs))
     return group_rows(rows, scales, o.offs)
 
 
-def _weight(*args: Any) -> None:
-    o = fp8_quantizing.QuantizeWeightFp8(*args)
+@library.kernel("quantize_weight_fp8", "cpu", "any")
+def _weight(o: table.QuantizeWeightFp8) -> None:
     for expert in range(o.w.shape[0]):
         parts = [part[expert] if o.layout == "nk" else part[expert].t() for part in (o.w, o.w3) if part is not None]
         if o.glu in ("concat", "interleaved"):
@@ -81,35 +81,35 @@ def _ranges(offs: Tensor) -> Iterator[tuple[int, int, int]]:
     return ((e, start, end) for e, (start, end) in enumerate(pairwise(offs.tolist())) if start < end)
 
 
-def _esmm_act(*args: Any) -> tuple[Tensor, ...]:
-    o = fp8.EsmmActFp8(*args)
+@library.kernel("esmm_act_fp8", "cpu", "any")
+def _esmm_act(o: table.EsmmActFp8) -> tuple[Tensor, ...]:
     h = _product(gather_rows(read_rows(o.x, o.xs), o.v, o.top_k), o.w, o.ws, o.bias, o.offs)
-    a = activation_forward(h, o.activation, fp8.glu_of(o.gated), o.params)
+    a = activation_forward(h, o.activation, table.glu_of(o.gated), o.params)
     return *quantize_rows(h if o.keep_h else h[:0]), *quantize_rows(a)
 
 
-def _esmm(*args: Any) -> tuple[Tensor, Tensor]:
-    o = fp8.EsmmFp8(*args)
+@library.kernel("esmm_fp8", "cpu", "any")
+def _esmm(o: table.EsmmFp8) -> tuple[Tensor, Tensor]:
     return rows_as_bytes(_product(read_rows(o.x, o.xs), o.w, o.ws, o.bias, o.offs))
 
 
-def _combine(*args: Any) -> Tensor:
-    o = fp8.CombineFp8(*args)
+@library.kernel("combine_fp8", "cpu", "any")
+def _combine(o: table.CombineFp8) -> Tensor:
     weights = None if o.top_k_weights is None else o.top_k_weights.float()
     rows = torch.where(routed_rows(o.offs, o.y.shape[0]), read_bytes(o.y, o.ys)[:, : o.columns], 0)
     return combine_generic(rows, weights, o.inv, o.offs, o.top_k).to(o.dtype)
 
 
-def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
-    o = fp8.EsmmActBackwardFp8(*args)
+@library.kernel("esmm_act_backward_fp8", "cpu", "any")
+def _esmm_act_backward(o: table.EsmmActBackwardFp8) -> tuple[Tensor, ...]:
     da = _product(gather_rows(read_rows(o.dy, o.dys), o.v, o.top_k), o.w, o.ws, None, o.offs)
     h = torch.where(routed_rows(o.offs, o.v.shape[0]), read_rows(o.h, o.hs), 0)
-    a = activation_forward(h, o.activation, fp8.glu_of(o.gated), o.params)
+    a = activation_forward(h, o.activation, table.glu_of(o.gated), o.params)
     dots = (da * a).view(a.shape[0], a.shape[1] // BLOCK, BLOCK).sum(2)
     if o.top_k_weights is not None:
         share = o.top_k_weights.reshape(-1).index_select(0, o.v).float().unsqueeze(1)
         da, a = da * share, a * share
-    dh = activation_backward(da, h, o.activation, fp8.glu_of(o.gated), o.params)
+    dh = activation_backward(da, h, o.activation, table.glu_of(o.gated), o.params)
     rows, *groups, wants_dots = o.needs
     none = o.offs.new_zeros(o.offs.shape[0])
     of_dh, of_a = (
@@ -119,8 +119,8 @@ def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
     return *quantize_rows(dh if rows else dh[:0]), *of_dh, *of_a, dots if wants_dots else dots[:0].clone()
 
 
-def _estmm(*args: Any) -> None:
-    o = fp8.EstmmFp8(*args)
+@library.kernel("estmm_fp8", "cpu", "any")
+def _estmm(o: table.EstmmFp8) -> None:
     for expert, (first, end) in enumerate(pairwise(first_groups(o.offs).tolist())):
         pairs = (o.x, o.xs), (o.g, o.gs)
         a, b = (read_groups(q[first:end], s[first:end]).transpose(0, 1).flatten(1) for q, s in pairs)
@@ -128,28 +128,9 @@ def _estmm(*args: Any) -> None:
         o.out[expert].add_(product) if o.add else o.out[expert].copy_(product)
 
 
-def _ess(*args: Any) -> Tensor:
-    o = fp8.EssFp8(*args)
+@library.kernel("ess_fp8", "cpu", "any")
+def _ess(o: table.EssFp8) -> Tensor:
     y = o.gs.new_zeros((o.offs.shape[0] - 1, o.g.shape[1]))
     for expert, (first, end) in enumerate(pairwise(first_groups(o.offs).tolist())):
         y[expert] = read_groups(o.g[first:end], o.gs[first:end]).sum((0, 2))
     return y
-
-
-_KERNELS: dict[str, library.Kernel] = {
-    "quantize_rows_fp8": _rows,
-    "quantize_columns_fp8": _columns,
-    "group_rows_fp8": _groups,
-    "quantize_weight_fp8": _weight,
-    "esmm_act_fp8": _esmm_act,
-    "esmm_fp8": _esmm,
-    "combine_fp8": _combine,
-    "esmm_act_backward_fp8": _esmm_act_backward,
-    "estmm_fp8": _estmm,
-    "ess_fp8": _ess,
-}
-for _name, _kernel in _KERNELS.items():
-    library.register_kernel(_name, "cpu", _kernel)
-    library.register_kernel(_name, "any", _kernel)
-library.register_mutation("quantize_weight_fp8", 4)
-library.register_mutation("estmm_fp8", 1)

@@ -13,29 +13,30 @@ from torch import is_grad_enabled
 
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.ops import sources
-from hexa_fx.ops.fp8_arguments import MoeFfnFp8
-from hexa_fx.ops.moe_ffn_fp8 import is_whole, say_once
+from hexa_fx.ops.moe_ffn_fp8 import say_once
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_fp8 import is_whole
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnFp8, MoeFfnFp8Forward
 from hexa_fx.torch_private import _any_requires_grad
 
 
 def moe_ffn(*args: Any) -> Any:
     """The layer, of arguments of which some weights are packed."""
-    found = _as_they_lie(args)
+    o = MoeFfnFp8Forward._make(args)
+    found = _as_they_lie(o)
     if isinstance(found, MoeFfnFp8):
         return torch.ops.hexa.moe_ffn_fp8.default(*found)
-    say_once(f"compute='fp8_block' multiplies by packed weights in {args[0].dtype}: {found}")
-    return sources.moe_ffn(*args[:15])
+    say_once(f"compute='fp8_block' multiplies by packed weights in {o.x.dtype}: {found}")
+    return sources.moe_ffn(*o.to(MoeFfn))
 
 
-def _as_they_lie(args: tuple[Any, ...]) -> MoeFfnFp8 | str:
-    """The arguments with packed weights as quantised ones; or why that cannot be."""
-    o = MoeFfnFp8(*args)
+def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
+    """The operands with packed weights as quantised ones; or why that cannot be."""
     both = (o.w1, o.w2)
     if o.w3 is not None or not all(isinstance(w, QuantizedWeight) and w.format == FP8_BLOCK.name for w in both):
         return "they are not all in FP8 blocks, with gate and up in one"
-    if is_grad_enabled() and _any_requires_grad(*args):
+    if is_grad_enabled() and _any_requires_grad(*o):
         return "gradients are wanted"
     packed, layouts = [], []
     for weight, layout in zip(both, (o.layout1, o.layout2), strict=True):
@@ -46,4 +47,4 @@ def _as_they_lie(args: tuple[Any, ...]) -> MoeFfnFp8 | str:
     if not is_whole(w1, w2, o.glu, *layouts):
         return "gate, up and down do not lie as blocks that products read"
     s1, s2 = (weight.scales[0] for weight in packed)
-    return o._replace(w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)
+    return o.to(MoeFfnFp8, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)

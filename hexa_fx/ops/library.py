@@ -1,10 +1,9 @@
 """Defines the ``hexa::`` operators and looks up their kernels.
 
-An operator has one schema, one fake and check of its arguments, at most one autograd formula and one autocast rule, and one kernel
-per device:
+An operator has one record of operands (`hexa_fx.ops.table`), at most one autograd formula, and one kernel per device:
 
-* CPU kernels are registered with `register_kernel` (dispatch key ``CPU``);
-* every other device runs the generic `fallback` (dispatch key ``CompositeExplicitAutograd``), which a device's own
+* CPU kernels are registered with `kernel` (dispatch key ``CPU``);
+* every other device runs the generic one of ``any`` (dispatch key ``CompositeExplicitAutograd``), which a device's own
   kernels override simply by being registered, here or with ``torch.library.impl("hexa::esmm", "CUDA")``.
 
 A registered kernel is reached in two ways. ``torch.ops.hexa.esmm(...)`` goes through torch's dispatcher and checks its arguments.
@@ -14,8 +13,10 @@ The programs that `hexa::moe_ffn` runs are checked as a whole, so they call what
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 from hexa_fx.errors import InputError
 from hexa_fx.ops import batched
 from hexa_fx.ops.cpu import multiplies_in_float32
+from hexa_fx.ops.records import Operands, described, schema
 from hexa_fx.torch_private import (
     DispatchKey,
     DispatchKeySet,
@@ -45,16 +47,18 @@ from hexa_fx.torch_private import (
 NAMESPACE = "hexa"
 
 Kernel = Callable[..., Any]
-Check = Callable[..., None]
+R = TypeVar("R", bound=Operands)
+F = TypeVar("F", bound=Kernel)
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
-_CHECKS: dict[str, Check | None] = {}
+_CHECKED: dict[tuple[str, str], Kernel] = {}
+_RECORDS: dict[str, type[Operands]] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
 _AFTER_AUTOGRAD = _after_autograd_keyset
 _BELOW_AUTOGRAD = _after_ADInplaceOrView_keyset
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, str, tuple, list})
 _DENSE = (DispatchKey.CPU, DispatchKey.CUDA)
 _AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
@@ -62,11 +66,59 @@ kernel_generation = 0
 """Grows with every `register_kernel`: what was bound to kernels before is bound again."""
 
 
-def define(schema: str) -> None:
-    """Defines ``hexa::<schema>``."""
-    name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    if "!" not in schema:
-        batched.register(_LIBRARY, name, functools.partial(overload, name))
+def operator(
+    name: str, autocast: bool = False, or_float32: bool = False, differentiable: bool = True
+) -> Callable[[type[R]], type[R]]:
+    """Decorates the record of ``hexa::<name>``, from which the operator's schema, check, fake and more follow.
+
+    Args:
+        name: without the namespace.
+        autocast: under autocast it behaves like torch.nn.functional.linear: the operands that their forms say are cast to the
+            autocast dtype (float64 and packed weights are left alone), and it then runs with autocast off. Of operands that may
+            have different dtypes only the first is cast.
+        or_float32: a CPU that multiplies the autocast dtype by way of float32 takes them in float32 if one of them is, and casts
+            the results: nothing is cast down to be raised again.
+        differentiable: whether a formula for autograd follows (`register_autograd`). Else a gradient raises.
+    """
+
+    def decorate(record: type[R]) -> type[R]:
+        _LIBRARY.define(schema(record, name), tags=(torch.Tag.pt2_compliant_tag,))
+        _RECORDS[name] = record
+        forms = [operand.form for operand in record.operands]
+        written = sum(form.written for form in forms)
+        if written:
+            _register_mutation(name, written)
+        else:
+            batched.register(_LIBRARY, name, functools.partial(overload, name))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name, record), lib=_LIBRARY)
+        if not differentiable:
+            _refuse_double_backward(name)
+        if autocast:
+            places = [record._fields.index(operand.name) for operand in record.operands if operand.form.cast]
+            cast = frozenset(places if record.mixed is None else places[:1])
+            for device in _AUTOCAST_DEVICES:
+                run = _autocast_kernel(name, device, cast, or_float32 and device == "cpu")
+                _LIBRARY.impl(name, run, f"Autocast{device.upper()}", with_keyset=True)
+        return record
+
+    return decorate
+
+
+def _fake(name: str, record: type[Operands], *args: Any) -> Any:
+    o = record(*args)
+    if record.checked:
+        o.check(name)
+    return o.results()
+
+
+def names() -> list[str]:
+    """Of all operators."""
+    return sorted(_RECORDS)
+
+
+def record_of(name: str) -> type[Operands]:
+    """The record of ``hexa::<name>``."""
+    return _RECORDS[name]
 
 
 def overload(name: str) -> OpOverload:
@@ -76,32 +128,86 @@ def overload(name: str) -> OpOverload:
     return result
 
 
-def register_kernel(name: str, device: str, kernel: Kernel) -> Kernel:
-    """Makes ``kernel`` the implementation of ``hexa::<name>`` on one device type.
+def wrapper(name: str, **defaults: Any) -> Callable[..., Any]:
+    """A Python function that calls ``hexa::<name>``, documented by its record. ``defaults``: of arguments that may be left out."""
+    run, record = overload(name), _RECORDS[name]
+    kinds = dict.fromkeys(record._fields, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [
+        inspect.Parameter(
+            field, kind, default=defaults.get(field, inspect.Parameter.empty), annotation=record.types[field]
+        )
+        for field, kind in kinds.items()
+    ]
+    signature = inspect.Signature(parameters)
+
+    def call(*args: Any, **more: Any) -> Any:
+        if more or len(args) != len(parameters):
+            bound = signature.bind(*args, **more)
+            bound.apply_defaults()
+            args = bound.args
+        return run(*args)
+
+    call.__name__ = call.__qualname__ = name
+    raises = "Raises:\n    InputError: they do not fit together."
+    call.__doc__ = f"{inspect.getdoc(record)}\n\nOperands:\n{described(record)}\n\n{raises}"
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def register_kernel(name: str, device: str, run: Kernel) -> None:
+    """Makes ``run`` the implementation of ``hexa::<name>`` on one device type.
 
     Args:
-        name: operator name without the namespace. Its fake is registered already.
+        name: without the namespace.
         device: ``cpu``, ``cuda``, ..., or ``any`` for devices without a kernel of their own.
-        kernel: takes the schema's arguments in order. Runs below autograd and outside autocast.
-
-    Returns:
-        What was registered: a function that runs the operator's check, then the kernel outside autocast.
+        run: takes the schema's arguments in order. Runs below autograd and outside autocast.
     """
+    record = _RECORDS[name]
+
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        if record.checked:
+            record(*args).check(name)
+        with without_autocast():
+            return run(*args)
+
+    _register(name, device, run, checked)
+
+
+def kernel(name: str, *devices: str) -> Callable[[F], F]:
+    """Decorates an implementation of ``hexa::<name>`` on some device types, which takes the operator's record."""
+    record = _RECORDS[name]
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            return function(record(*args))
+
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            o = record(*args)
+            if record.checked:
+                o.check(name)
+            with without_autocast():
+                return function(o)
+
+        for device in devices:
+            _register(name, device, run, checked)
+        return function
+
+    return decorate
+
+
+def _register(name: str, device: str, run: Kernel, checked: Kernel) -> None:
     global kernel_generation
     kernel_generation += 1
-    _KERNELS[name, device] = kernel
-    check = _CHECKS[name]
+    _KERNELS[name, device], _CHECKED[name, device] = run, checked
+    _LIBRARY.impl(name, checked, "CompositeExplicitAutograd" if device == "any" else device.upper())
 
-    @functools.wraps(kernel)
-    def checked(*args: Any) -> Any:
-        if check is not None:
-            check(*args)
-        with without_autocast():
-            return kernel(*args)
 
-    key = "CompositeExplicitAutograd" if device == "any" else device.upper()
-    _LIBRARY.impl(name, checked, key)
-    return checked
+def checked_kernel(name: str, device: str) -> Kernel:
+    """A kernel that checks its arguments, and runs outside autocast."""
+    return _CHECKED[name, device]
 
 
 def kernel_for(name: str, device: str) -> Kernel:
@@ -109,32 +215,12 @@ def kernel_for(name: str, device: str) -> Kernel:
     return _KERNELS.get((name, device)) or overload(name)
 
 
-def register_fake(name: str, fake: Kernel, check: Check | None = None) -> None:
-    """Registers the shape and dtype rule of ``hexa::<name>``, and the check of its arguments.
-
-    Args:
-        name: operator name without the namespace.
-        fake: takes the schema's arguments and returns empty results.
-        check: takes the same arguments and raises on bad ones, before the fake and before every kernel. Skipped when a checked
-            program calls a kernel.
-    """
-    _CHECKS[name] = check
-
-    @functools.wraps(fake)
-    def checked(*args: Any) -> Any:
-        if check is not None:
-            check(*args)
-        return fake(*args)
-
-    torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_LIBRARY)
-
-
 def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None = None) -> None:
     """Registers the autograd formula of ``hexa::<name>`` (see torch.library.register_autograd)."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
 
-def refuse_double_backward(name: str) -> None:
+def _refuse_double_backward(name: str) -> None:
     """Makes the backward of ``hexa::<name>``, which is itself a gradient, raise instead of giving a wrong result."""
 
     def backward(ctx: Any, *grads: Tensor) -> None:
@@ -146,11 +232,11 @@ def refuse_double_backward(name: str) -> None:
     register_autograd(name, backward)
 
 
-def register_mutation(name: str, buffers: int) -> None:
+def _register_mutation(name: str, buffers: int) -> None:
     """Tells autograd that ``hexa::<name>`` writes to its first arguments, as torch.library.custom_op does."""
 
     def bump(keyset: DispatchKeySet, *args: Any) -> Any:
-        torch.autograd.graph.increment_version([a for a in args[:buffers] if a is not None])
+        torch.autograd.graph.increment_version([a for a in islice(args, buffers) if a is not None])
         return overload(name).redispatch(keyset & _BELOW_AUTOGRAD, *args)
 
     _LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)
@@ -179,21 +265,6 @@ def below_autograd(operator: OpOverload, keyset: DispatchKeySet, args: tuple[Any
         return operator.redispatch(keyset & _AFTER_AUTOGRAD, *args)
 
 
-def register_autocast(name: str, cast: Sequence[int], or_float32: bool = False) -> None:
-    """Under autocast ``hexa::<name>`` behaves like torch.nn.functional.linear.
-
-    Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 and packed weights are left
-    alone), and the operator then runs with autocast off.
-
-    Args:
-        or_float32: a CPU that multiplies the autocast dtype by way of float32 takes them in float32 if one of them is, and casts
-            the results: nothing is cast down to be raised again.
-    """
-    for device in _AUTOCAST_DEVICES:
-        kernel = _autocast_kernel(name, device, frozenset(cast), or_float32 and device == "cpu")
-        _LIBRARY.impl(name, kernel, f"Autocast{device.upper()}", with_keyset=True)
-
-
 def is_plain(keyset: DispatchKeySet) -> bool:
     """Whether nothing stands between autograd and the kernel: no mode, no tensor subclass, no tracing."""
     return (keyset & _BELOW_AUTOGRAD).highestPriorityTypeId() in _DENSE
@@ -210,20 +281,19 @@ def is_plain_tensor(t: Tensor) -> bool:
     )
 
 
-def is_eager(tensors: Sequence[Tensor | None], cuda: bool = False) -> bool:
+def is_eager(args: Sequence[Any], cuda: bool = False) -> bool:
     """As `is_plain`, asked outside torch's dispatcher: whether a call may bypass it unnoticed.
 
     The functions used here are bound when this module is imported: between matmuls, looking them up in ``torch`` and ``torch._C``
     misses the caches and takes microseconds.
 
     Args:
-        tensors: the arguments, of which the first is a tensor.
+        args: of an operator, of which the first is a tensor.
         cuda: whether a CUDA device is allowed besides the CPU.
     """
-    if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
+    if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, args)):
         return False
-    first = tensors[0]
-    assert first is not None
+    first, *_ = args
     return (first.is_cpu or (cuda and first.is_cuda)) and not (
         _len_torch_dispatch_stack()
         or _is_any_autocast_enabled()

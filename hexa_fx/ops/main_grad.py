@@ -1,7 +1,7 @@
 """``main_grad``: a buffer on a parameter that its gradient is added to, in place of ``.grad``.
 
-If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.adding`). Otherwise torch adds the
-finished gradient.
+If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.weight_gradients`). Otherwise torch
+adds the finished gradient.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.table_layers import OPERANDS, parameters
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 NAME = "main_grad"
@@ -51,27 +53,33 @@ def gradients(
     taken = _direct(operands, buffers) if plain else ()
     with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
         left = iter(backward(*taken))
-    added = (None, *taken) if taken else (None,) * len(needs)
-    found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
+    added = (None, *taken)
+    found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
     return found
 
 
-def kept_operands(args: Sequence[Tensor | None], recompute_h: bool, needs: Sequence[bool]) -> list[Tensor | None]:
-    """The operands from the routing weights on, of x, ids and operands, as backward keeps them.
+def kept_operands(o: Any, needs: Any, names: Sequence[str]) -> list[Tensor | None]:
+    """Operands of a layer as backward keeps them.
 
     A bias that backward needs the shape of, but not the numbers, counts its versions anew: it may be written, as by the original.
+
+    Args:
+        o, needs: the operands, and whether a gradient of each is needed, by name.
+        names: of what is kept.
     """
-    kept, read = list(args), {4: recompute_h, 6: recompute_h, 8: needs[2]}
-    for place, bias in ((place, args[place]) for place, numbers in read.items() if not numbers):
-        if bias is not None and type(bias) in _PLAIN and not hasattr(bias, NAME):
-            kept[place] = bias.data
-    return kept[2:]
+    read = {"b1": o.recompute_h, "b3": o.recompute_h, "b2": needs.top_k_weights}
+    return [_shape_only(getattr(o, name)) if not read.get(name, True) else getattr(o, name) for name in names]
+
+
+def _shape_only(bias: Tensor | None) -> Tensor | None:
+    return bias.data if bias is not None and type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
 
 
 def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     """The buffers of the operands that need a gradient."""
-    found = tuple(getattr(t, NAME, None) if need else None for t, need in zip(operands, needs[1:], strict=True))
+    _, *wanted = needs
+    found = tuple([getattr(t, NAME, None) if need else None for t, need in zip(operands, wanted, strict=True)])
     if found.count(None) == len(found):
         return ()
     found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
@@ -123,7 +131,7 @@ def parameters_of(graph: torch.fx.Graph) -> tuple[str, ...]:
     ops = torch.ops.hexa
     targets = (ops.moe_ffn.default, ops.moe_ffn_fixed.default, ops.moe_ffn_fp8.default)
     nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
-    operands = (operand for node in nodes for operand in node.args[3:9])
+    operands = (operand for node in nodes for operand in parameters(node.args))
     weights = (node for node in operands if isinstance(node, torch.fx.Node) and node.op == "get_attr")
     return tuple(dict.fromkeys(str(node.target) for node in weights))
 

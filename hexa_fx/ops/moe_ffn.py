@@ -19,27 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import checks, library, reindex
-from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.esmm_act import check_first_projection
-from hexa_fx.ops.operands import MoeFfn
+from hexa_fx.ops import library
 from hexa_fx.ops.program import programs
+from hexa_fx.ops.table_layers import (
+    OPERANDS,
+    PARAMETERS,
+    MoeFfn,
+    MoeFfnBackward,
+    differentiable,
+    parameters,
+    static_of,
+    tensors,
+)
 
 _OPS = torch.ops.hexa
-WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
-STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
-INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}"
-KEPT = "(Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
-"""The result, and what backward needs."""
-
-library.define(f"moe_ffn({INPUTS}) -> Tensor")
-library.define(f"moe_ffn_forward({INPUTS}) -> {KEPT}")
-library.define(
-    "moe_ffn_backward(Tensor dy, Tensor? x, Tensor? h, Tensor v, Tensor inv, Tensor offs, Tensor? top_k_weights, "
-    f"{WEIGHTS}, SymInt top_k, {STATIC}, bool[] needs) -> Tensor[]"
-)
 
 
 def moe_ffn(
@@ -85,86 +79,37 @@ def moe_ffn(
     return y
 
 
-def static_of(spec: FfnSpec) -> tuple[Any, ...]:
-    """The operator's arguments behind its operands; raises `InputError` if that is no `FfnSpec`."""
-    if not isinstance(spec, FfnSpec):
-        raise InputError(f"spec is a {type(spec).__name__}; expected FfnSpec(activation, glu, ...)")
-    return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
+_backward_operands = MoeFfnBackward.pick("dy", "x", "h", "v", "inv", "offs", "top_k_weights", *PARAMETERS, "top_k")
+_backward_parameters = MoeFfnBackward.pick(*PARAMETERS)
+_NO_GRADS = (False,) * len(OPERANDS)
 
 
-def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    activation, glu, params, layout1, layout2, recompute_h = args
-    return activation, glu, tuple(params), layout1, layout2, recompute_h
+def _static(o: MoeFfn | MoeFfnBackward) -> tuple[Any, ...]:
+    return o.activation, o.glu, tuple(o.params), o.layout1, o.layout2, o.recompute_h
 
 
-def check(*args: Any) -> None:
-    """Checks shapes, dtypes and devices of the arguments."""
-    o = MoeFfn(*args)
-    names = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
-    checks.check_floating("moe_ffn", names, (o.x, o.w1, o.b1, o.w3, o.b3, o.w2, o.b2))
-    check_shapes(o)
+def _given(tensors: Iterable[Any]) -> tuple[bool, ...]:
+    return tuple([t is not None for t in tensors])
 
 
-def check_shapes(o: MoeFfn) -> None:
-    """Checks shapes, and the routing."""
-    op = "moe_ffn"
-    experts, model_size, n = checks.check_weight(op, "w1", o.w1, o.layout1)
-    checks.check_rows(op, "x", o.x, model_size)
-    check_first_projection(op, o, experts, n)
-    experts2, k2, n2 = checks.check_weight(op, "w2", o.w2, o.layout2)
-    inner = inner_width(n, o.glu)
-    if experts2 != experts or k2 != inner:
-        raise InputError(
-            f"hexa::{op}: w2 is {checks.shape(o.w2)}, {experts2} experts of {k2} inputs in layout {o.layout2}; "
-            f"w1 gives {experts} experts of intermediate size {inner}"
-        )
-    checks.check_bias(op, "b2", o.b2, experts, n2)
-    checks.check_routing(op, o.x, o.top_k_index, o.top_k_weights)
-
-
-def _given(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
-    return tuple(t is not None for t in tensors)
-
-
-_NO_GRADS = (False,) * 8
-
-
-def forward_on(device: str, training: bool, x: Tensor, top_k_index: Tensor, *rest: Any) -> Any:
+def forward_on(device: str, training: bool, o: MoeFfn) -> Any:
     """The forward program of a device type: y, for training y, h, v, inv and offs. Arguments are not checked."""
-    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, training, device)
-    out = program.forward(x, top_k_index, *rest[:7])
-    if training and rest[12]:
+    program = programs(_static(o), _given(differentiable(o)), _NO_GRADS, training, device)
+    out = program.forward(*tensors(o))
+    if training and o.recompute_h:
         y, v, inv, offs = out
-        return y, x.new_empty((0, MoeFfn(x, top_k_index, *rest).width)), v, inv, offs
+        return y, o.hidden(), v, inv, offs
     return out
 
 
-def backward_on(device: str, dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
-    """The backward program of a device type. If h is passed in a list, it is freed after its last use.
-
-    Buffers to add gradients to may follow the operator's own arguments, one or None for each operand after x. These gradients are
-    not among the results.
-    """
-    h = [h] if h is not None and not isinstance(h, list) else h
-    weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
-    program = programs(_static(static), (True, *_given(weights)), needs, True, device, _given(buffers))
-    out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers)
+def backward_on(device: str, *args: Any) -> list[Tensor]:
+    """The backward program of a device type, of `MoeFfnBackward`. If h is in a list, it is freed after its last use."""
+    o, buffers = MoeFfnBackward.split(args)
+    h: Any = o.h if o.h is None or isinstance(o.h, list) else [o.h]
+    given = _given((o.dy, o.top_k_weights, *_backward_parameters(o)))
+    program = programs(_static(o), given, tuple(o.needs), True, device, _given(buffers))
+    out: tuple[Tensor, ...] = program.backward(*_backward_operands(o._replace(h=h)), *buffers)
     return list(out)
-
-
-def inference(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
-    """Kernel for any device: the forward program for inference."""
-    return forward_on(_device_of(x, rest[1:7]), False, x, top_k_index, *rest)  # type: ignore[no-any-return]
-
-
-def training(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Kernel for any device: the forward program for training."""
-    return forward_on(_device_of(x, rest[1:7]), True, x, top_k_index, *rest)  # type: ignore[no-any-return]
-
-
-def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
-    """Kernel for any device: the backward program."""
-    return backward_on(_device_of(dy, rest[4:10]), dy, x, h, *rest)
 
 
 def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
@@ -176,34 +121,22 @@ def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def fake(*args: Any) -> Tensor:
-    """An empty result."""
-    o = MoeFfn(*args)
-    return o.x.new_empty((o.x.shape[0], o.output_size))
+@library.kernel("moe_ffn", "any")
+def inference(o: MoeFfn) -> Tensor:
+    """Kernel for any device: the forward program for inference."""
+    return forward_on(_device_of(o.x, parameters(o)), False, o)  # type: ignore[no-any-return]
 
 
-def fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    """Empty results."""
-    o = MoeFfn(*args)
-    h = o.x.new_empty((0 if o.recompute_h else o.rows, o.width))
-    return fake(*args), h, *reindex.fake(o.top_k_index, o.w1.shape[0])
+@library.kernel("moe_ffn_forward", "any")
+def training(o: MoeFfn) -> tuple[Tensor, ...]:
+    """Kernel for any device: the forward program for training."""
+    return forward_on(_device_of(o.x, parameters(o)), True, o)  # type: ignore[no-any-return]
 
 
-def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
-    top_k_weights, w1, b1, w3, b3, w2, b2 = rest[3:10]
-    layout1, needs = rest[14], rest[17]
-    model_size = w1.shape[2] if layout1 == "nk" else w1.shape[1]
-    like = (dy.new_empty((dy.shape[0], model_size)), top_k_weights, w1, b1, w3, b3, w2, b2)
-    return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
+def _backward(*args: Any) -> list[Tensor]:
+    """Kernel for any device: the backward program."""
+    o, _ = MoeFfnBackward.split(args)
+    return backward_on(_device_of(o.dy, _backward_parameters(o)), *args)
 
 
-library.register_fake("moe_ffn", fake, check)
-run = library.register_kernel("moe_ffn", "any", inference)
-library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8), or_float32=True)
-
-library.register_fake("moe_ffn_forward", fake_forward, check)
-run_forward = library.register_kernel("moe_ffn_forward", "any", training)
-
-library.register_fake("moe_ffn_backward", _fake_backward)
-run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
-library.refuse_double_backward("moe_ffn_backward")
+library.register_kernel("moe_ffn_backward", "any", _backward)

@@ -7,7 +7,7 @@ Python kernel as a small layer takes to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,13 @@ from torch import Tensor, is_grad_enabled
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.moe_ffn import run, run_backward, run_forward
+from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfn, differentiable, static
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
 _OPS = torch.ops.hexa
+_run_inference, _run_forward, _run_backward = (
+    library.checked_kernel(name, "any") for name in ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
+)
 _on_cuda: dict[str, Callable[..., Any]] = {}
 Grads = tuple[Tensor | None, ...]
 
@@ -29,42 +32,44 @@ class ByExpertOrder(DirectFunction):
     """The autograd function over the operators."""
 
     @staticmethod
-    def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            found = _run("moe_ffn_forward", run_forward, args) if plain else _OPS.moe_ffn_forward.default(*args)
-        return ByExpertOrder.kept(ctx, args, *found)
+            return ByExpertOrder.kept(ctx, args, *_OPS.moe_ffn_forward.default(*args))
 
     @staticmethod
     def kept(ctx: Any, args: tuple[Any, ...], y: Tensor, h: Tensor, v: Tensor, inv: Tensor, offs: Tensor) -> Tensor:
         """y, with what backward needs saved."""
-        needs = ctx.needs_input_grad[1:]
-        x, top_k_index, recompute_h = args[0], args[1], args[14]
-        keep_x = x if needs[3] or needs[5] or recompute_h else None
-        operands = main_grad.kept_operands(args[:9], recompute_h, ctx.needs_input_grad[1:])
-        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *operands)
-        ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
+        o, needs = MoeFfn._make(args), MoeFfn._make(ctx.needs_input_grad)
+        keep_x = o.x if needs.w1 or needs.w3 or o.recompute_h else None
+        operands = main_grad.kept_operands(o, needs, ("top_k_weights", *PARAMETERS))
+        ctx.save_for_backward(keep_x, None if o.recompute_h else h, v, inv, offs, *operands)
+        ctx.static, ctx.needs = (o.top_k, *static(args)), list(differentiable(needs))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         dy, plain = grads[0], library.is_plain_tensor(grads[0])
-        x, h, *saved = ctx.saved_tensors
+        x, h, v, inv, offs, *operands = ctx.saved_tensors
         if plain and h is not None:
             h = [h]  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         run = _backward if plain else _OPS.moe_ffn_backward.default
-        found = partial(run, dy, x, h, *saved, *ctx.static)
-        return _by_argument(main_grad.gradients(found, saved[3:], ctx.static[-1], plain))
+        call = partial(run, dy, x, h, v, inv, offs, *operands, *ctx.static, ctx.needs)
+        found = main_grad.gradients(call, operands, ctx.needs, plain)
+        return MoeFfn.by_argument(**dict(zip(OPERANDS, found)))
+
+
+class _Plain(ByExpertOrder):
+    """The same by kernels, on plain tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        with _AutoDispatchBelowAutograd():
+            return ByExpertOrder.kept(ctx, args, *_run("moe_ffn_forward", _run_forward, args))
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    return _run("moe_ffn_backward", run_backward, args)  # type: ignore[no-any-return]
-
-
-def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
-    """Gradients by `OPERANDS`, spread over the arguments of forward: a flag first, the ids third, constants last."""
-    dx, *others = grads
-    return None, dx, None, *others, *(None,) * 6
+    return _run("moe_ffn_backward", _run_backward, args)  # type: ignore[no-any-return]
 
 
 def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
@@ -77,25 +82,26 @@ def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     if library.is_plain(keyset):
         return plain(*args)
     if is_grad_enabled() and _any_requires_grad(*args):
-        return ByExpertOrder.apply(False, *args)
+        return ByExpertOrder.apply(*args)
     return library.below_autograd(_OPS.moe_ffn.default, keyset, args)
 
 
 def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd, where nothing but autograd has to see it."""
     if is_grad_enabled() and _any_requires_grad(*args):
-        return ByExpertOrder.apply(True, *args)
+        return _Plain.apply(*args)
     return _run("moe_ffn", _inference, args)
 
 
 def _inference(*args: Any) -> Tensor:
     with _AutoDispatchBelowAutograd():
-        return run(*args)  # type: ignore[no-any-return]
+        return _run_inference(*args)  # type: ignore[no-any-return]
 
 
 def _run(name: str, general: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Runs an operator of the layer on plain tensors."""
-    return _on_cuda[name](general, *args) if name in _on_cuda and args[0].is_cuda else general(*args)
+    first, *_ = args
+    return _on_cuda[name](general, *args) if name in _on_cuda and first.is_cuda else general(*args)
 
 
 def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:

@@ -7,8 +7,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +15,9 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import fixed_order
-from hexa_fx.ops.library import Check, Kernel
-from hexa_fx.ops.moe_ffn import INPUTS, KEPT, check, fake, fake_forward, inference, training
+from hexa_fx.ops.moe_ffn import inference, training
 from hexa_fx.ops.moe_ffn_autograd import ByExpertOrder
-from hexa_fx.ops.moe_ffn_sources import CAST, SOURCES_INPUTS, SOURCES_KEPT, MoeFfnSourcesFunction
-from hexa_fx.ops.moe_ffn_sources import fake as fake_sources
-from hexa_fx.ops.moe_ffn_sources import fake_forward as fake_sources_forward
-from hexa_fx.ops.sources_arguments import check as check_sources
+from hexa_fx.ops.moe_ffn_sources import MoeFfnSourcesFunction
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
@@ -32,7 +27,7 @@ class _MoeFfnFixed(ByExpertOrder):
     """Another forward, and the backward of `hexa::moe_ffn`."""
 
     @staticmethod
-    def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
             return ByExpertOrder.kept(ctx, args, *_OPS.moe_ffn_fixed_forward.default(*args))
 
@@ -46,33 +41,18 @@ class _MoeFfnSourcesFixed(MoeFfnSourcesFunction):
             return MoeFfnSourcesFunction.kept(ctx, args, *_OPS.moe_ffn_sources_fixed_forward.default(*args))
 
 
-def _define(schema: str, run: Kernel, fake: Kernel, check: Check) -> None:
-    """An operator that is ``run`` in a fixed order, on any device."""
-
-    def fixed(*args: Any) -> Any:
+def _fixed(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def fixed(o: Any) -> Any:
         with fixed_order():
-            return run(*args)
+            return run(o)
 
-    name = schema.partition("(")[0]
-    library.define(schema)
-    library.register_fake(name, fake, check)
-    library.register_kernel(name, "any", fixed)
+    return fixed
 
 
-def _differentiable(name: str, function: Kernel, cast: Sequence[int]) -> None:
-    library.register_autocast(name, cast=cast)
-    library.register_autograd_function(name, function)
+library.kernel("moe_ffn_fixed", "any")(_fixed(inference))
+library.kernel("moe_ffn_fixed_forward", "any")(_fixed(training))
+library.register_autograd_function("moe_ffn_fixed", _MoeFfnFixed.apply)
 
-
-_define(f"moe_ffn_fixed({INPUTS}) -> Tensor", inference, fake, check)
-_define(f"moe_ffn_fixed_forward({INPUTS}) -> {KEPT}", training, fake_forward, check)
-_differentiable("moe_ffn_fixed", partial(_MoeFfnFixed.apply, False), (0, 3, 4, 5, 6, 7, 8))
-
-_define(f"moe_ffn_sources_fixed({SOURCES_INPUTS}) -> Tensor", _OPS.moe_ffn_sources.default, fake_sources, check_sources)
-_define(
-    f"moe_ffn_sources_fixed_forward({SOURCES_INPUTS}) -> {SOURCES_KEPT}",
-    _OPS.moe_ffn_sources_forward.default,
-    fake_sources_forward,
-    check_sources,
-)
-_differentiable("moe_ffn_sources_fixed", _MoeFfnSourcesFixed.apply, CAST)
+library.kernel("moe_ffn_sources_fixed", "any")(_fixed(lambda o: _OPS.moe_ffn_sources.default(*o)))
+library.kernel("moe_ffn_sources_fixed_forward", "any")(_fixed(lambda o: _OPS.moe_ffn_sources_forward.default(*o)))
+library.register_autograd_function("moe_ffn_sources_fixed", _MoeFfnSourcesFixed.apply)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
-from hexa_fx.ops.program import OPERANDS
+from hexa_fx.ops.fp8_arguments import first, first_bias, kernel, second, steps
 from hexa_fx.ops.rows import routed_rows
+from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfnFp8Backward
 
 _OPS = torch.ops.hexa
 
@@ -23,34 +24,25 @@ Found = dict[str, Tensor | None]
 _FIRST = ("w1", "b1", "w3", "b3")
 
 
-def backward(
-    dy: Tensor,
-    xq: Tensor | None,
-    xs: Tensor | None,
-    h: Tensor | list[Tensor] | None,
-    hs: Tensor | None,
-    v: Tensor,
-    inv: Tensor,
-    offs: Tensor,
-    *rest: Any,
-) -> list[Tensor]:
+def backward(*args: Any) -> list[Tensor]:
     """Kernel for any device: gradients of the operands that ``needs`` marks. An h in a list is freed after its last use.
 
     Buffers to add gradients to may follow, one or None for each operand after x. These gradients are not among the results.
     """
-    given, top_k, marks, buffers = rest[:14], rest[14], rest[15], rest[16:] or (None,) * 7
-    o = MoeFfnFp8(dy, v, *given)
-    needs, into = dict(zip(OPERANDS, marks, strict=True)), dict(zip(OPERANDS[1:], buffers, strict=True))
-    x = None if xq is None or xs is None else (xq, xs)
+    o, buffers = MoeFfnFp8Backward.split(args)
+    dy, v, inv, offs, top_k = o.dy, o.v, o.inv, o.offs, o.top_k
+    needs, into = dict(zip(OPERANDS, o.needs, strict=True)), dict(zip_longest(("top_k_weights", *PARAMETERS), buffers))
+    x = None if o.xq is None or o.xs is None else (o.xq, o.xs)
+    h, hs = o.h, o.hs
     if h is None:
         assert x is not None
-        h, hs = _hidden(x, o, v, offs, top_k)
+        h, hs = _hidden(x, o)
     found: Found = {}
     wanted = needs["x"], any(needs[name] for name in _FIRST), needs["w2"], needs["top_k_weights"]
     dh, dhs, *columns, dots = kernel("esmm_act_backward_fp8", dy)(
         *kernel("quantize_rows_fp8", dy)(dy, False),
-        *o.second(transposed=True, forward=False).transposed,
-        *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, v, offs, top_k, *o.steps, wanted),
+        *second(o, transposed=True, forward=False).transposed,
+        *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, v, offs, top_k, *steps(o), wanted),
     )
     del h
     of_dh, of_a = columns[:2], columns[2:]
@@ -65,45 +57,38 @@ def backward(
     if needs["b2"]:
         found["b2"] = _added(_OPS.ess(dy, v, offs, top_k, o.top_k_weights), o.b2, into["b2"])
     if needs["top_k_weights"]:
-        found["top_k_weights"] = _routing_gradient(dots, dy, o, v, inv, offs, top_k)
+        found["top_k_weights"] = _routing_gradient(dots, o)
     if wanted[1]:
-        found |= _first_projection(tuple(of_dh), x, o, needs, into, v, offs, top_k)
+        found |= _first_projection(tuple(of_dh), x, o, needs, into)
     del of_dh
     if needs["x"]:
-        weight = o.first(transposed=True, forward=False).transposed
+        weight = first(o, transposed=True, forward=False).transposed
         rows = kernel("esmm_fp8", dy)(dh, dhs, *weight, None, offs)
         found["x"] = kernel("combine_fp8", dy)(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
-def _hidden(x: Rows, o: MoeFfnFp8, v: Tensor, offs: Tensor, top_k: int) -> Rows:
+def _hidden(x: Rows, o: MoeFfnFp8Backward) -> Rows:
     """The pre-activation, computed again."""
-    weight, bias = o.first(transposed=True, forward=False), o.first_bias()
-    h, hs, _, _ = kernel("esmm_act_fp8", v)(*x, *weight[:2], bias, v, offs, top_k, *o.steps, True)
+    w, ws, *_ = first(o, transposed=True, forward=False)
+    h, hs, _, _ = kernel("esmm_act_fp8", o.v)(*x, w, ws, first_bias(o), o.v, o.offs, o.top_k, *steps(o), True)
     return h, hs
 
 
 def _first_projection(
-    of_dh: Groups,
-    x: Rows | None,
-    o: MoeFfnFp8,
-    needs: dict[str, bool],
-    into: dict[str, Tensor | None],
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
+    of_dh: Groups, x: Rows | None, o: MoeFfnFp8Backward, needs: dict[str, bool], into: dict[str, Tensor | None]
 ) -> Found:
     """Gradients of the weights and biases of the first projection, as far as they are needed."""
     found: Found = {}
     if needs["w1"] or needs["w3"]:
         assert x is not None
-        of_x = kernel("group_rows_fp8", v)(*x, v, offs, top_k)
+        of_x = kernel("group_rows_fp8", o.v)(*x, o.v, o.offs, o.top_k)
         outs = {n: _out(w, into[n]) for n, w in (("w1", o.w1), ("w3", o.w3)) if w is not None and needs[n]}
         for name, out, part in _parts(outs, of_dh, o):
-            _product(out, part, of_x, o.layout1, offs, into[name] is not None)
+            _product(out, part, of_x, o.layout1, o.offs, into[name] is not None)
         found |= {name: None if into[name] is not None else out for name, out in outs.items()}
     if needs["b1"] or needs["b3"]:
-        sums = kernel("ess_fp8", of_dh[0])(*of_dh, offs)
+        sums = kernel("ess_fp8", o.v)(*of_dh, o.offs)
         halves = [half[:, : o.inner] for half in sums.chunk(1 if o.glu == "none" else 2, 1)]
         if o.glu == "concat":
             halves = [torch.cat(halves, 1)]
@@ -114,7 +99,7 @@ def _first_projection(
     return found
 
 
-def _parts(outs: dict[str, Tensor], of_dh: Groups, o: MoeFfnFp8) -> list[tuple[str, Tensor, Groups]]:
+def _parts(outs: dict[str, Tensor], of_dh: Groups, o: MoeFfnFp8Backward) -> list[tuple[str, Tensor, Groups]]:
     """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
     q, s = of_dh
     if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
@@ -145,16 +130,15 @@ def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tens
         buffer.add_(gradient)
         return None
     assert bias is not None
-    return gradient.to(bias.dtype)
+    return gradient.to(bias.dtype).contiguous()
 
 
-def _routing_gradient(
-    dots: Tensor, dy: Tensor, o: MoeFfnFp8, v: Tensor, inv: Tensor, offs: Tensor, top_k: int
-) -> Tensor:
+def _routing_gradient(dots: Tensor, o: MoeFfnFp8Backward) -> Tensor:
     """The routing weights' gradient (T, k) of every row's dots, (n, .); with <dy, b2[e]> where there is a bias."""
     assert o.top_k_weights is not None
     total = dots.sum(1)
     if o.b2 is not None:
-        total += _OPS.esmm(dy, o.b2.to(dy.dtype).unsqueeze(1), None, v, offs, top_k, "nk").squeeze(1)
-    slots = torch.where(routed_rows(offs, total.shape[0]).squeeze(1), total, 0).index_select(0, inv)
+        column = o.b2.to(o.dy.dtype).unsqueeze(1)
+        total += _OPS.esmm(o.dy, column, None, o.v, o.offs, o.top_k, "nk").squeeze(1)
+    slots = torch.where(routed_rows(o.offs, total.shape[0]).squeeze(1), total, 0).index_select(0, o.inv)
     return slots.view(o.top_k_weights.shape).to(o.top_k_weights.dtype)

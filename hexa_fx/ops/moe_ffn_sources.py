@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, reindex
+from hexa_fx.ops import library
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.main_grad import kept_operands
-from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
 from hexa_fx.ops.projection import (
     DENSE,
     Projection,
@@ -24,7 +23,6 @@ from hexa_fx.ops.projection import (
     a_gradient,
     added_gradient,
     c_gradient,
-    experts_last,
     input_gradient,
     narrowed,
     narrowed_and_c_gradient,
@@ -32,20 +30,17 @@ from hexa_fx.ops.projection import (
     project,
     side_by_side,
 )
-from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, MoeFfnSources, check
+from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_layers import (
+    PARAMETERS,
+    SOURCES_OPERANDS,
+    MoeFfnSources,
+    MoeFfnSourcesBackward,
+    MoeFfnSourcesForward,
+)
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
-SOURCES_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
-SOURCES_KEPT = "(Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs)"
-
-library.define(f"moe_ffn_sources({SOURCES_INPUTS}) -> Tensor")
-library.define(f"moe_ffn_sources_forward({SOURCES_INPUTS}) -> {SOURCES_KEPT}")
-library.define(
-    "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs, "
-    f"Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}, SymInt top_k, bool[] needs) -> Tensor[]"
-)
 
 
 def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows, u: Sequence[Tensor | None]) -> Tensor:
@@ -88,40 +83,32 @@ def _run(o: MoeFfnSources, keep_h: bool) -> tuple[Tensor, ...]:
     return y, h, *(h.new_empty((0, 0)) if each is None else each for each in (u1, u3, u2)), v, inv, offs
 
 
-def inference(*args: Any) -> Tensor:
+@library.kernel("moe_ffn_sources", "any")
+def inference(o: MoeFfnSources) -> Tensor:
     """Kernel for any device."""
-    return _run(MoeFfnSources(*args), keep_h=False)[0]
+    return _run(o, keep_h=False)[0]
 
 
-def training(*args: Any) -> tuple[Tensor, ...]:
+@library.kernel("moe_ffn_sources_forward", "any")
+def training(o: MoeFfnSourcesForward) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
-    o = MoeFfnSources(*args)
     return _run(o, keep_h=not o.recompute_h)
 
 
-def backward(
-    dy: Tensor,
-    x: Any,
-    h: Tensor | list[Tensor] | None,
-    u1: Tensor,
-    u3: Tensor,
-    u2: Tensor,
-    v: Tensor,
-    inv: Tensor,
-    offs: Tensor,
-    *rest: Any,
-) -> list[Tensor]:
+@library.kernel("moe_ffn_sources_backward", "any")
+def backward(o: MoeFfnSourcesBackward) -> list[Tensor]:
     """Kernel for any device: the gradients of the operands that ``needs`` marks. An h in a list is freed after its last use."""
-    *others, top_k, marks = rest
-    o, needs = MoeFfnSources(x, v, *others), dict(zip(OPERANDS, marks, strict=True))
-    first, second, rows = o.first, o.second, Rows(v, offs, top_k)
-    u = [each if p.a is not None else None for p, each in zip(first, (u1, u3))]
-    h = h.pop() if isinstance(h, list) else h
-    h = _hidden(x, first, rows, u) if o.recompute_h or h is None else h
+    dy, x, v, inv, offs, needs = o.dy, o.x, o.v, o.inv, o.offs, dict(zip(SOURCES_OPERANDS, o.needs, strict=True))
+    first, second, rows = o.first, o.second, Rows(v, offs, o.top_k)
+    u = [each if p.a is not None else None for p, each in zip(first, (o.u1, o.u3))]
+    h = o.h.pop() if isinstance(o.h, list) else o.h
+    if o.recompute_h or h is None:
+        assert x is not None
+        h = _hidden(x, first, rows, u)
     found: dict[str, Tensor | None] = {}
     t: Tensor | None
     if needs["c2"]:
-        t, found["c2"] = narrowed_and_c_gradient(u2, dy, second, rows, o.top_k_weights)
+        t, found["c2"] = narrowed_and_c_gradient(o.u2, dy, second, rows, o.top_k_weights)
     else:
         t = narrowed_gradient(dy, second, rows)
     dh, a_s, dweights = _activation_gradient(dy, h, t, o, rows)
@@ -138,12 +125,12 @@ def backward(
             part = input_gradient(g, projection, rows.own, t)
             dx = part if dx is None else dx.add_(part)
     if dx is not None:
-        found["x"] = _OPS.combine(dx, None, inv, offs, top_k)
-    return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
+        found["x"] = _OPS.combine(dx, None, inv, offs, o.top_k)
+    return [gradient for name in SOURCES_OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
 def _activation_gradient(
-    dy: Tensor, h: Tensor, t: Tensor | None, o: MoeFfnSources, rows: Rows
+    dy: Tensor, h: Tensor, t: Tensor | None, o: MoeFfnSourcesBackward, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, the activations times their routing weights, and the routing weights' gradients. t: dy's products with C."""
     second = o.second
@@ -230,18 +217,17 @@ class MoeFfnSourcesFunction(DirectFunction):
     @staticmethod
     def kept(ctx: Any, args: tuple[Any, ...], y: Tensor, h: Tensor, *kept: Tensor) -> Tensor:
         """Keeps what backward needs of a forward's results, of which it returns the first."""
-        o, wanted = MoeFfnSources(*args), ctx.needs_input_grad
-        needs = [wanted[0], *wanted[2:15]]
-        keep_x = o.recompute_h or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
+        o, wanted = MoeFfnSources._make(args), MoeFfnSources._make(ctx.needs_input_grad)
+        keep_x = o.recompute_h or wanted.w1 or wanted.w3 or wanted.a1 or wanted.a3
         routed = o.x if keep_x else None, None if o.recompute_h else h, *kept
+        operands = kept_operands(o, wanted, ("top_k_weights", *_TRAINED))
         ctx.scales = tuple(map(len, (o.s1, o.s3, o.s2)))
-        ctx.save_for_backward(*routed, *kept_operands(args[:15], o.recompute_h, wanted), *o.s1, *o.s3, *o.s2)
-        ctx.static = (o.alphas, o.formats, args[20:], o.top_k_index.shape[1], needs)
+        ctx.save_for_backward(*routed, *operands, *o.s1, *o.s3, *o.s2)
+        ctx.alphas, ctx.formats, ctx.static = o.alphas, o.formats, (*_static(o), o.top_k, list(_differentiable(wanted)))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        alphas, formats, static, top_k, needs = ctx.static
         x, h, *saved = ctx.saved_tensors
         plain = library.is_plain_tensor(grads[0])
         if plain and h is not None:
@@ -250,49 +236,16 @@ class MoeFfnSourcesFunction(DirectFunction):
         count, left = len(saved) - sum(ctx.scales), iter(saved)
         tensors = [next(left) for _ in range(count)]
         scales = [[next(left) for _ in range(number)] for number in ctx.scales]
-        run = run_backward if plain else _OPS.moe_ffn_sources_backward.default
+        run = _run_backward if plain else _OPS.moe_ffn_sources_backward.default
         with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
-            found = iter(run(grads[0], x, h, *tensors, alphas, *scales, formats, *static, top_k, needs))
-        dx, *others = [next(found) if need else None for need in needs]
-        return dx, None, *others, *(None,) * 11
+            found = iter(run(grads[0], x, h, *tensors, ctx.alphas, *scales, ctx.formats, *ctx.static))
+        *_, needs = ctx.static
+        given = {name: next(found) for name, need in zip(SOURCES_OPERANDS, needs) if need}
+        return MoeFfnSources.by_argument(**given)
 
 
-def fake(*args: Any) -> Tensor:
-    """Shape and dtype of the result."""
-    o = MoeFfnSources(*args)
-    return o.x.new_empty((o.x.shape[0], columns_of(o.shaped(o.x).w2, o.layout2)))
-
-
-def fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    """Shapes and dtypes of what `training` gives."""
-    o = MoeFfnSources(*args)
-    x, index, recompute = o.x, o.top_k_index, o.recompute_h
-    n, width = index.shape[0] * index.shape[1], columns_of(o.shaped(x).w1, o.layout1)
-    h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
-    ranks = [None if a is None else a.shape[1] for a in (o.a1, o.a3, o.a2)]
-    u = [x.new_empty((0, 0) if rank is None else (n, rank)) for rank in ranks]
-    return fake(*args), h, *u, *reindex.fake(index, o.w1.shape[0])
-
-
-def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
-    *others, _, needs = args[8:]
-    o = MoeFfnSources(dy, dy, *others)
-    w1 = o.shaped(dy).w1
-    like: tuple[Any, ...] = (dy.new_empty((dy.shape[0], w1.shape[2] if o.layout1 == "nk" else w1.shape[1])), *o[2:15])
-    return [_fake_gradient(*each) for *each, need in zip(OPERANDS, like, needs, strict=True) if need]
-
-
-def _fake_gradient(name: str, t: Tensor) -> Tensor:
-    return torch.empty_like(t) if name[0] == "c" and experts_last(t) else t.new_empty(t.shape)
-
-
-CAST = (0, *range(3, 15))
-library.register_fake("moe_ffn_sources", fake, check)
-library.register_kernel("moe_ffn_sources", "any", inference)
-library.register_autocast("moe_ffn_sources", cast=CAST)
-library.register_fake("moe_ffn_sources_forward", fake_forward, check)
-library.register_kernel("moe_ffn_sources_forward", "any", training)
-library.register_fake("moe_ffn_sources_backward", _fake_backward)
-run_backward = library.register_kernel("moe_ffn_sources_backward", "any", backward)
-library.refuse_double_backward("moe_ffn_sources_backward")
+_TRAINED = (*PARAMETERS, "a1", "c1", "a3", "c3", "a2", "c2")
+_static = MoeFfnSources.pick("activation", "glu", "params", "layout1", "layout2", "recompute_h")
+_differentiable = MoeFfnSources.pick(*SOURCES_OPERANDS)
+_run_backward = library.checked_kernel("moe_ffn_sources_backward", "any")
 library.register_autograd_function("moe_ffn_sources", MoeFfnSourcesFunction.apply)

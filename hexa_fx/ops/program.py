@@ -14,9 +14,7 @@ from typing import Any, Protocol
 from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
-
-OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
-"""The differentiable operands of moe_ffn, in the order of its schema."""
+from hexa_fx.ops.table_layers import OPERANDS
 
 
 @dataclass(frozen=True)

@@ -12,42 +12,12 @@ from torch import Tensor
 
 from hexa_fx.config import checked_mode
 from hexa_fx.errors import InputError
-from hexa_fx.ops import checks, library
+from hexa_fx.ops import library
 
 _FEW_SLOTS = 64
 _MANY_SLOTS = 2048
 
-library.define("reindex(Tensor top_k_index, SymInt num_experts) -> (Tensor v, Tensor inv, Tensor offs)")
-
-
-def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the routed rows by expert (paper, Algorithm 1).
-
-    Args:
-        top_k_index: (T, k) integer, expert of every slot ``t*k + s``. Any other number, such as ``num_experts`` or -1, is a
-            sentinel: that slot contributes nothing.
-        num_experts: E.
-
-    Returns:
-        v: (T*k,) int32, slot of every row, sorted by expert, stable; sentinel slots last.
-        inv: (T*k,) int32, row of every slot.
-        offs: (E+1,) int32, rows of expert e are ``offs[e] .. offs[e+1]``.
-
-    Raises:
-        InputError: wrong shape or dtype; with HEXA_FX_CHECKED=1 also for an id below 0 or above ``num_experts``.
-    """
-    v, inv, offs = torch.ops.hexa.reindex(top_k_index, num_experts)
-    return v, inv, offs
-
-
-def check(top_k_index: Tensor, num_experts: int) -> None:
-    """Checks shape and dtype of the arguments."""
-    if top_k_index.ndim != 2 or top_k_index.dtype not in checks.INTEGER:
-        raise InputError(
-            f"hexa::reindex: top_k_index is {checks.shape(top_k_index)}; expected integer (tokens, experts per token)"
-        )
-    if num_experts < 1:
-        raise InputError(f"hexa::reindex: num_experts is {num_experts}; expected 1 or more")
+reindex = library.wrapper("reindex")
 
 
 def reindex_cpu(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,12 +128,4 @@ def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(num_experts + 2, dtype=dtype, device="cpu")
 
 
-def fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty results."""
-    n = top_k_index.shape[0] * top_k_index.shape[1]
-    int32 = {"dtype": torch.int32, "device": top_k_index.device}
-    return torch.empty(n, **int32), torch.empty(n, **int32), torch.empty(num_experts + 1, **int32)  # type: ignore[call-overload]
-
-
-library.register_fake("reindex", fake, check)
 library.register_kernel("reindex", "cpu", reindex_cpu)

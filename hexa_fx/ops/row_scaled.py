@@ -12,6 +12,7 @@ from hexa_fx.ops.adapted_weight import AdaptedWeight
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows
 from hexa_fx.ops.sources import esmm
+from hexa_fx.ops.table_layers import MoeFfn
 
 _OPS = torch.ops.hexa
 
@@ -23,14 +24,14 @@ def has_any(weights: Sequence[Any]) -> bool:
 
 def moe_ffn(*args: Any) -> Tensor:
     """The layer; arguments as those of `hexa::moe_ffn`."""
-    x, index, gates, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, _ = args
-    top_k = index.shape[1]
-    v, inv, offs = _OPS.reindex.default(index, (w1.weight if isinstance(w1, AdaptedWeight) else w1).shape[0])
-    first = [(w1, b1)] if w3 is None else [(w1, b1), (w3, b3)]
-    h = torch.cat([_project(x, weight, bias, v, offs, top_k, layout1) for weight, bias in first], 1)
-    a = _OPS.activate.default(h, activation, glu, params)
-    y = _project(a, w2, b2, None, offs, 1, layout2)
-    return _OPS.combine.default(y, gates, inv, offs, top_k)  # type: ignore[no-any-return]
+    o = MoeFfn._make(args)
+    top_k, w1 = o.top_k_index.shape[1], o.w1
+    v, inv, offs = _OPS.reindex.default(o.top_k_index, (w1.weight if isinstance(w1, AdaptedWeight) else w1).shape[0])
+    first = [(w1, o.b1)] if o.w3 is None else [(w1, o.b1), (o.w3, o.b3)]
+    h = torch.cat([_project(o.x, weight, bias, v, offs, top_k, o.layout1) for weight, bias in first], 1)
+    a = _OPS.activate.default(h, o.activation, o.glu, o.params)
+    y = _project(a, o.w2, o.b2, None, offs, 1, o.layout2)
+    return _OPS.combine.default(y, o.top_k_weights, inv, offs, top_k)  # type: ignore[no-any-return]
 
 
 def _project(

@@ -13,6 +13,7 @@ from hexa_fx.ops.formed import Formed, PackedStack
 from hexa_fx.ops.projection import DENSE
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
 
 _OPS = torch.ops.hexa
 
@@ -32,26 +33,26 @@ def is_source(weight: Any) -> bool:
 
 def moe_ffn(*args: Any) -> Any:
     """`hexa::moe_ffn` of arguments of which some weights are sources."""
-    return _OPS.moe_ffn_sources.default(*_arguments(*args))
+    return _OPS.moe_ffn_sources.default(*_operands(MoeFfn._make(args)))
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """`hexa::moe_ffn_fixed` of such arguments."""
-    return _OPS.moe_ffn_sources_fixed.default(*_arguments(*args))
+    return _OPS.moe_ffn_sources_fixed.default(*_operands(MoeFfn._make(args)))
 
 
-def _arguments(*args: Any) -> tuple[Any, ...]:
-    x, index, gates, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, recompute_h = args
-    first, second = [_source(w, layout1) for w in (w1, w3)], _source(w2, layout2)
-    if first[0].layout == flip(layout1) or (w3 is not None and first[1].layout == flip(layout1)):
+def _operands(o: MoeFfn) -> MoeFfnSources:
+    first, second = [_source(w, o.layout1) for w in (o.w1, o.w3)], _source(o.w2, o.layout2)
+    layout1: str = o.layout1
+    if any(source.weight is not None and source.layout == flip(layout1) for source in first):
         layout1 = flip(layout1)
         first = [source.read_as(layout1) for source in first]
-    all_of = *first, second
-    operands = (first[0].weight, b1, first[1].weight, b3, second.weight, b2)
-    factors = [factor for source in all_of for factor in source.factors]
-    packed = *(source.scales for source in all_of), [source.format for source in all_of]
-    static = activation, glu, params, layout1, second.layout, recompute_h
-    return x, index, gates, *operands, *factors, [source.scale for source in all_of], *packed, *static
+    all_of: dict[str, Any] = dict(zip("132", (*first, second)))
+    given: dict[str, Any] = {f"w{n}": source.weight for n, source in all_of.items()}
+    given |= {f"{kind}{n}": factor for n, source in all_of.items() for kind, factor in zip("ac", source.factors)}
+    given |= {f"s{n}": source.scales for n, source in all_of.items()}
+    given |= {"alphas": [source.scale for source in all_of.values()], "layout1": layout1, "layout2": second.layout}
+    return o.to(MoeFfnSources, formats=[source.format for source in all_of.values()], **given)
 
 
 class _Source(NamedTuple):

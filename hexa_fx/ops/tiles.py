@@ -4,28 +4,64 @@ A program of row operators never needs all rows at once. On a CPU it therefore r
 tile and shared, values between operators (n x I and n x D in all) stay in the cache and in recycled memory, and combine adds a
 tile's rows to their tokens. Nothing of size T*k*D is ever written.
 
-A kernel here takes the tile as its first argument and omits what the tile knows (v, offs, top_k). A result that does not consist of
-rows of the tile (a weight's gradient, a sum over tokens) goes to an output of the tiling, named by a key.
+A kernel here takes the tile, the operator's record, and a key for each result that does not consist of rows of the tile (a weight's
+gradient, a sum over tokens), which goes to an output of the tiling. Of the record's indices it only asks whether they are given:
+the tile knows them, and offs and top_k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import cpu, fixed_order
+from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import (
+    Activate,
+    ActivateBackward,
+    Activated,
+    Combine,
+    Esfk,
+    EsfkAdd,
+    Esmm,
+    EsmmAct,
+    Ess,
+    EssAdd,
+    Estmm,
+    EstmmAdd,
+)
 from hexa_fx.ops.tiling import Tile, Tiling
 from hexa_fx.torch_private import grouped_mm
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _RAISED = 1 << 20
 """Elements up to which a half-type weight is raised as a whole, rather than an expert at a time."""
+
+
+def on_tile(name: str) -> Callable[[Kernel], Kernel]:
+    """Decorates the kernel of ``hexa::<name>`` on a tile."""
+    record = library.record_of(name)
+
+    def decorate(kernel: Kernel) -> Kernel:
+        @wraps(kernel)
+        def run(tile: Tile, keys: Sequence[str | None], *args: Any) -> Any:
+            return kernel(tile, record(*args), *keys)
+
+        KERNELS[name] = run
+        return kernel
+
+    return decorate
+
+
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""By operator, of a tile, the keys of outputs, and the operator's arguments."""
 
 
 def part(tile: Tile, t: Tensor) -> Tensor:
@@ -33,9 +69,10 @@ def part(tile: Tile, t: Tensor) -> Tensor:
     return tile.operand(t, None)
 
 
-def esmm(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool, layout: str) -> Tensor:
-    """`hexa::esmm` of a tile: (rows, N)."""
-    return _project(tile, tile.rows(x, gathered), as_kn(weight, layout), bias)
+@on_tile("esmm")
+def esmm(tile: Tile, o: Esmm) -> Tensor:
+    """(rows, N)."""
+    return _project(tile, tile.rows(o.x, o.v), as_kn(o.weight, o.layout), o.bias)
 
 
 def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,43 +93,31 @@ def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return cpu.multiply_groups(x, weight, bias, groups)
 
 
-def esmm_act(
-    tile: Tile,
-    h_key: str | None,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    gathered: bool,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: Sequence[float],
-) -> Tensor:
-    """`hexa::esmm_act` of a tile: a (rows, I). h goes to the output ``h_key`` where one is given."""
+@on_tile("esmm_act")
+def esmm_act(tile: Tile, o: EsmmAct, h_key: str | None) -> Tensor:
+    """a (rows, I). h goes to the output ``h_key`` where one is given."""
     multiply_groups_into = fixed_order.multiply_groups_into if fixed_order.is_fixed() else cpu.multiply_groups_into
-    rows, first = tile.rows(x, gathered), as_kn(w1, layout)
+    rows, first, x, b1, w3 = tile.rows(o.x, o.v), as_kn(o.w1, o.layout), o.x, o.b1, o.w3
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
     kept, tiling = None, tile.tiling
     if h_key is not None:
         if tile.whole and w3 is None and rows.dtype == x.dtype:
             whole = tiling.buffer(h_key, lambda: _project(tile, rows, first, b1))
-            return activate(tile, whole, activation, glu, params)
+            return _activated(tile, whole, o)
         kept = tile.part(tiling.buffer(h_key, partial(_rows_output, tiling, width)))
     h = kept if kept is not None and kept.dtype == rows.dtype else None
     if w3 is not None:
         h = rows.new_empty((rows.shape[0], width)) if h is None else h
         gate, up = h.chunk(2, dim=1)
         multiply_groups_into(rows, first, b1, tile.groups, gate)
-        multiply_groups_into(rows, as_kn(w3, layout), b3, tile.groups, up)
+        multiply_groups_into(rows, as_kn(w3, o.layout), o.b3, tile.groups, up)
     elif h is None:
         h = _project(tile, rows, first, b1)
     else:
         multiply_groups_into(rows, first, b1, tile.groups, h)
     if kept is not None and kept is not h:
         kept.copy_(h)
-    return activate(tile, h, activation, glu, params)
+    return _activated(tile, h, o)
 
 
 def _rows_output(tiling: Tiling, width: int) -> Tensor:
@@ -102,42 +127,38 @@ def _rows_output(tiling: Tiling, width: int) -> Tensor:
     return y
 
 
-def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: Sequence[float]) -> Tensor:
-    """`hexa::activate` of a tile: a (rows, I)."""
-    act, dtype, wide = ACTIVATIONS[activation], h.dtype, tile.tiling.wide
+@on_tile("activate")
+def activate(tile: Tile, o: Activate) -> Tensor:
+    """(rows, I)."""
+    return _activated(tile, o.h, o)
+
+
+def _activated(tile: Tile, h: Tensor, o: Activated) -> Tensor:
+    act, dtype, wide = ACTIVATIONS[o.activation], h.dtype, tile.tiling.wide
     if dtype != wide:
-        return activate(tile, h.to(wide), activation, glu, params).to(dtype)
+        return _activated(tile, h.to(wide), o).to(dtype)
     run = fixed_order.elementwise if fixed_order.is_fixed() else lambda function, *whole: function(*whole)
-    if glu == "none":
-        return run(lambda part: act.forward(part, params), h)
-    gate, up = gate_and_up(h, glu)
+    if o.glu == "none":
+        return run(lambda part: act.forward(part, o.params), h)
+    gate, up = gate_and_up(h, o.glu)
     if act.pair:
-        return run(lambda g, u: act.forward(g, u, params or act.params), gate, up)
-    return run(lambda part: act.forward(part, params), gate).mul_(up)
+        return run(lambda g, u: act.forward(g, u, o.params or act.params), gate, up)
+    return run(lambda part: act.forward(part, o.params), gate).mul_(up)
 
 
-def activate_backward(
-    tile: Tile,
-    dweights_key: str,
-    da: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    activation: str,
-    glu: str,
-    params: Sequence[float],
-) -> tuple[Tensor, Tensor]:
-    """`hexa::activate_backward` of a tile: (dh, a_scaled). dweights go to the output ``dweights_key``."""
-    dtype, wide = da.dtype, tile.tiling.wide
-    if dtype != wide or h.dtype != wide:
-        static = (activation, glu, params)
-        dh, a = activate_backward(tile, dweights_key, da.to(wide), h.to(wide), top_k_weights, *static)
+@on_tile("activate_backward")
+def activate_backward(tile: Tile, o: ActivateBackward, dweights_key: str) -> tuple[Tensor, Tensor]:
+    """(dh, a_scaled)."""
+    dtype, wide = o.da.dtype, tile.tiling.wide
+    if dtype != wide or o.h.dtype != wide:
+        dh, a = activate_backward(tile, o._replace(da=o.da.to(wide), h=o.h.to(wide)), dweights_key)
         return dh.to(dtype), a.to(dtype)
-    w = None if top_k_weights is None else tile.scale(top_k_weights)
-    dh, a, dots = weighted_backward(da, h, w, activation, glu, params)
-    if top_k_weights is None or dots is None:
-        tile.tiling.buffer(dweights_key, lambda: da.new_empty(0))
+    w = None if o.top_k_weights is None else tile.scale(o.top_k_weights)
+    dh, a, dots = weighted_backward(o.da, o.h, w, o.activation, o.glu, o.params)
+    if o.top_k_weights is None or dots is None:
+        tile.tiling.buffer(dweights_key, lambda: o.da.new_empty(0))
     else:
-        _record_dweights(tile, dweights_key, top_k_weights, dots)
+        _record_dweights(tile, dweights_key, o.top_k_weights, dots)
     return dh, a
 
 
@@ -155,22 +176,28 @@ def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor)
     return torch.empty_like(rows).scatter_(0, slots, rows).view(shape).to(dtype)
 
 
-def ess(tile: Tile, key: str, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
-    """`hexa::ess` of a tile, to the output ``key``."""
-    y = tile.tiling.accumulator(key, tile.tiling.experts, g.shape[1])
-    for e, rows in _by_expert(tile, g, gathered, scale):
+@on_tile("ess")
+def ess(tile: Tile, o: Ess, key: str) -> None:
+    """To the output ``key``."""
+    y = tile.tiling.accumulator(key, tile.tiling.experts, o.g.shape[1])
+    for e, rows in _by_expert(tile, tile.rows(o.g, o.v), o.scale):
         torch.sum(rows, 0, out=y[e])
 
 
-def ess_add(tile: Tile, into: Tensor, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
-    """`hexa::ess_add` of a tile."""
-    for e, rows in _by_expert(tile, g, gathered, scale):
+@on_tile("ess_add")
+def ess_add(tile: Tile, o: EssAdd) -> None:
+    """To a buffer."""
+    _add_sums(tile, o.into, tile.rows(o.g, o.v), o.scale)
+
+
+def _add_sums(tile: Tile, into: Tensor, g: Tensor, scale: Tensor | None) -> None:
+    for e, rows in _by_expert(tile, g, scale):
         into[e].add_(rows.sum(0))
 
 
-def _by_expert(tile: Tile, g: Tensor, gathered: bool, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+def _by_expert(tile: Tile, g: Tensor, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
     """The experts of the tile that have rows, each with its rows, scaled and in the accumulators' dtype."""
-    rows = _scaled(tile, tile.rows(g, gathered), scale)
+    rows = _scaled(tile, g, scale)
     for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
         yield e, part
 
@@ -179,11 +206,10 @@ def _scaled(tile: Tile, rows: Tensor, scale: Tensor | None) -> Tensor:
     return rows.to(tile.tiling.wide) if scale is None else rows * tile.scale(scale)
 
 
-def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
-    """`hexa::estmm` of a tile, to the output ``key``."""
-    x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
-    if layout == "nk":
-        x, g = g, x
+@on_tile("estmm")
+def estmm(tile: Tile, o: Estmm, key: str) -> None:
+    """To the output ``key``."""
+    x, g = _sides(tile, o)
     tiling, k, n = tile.tiling, x.shape[1], g.shape[1]
     everyone = bool(tile.groups) and (tile.groups[0][0], tile.groups[-1][0] + 1) == (0, tiling.experts)
     if _is_one_product(tile, x, g, everyone):
@@ -202,11 +228,16 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
         cpu.outer_groups(x, g, tile.groups, out)
 
 
-def estmm_add(tile: Tile, into: Tensor, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
-    """`hexa::estmm_add` of a tile."""
-    x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
-    if layout == "nk":
-        x, g = g, x
+def _sides(tile: Tile, o: Estmm) -> tuple[Tensor, Tensor]:
+    """Rows of the operand that gives the rows of dW, and of the other."""
+    x, g = tile.rows(o.x, o.x_index), tile.rows(o.g, o.g_index)
+    return (g, x) if o.layout == "nk" else (x, g)
+
+
+@on_tile("estmm_add")
+def estmm_add(tile: Tile, o: EstmmAdd) -> None:
+    """To a buffer."""
+    (x, g), into = _sides(tile, o), o.into
     if _is_one_product(tile, x, g, False):
         first, end, offs = tile.local_offs()
         into[first:end].add_(grouped_mm(x.t(), g, offs=offs))
@@ -240,49 +271,34 @@ def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
     return y
 
 
-def esfk(
-    tile: Tile,
-    dw_key: str,
-    db_key: str | None,
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    gathered: bool,
-    layout: str,
-) -> Tensor:
-    """`hexa::esfk` of a tile: dx (rows, K). dW and db go to the outputs of their keys."""
-    estmm(tile, dw_key, x, g, gathered, False, layout)
+@on_tile("esfk")
+def esfk(tile: Tile, o: Esfk, dw_key: str, db_key: str | None) -> Tensor:
+    """dx (rows, K). dW and db go to the outputs of their keys."""
+    estmm(tile, o.to(Estmm), dw_key)
     if db_key is not None:
-        ess(tile, db_key, g, False, None)
-    return _input_gradient(tile, g, weight, layout)
+        ess(tile, o.to(Ess), db_key)
+    return _input_gradient(tile, o)
 
 
-def esfk_add(
-    tile: Tile,
-    into: Tensor,
-    into_bias: Tensor | None,
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    gathered: bool,
-    layout: str,
-) -> Tensor:
-    """`hexa::esfk_add` of a tile: dx (rows, K)."""
-    estmm_add(tile, into, x, g, gathered, False, layout)
-    if into_bias is not None:
-        ess_add(tile, into_bias, g, False, None)
-    return _input_gradient(tile, g, weight, layout)
+@on_tile("esfk_add")
+def esfk_add(tile: Tile, o: EsfkAdd) -> Tensor:
+    """dx (rows, K)."""
+    estmm_add(tile, o.to(EstmmAdd))
+    if o.into_bias is not None:
+        _add_sums(tile, o.into_bias, o.g, None)
+    return _input_gradient(tile, o)
 
 
-def _input_gradient(tile: Tile, g: Tensor, weight: Tensor, layout: str) -> Tensor:
+def _input_gradient(tile: Tile, o: Esfk | EsfkAdd) -> Tensor:
     """dx (rows, K): g times the transposed weight."""
-    return _project(tile, g, as_kn(weight, flip(layout)), None)
+    return _project(tile, o.g, as_kn(o.weight, flip(o.layout)), None)
 
 
-def combine(tile: Tile, key: str, y: Tensor, top_k_weights: Tensor | None, by_slot: bool) -> None:
-    """`hexa::combine` of a tile: adds its rows to their tokens (or slots) in the output ``key``, in float32."""
+@on_tile("combine")
+def combine(tile: Tile, o: Combine, key: str) -> None:
+    """Adds its rows to their tokens in the output ``key``, in float32; to their slots if a ``top_k`` is given, which is 1."""
     tiling = tile.tiling
-    index, count = (tiling.slots, tiling.n) if by_slot else (tiling.token, tiling.tokens)
+    index, count = (tiling.token, tiling.tokens) if o.top_k is None else (tiling.slots, tiling.n)
     assert index is not None
-    out = tiling.accumulator(key, count, y.shape[1])
-    out.index_add_(0, tile.part(index), _scaled(tile, y, top_k_weights))
+    out = tiling.accumulator(key, count, o.y.shape[1])
+    out.index_add_(0, tile.part(index), _scaled(tile, o.y, o.top_k_weights))

@@ -153,9 +153,9 @@ class Tile:
         full[self.start : self.end].copy_(y)
         return full
 
-    def rows(self, x: Tensor, gathered: bool) -> Tensor:
-        """The row operand in compute dtype. Gathered rows are kept for the tile's next operator."""
-        if not gathered:
+    def rows(self, x: Tensor, index: object) -> Tensor:
+        """The row operand in compute dtype, gathered if there is an index. Such rows are kept for the tile's next operator."""
+        if index is None:
             return x
         found = self._rows.get(id(x))
         if found is None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.ops.program import FfnRequest
+from hexa_fx.ops.table_layers import OPERANDS
 from hexa_fx.passes.lowering.lower import buffer_name, lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import pipeline_for
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
+from hexa_fx.ops.table import ActivateBackward, Esmm, EsmmAct, EsmmActBackward
 from hexa_fx.passes.lowering.graph_pass import GraphPass
 
 hexa = torch.ops.hexa
@@ -43,10 +44,10 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
     projections = _projections(h, glu == "split")
     if not projections:
         return False
-    x, w1, b1, *rows = projections[0].args
-    w3, b3 = projections[1].args[1:3] if len(projections) == 2 else (None, None)
+    o, *up = (Esmm._make(projection.args) for projection in projections)
+    weights = {"w1": o.weight, "b1": o.bias, "w3": up[0].weight if up else None, "b3": up[0].bias if up else None}
     keep_h = any(user is not activate for user in h.users)
-    args = (x, w1, b1, w3, b3, *rows, activation, glu, params, keep_h)
+    args = tuple(o.to(EsmmAct, activation=activation, glu=glu, params=params, keep_h=keep_h, **weights))
     with gm.graph.inserting_before(h):
         fused = gm.graph.create_node("call_function", hexa.esmm_act.default, args, name="h_a")
     for node, position in ((activate, 1), (h, 0)):
@@ -58,14 +59,16 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
 
 
 def _fuse_backward(gm: GraphModule, gradient: Node) -> bool:
-    da, h, weights, v, offs, *static = gradient.args
+    o: Any = ActivateBackward._make(gradient.args)
+    da = o.da
     if not isinstance(da, Node) or da.target is not hexa.esmm.default or len(da.users) != 1:
         return False
-    dy, weight, bias, esmm_v, esmm_offs, top_k, layout = da.args
-    if bias is not None or esmm_v is None or (esmm_v, esmm_offs) != (v, offs):
+    product = Esmm._make(da.args)
+    if product.bias is not None or product.v is None or (product.v, product.offs) != (o.v, o.offs):
         return False
     gradient.target = hexa.esmm_act_backward.default
-    gradient.args = (dy, weight, h, weights, v, offs, top_k, layout, *static)
+    more = {"dy": product.x, "weight": product.weight, "top_k": product.top_k, "layout": product.layout}
+    gradient.args = tuple(o.to(EsmmActBackward, **more))
     gm.graph.erase_node(da)
     return True
 
@@ -79,5 +82,5 @@ def _projections(h: Node, split: bool) -> tuple[Node, ...]:
     gate, up = h.all_input_nodes
     if not all(n.target is hexa.esmm.default and len(n.users) == 1 for n in (gate, up)):
         return ()
-    same_rows = gate.args[0] is up.args[0] and gate.args[3:] == up.args[3:]
-    return (gate, up) if same_rows else ()
+    one, other = (Esmm._make(n.args)._replace(weight=None, bias=None) for n in (gate, up))
+    return (gate, up) if tuple(one) == tuple(other) else ()

@@ -18,8 +18,9 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.observers import notify
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.ops.program import FfnRequest
 from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS
 
 hexa = torch.ops.hexa
 PRODUCT = (hexa.estmm.default, hexa.estmm_add.default)
@@ -139,7 +140,7 @@ class _ForwardBuilder(_Builder):
     def build(self) -> GraphModule:
         n, spec = self.node, self.spec
         self.inputs("x", "top_k_index")
-        self.operands("top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
+        self.operands("top_k_weights", *PARAMETERS)
         experts = self.method("num_experts", "size", n["w1"], 0)
         self.method("top_k", "size", n["top_k_index"], 1)
         self.call_tuple(("v", "inv", "offs"), hexa.reindex.default, n["top_k_index"], experts)
@@ -157,7 +158,7 @@ class _BackwardBuilder(_Builder):
     def build(self) -> GraphModule:
         n, spec, grads = self.node, self.spec, self.request.grads
         self.inputs("dy", *backward_saved(self.request), "v", "inv", "offs")
-        self.operands("top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
+        self.operands("top_k_weights", *PARAMETERS)
         self.inputs("top_k", *(buffer_name(name) for name in OPERANDS if name in self.request.added))
         if spec.recompute_h:
             self.first_projection()

@@ -7,7 +7,6 @@ which become the graph ``body`` of one tile; and those that read a finished resu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +14,10 @@ import torch
 import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
-from hexa_fx.ops import tiles, tiling
+from hexa_fx.ops import library, tiles, tiling
+from hexa_fx.ops.table import Esmm, EsmmAct, Ess
 from hexa_fx.passes.lowering.graph_pass import GraphPass
+from hexa_fx.torch_private import OpOverload
 
 hexa = torch.ops.hexa
 
@@ -60,8 +61,8 @@ class _Tiler:
             if node.op == "output" or inputs & (late | set(self.keys)):
                 after.append(node)
                 late.add(node)
-            elif rule := _RULES.get(node.target):
-                rule(self, node)
+            elif name := _operator(node):
+                _emit(self, node, name)
                 moved += 1
             elif inputs & self.in_body.keys():
                 self._move(node)
@@ -94,9 +95,9 @@ class _Tiler:
             self.in_body[arg] = operand = self.body.call_function(tiles.part, (self.tile, operand))
         return operand
 
-    def emit(self, node: Node, kernel: Callable[..., Any], *args: Any) -> Node:
+    def emit(self, node: Node, operator: str, keys: list[str | None], *args: Any) -> Node:
         """The body's call of a tile kernel that stands for a node."""
-        return self.body.create_node("call_function", kernel, (self.tile, *args), name=node.name)
+        return self.body.create_node("call_function", tiles.KERNELS[operator], (self.tile, keys, *args), name=node.name)
 
     def _join(self, after: list[Node]) -> None:
         placeholders = [n for n in self.body.nodes if n.op == "placeholder"]
@@ -138,100 +139,57 @@ class _Tiler:
         return outer.create_node("call_function", operator.getitem, (both, 0), name="tiling")
 
 
+def _operator(node: Node) -> str:
+    """The name of a row operator that runs on tiles; empty for other nodes."""
+    target = node.target
+    name = target._opname if isinstance(target, OpOverload) and target.namespace == library.NAMESPACE else ""
+    return name if name in tiles.KERNELS else ""
+
+
 def _routing(graph: Graph) -> tuple[Node, Node, Node, Node] | None:
     """(v, offs, top_k, a tensor of the operands' dtype) of a graph: those of its first gathering operator."""
-    places = {
-        hexa.esmm.default: (3, 4, 5, 0),
-        hexa.esmm_act.default: (5, 6, 7, 0),
-        hexa.ess.default: (1, 2, 3, 0),
-        hexa.ess_add.default: (2, 3, 4, 1),
-    }
     for node in graph.nodes:
-        place = places.get(node.target)
-        if place is not None and isinstance(node.args[place[0]], Node):
-            return tuple(node.args[i] for i in place)  # type: ignore[return-value]
+        if name := _operator(node):
+            o = library.record_of(name)(*node.args)
+            if isinstance(o, Esmm | EsmmAct | Ess) and isinstance(o.v, Node):
+                return o.v, o.offs, o.top_k, o.g if isinstance(o, Ess) else o.x  # type: ignore[return-value]
     return None
 
 
-def _esmm(t: _Tiler, node: Node) -> None:
-    x, weight, bias, v, _, _, layout = node.args
-    t.in_body[node] = t.emit(node, tiles.esmm, t.value(x), t.value(weight), t.value(bias), v is not None, layout)
+def _emit(t: _Tiler, node: Node, name: str) -> None:
+    """Puts an operator's kernel on tiles in the body. Of its indices a tile only asks whether they are given."""
+    o: Any = library.record_of(name)(*node.args)
+    args = [_argument(t, field, value) for field, value in zip(o._fields, o)]
+    if name == "esmm_act":
+        a = t.emit(node, name, ["h" if o.keep_h else None], *args)
+        t.in_body[node] = (("key", "h"), ("rows", a))
+    elif name == "activate_backward":
+        both = t.emit(node, name, ["dweights"], *args)
+        dh, a_s = (t.body.call_function(operator.getitem, (both, i)) for i in range(2))
+        t.in_body[node] = (("rows", dh), ("rows", a_s), ("key", "dweights"))
+    elif name == "esfk":
+        dw, db = f"{node.name}_dw", f"{node.name}_db"
+        dx = t.emit(node, name, [dw, db if o.has_bias else None], *args)
+        t.in_body[node] = (("rows", dx), ("key", dw), ("key", db))
+    elif name in _OUTPUTS:
+        t.emit(node, name, [node.name], *args)
+        t.keys[node] = node.name
+    else:
+        rows = t.emit(node, name, [], *args)
+        if name not in _BUFFERS:
+            t.in_body[node] = rows
 
 
-def _esmm_act(t: _Tiler, node: Node) -> None:
-    *operands, v, _, _, layout, activation, glu, params, keep_h = node.args
-    key = "h" if keep_h else None
-    args = (key, *(t.value(o) for o in operands), v is not None, layout, activation, glu, params)
-    a = t.emit(node, tiles.esmm_act, *args)
-    t.in_body[node] = (("key", "h"), ("rows", a))
+def _argument(t: _Tiler, field: str, value: Any) -> Any:
+    if field == "top_k":
+        return None if value is t.routing[2] else value
+    if field in ("v", "x_index", "g_index", "inv", "offs"):
+        return value is not None or None
+    return t.value(value)
 
 
-def _activate(t: _Tiler, node: Node) -> None:
-    t.in_body[node] = t.emit(node, tiles.activate, *(t.value(a) for a in node.args))
-
-
-def _activate_backward(t: _Tiler, node: Node) -> None:
-    da, h, weights, _, _, activation, glu, params = node.args
-    key, rows = "dweights", (t.value(da), t.value(h), t.value(weights))
-    both = t.emit(node, tiles.activate_backward, key, *rows, activation, glu, params)
-    dh, a_s = (t.body.call_function(operator.getitem, (both, i)) for i in range(2))
-    t.in_body[node] = (("rows", dh), ("rows", a_s), ("key", key))
-
-
-def _ess(t: _Tiler, node: Node) -> None:
-    g, v, _, _, scale = node.args
-    t.emit(node, tiles.ess, node.name, t.value(g), v is not None, t.value(scale))
-    t.keys[node] = node.name
-
-
-def _estmm(t: _Tiler, node: Node) -> None:
-    x, g, x_index, g_index, _, _, layout = node.args
-    t.emit(node, tiles.estmm, node.name, t.value(x), t.value(g), x_index is not None, g_index is not None, layout)
-    t.keys[node] = node.name
-
-
-def _esfk(t: _Tiler, node: Node) -> None:
-    x, g, weight, v, _, _, layout, has_bias = node.args
-    dw, db = f"{node.name}_dw", f"{node.name}_db"
-    keys = (dw, db if has_bias else None)
-    dx = t.emit(node, tiles.esfk, *keys, t.value(x), t.value(g), t.value(weight), v is not None, layout)
-    t.in_body[node] = (("rows", dx), ("key", dw), ("key", db))
-
-
-def _ess_add(t: _Tiler, node: Node) -> None:
-    into, g, v, _, _, scale = node.args
-    t.emit(node, tiles.ess_add, t.value(into), t.value(g), v is not None, t.value(scale))
-
-
-def _estmm_add(t: _Tiler, node: Node) -> None:
-    into, x, g, x_index, g_index, _, _, layout = node.args
-    gathered = (x_index is not None, g_index is not None)
-    t.emit(node, tiles.estmm_add, t.value(into), t.value(x), t.value(g), *gathered, layout)
-
-
-def _esfk_add(t: _Tiler, node: Node) -> None:
-    *operands, v, _, _, layout = node.args
-    t.in_body[node] = t.emit(node, tiles.esfk_add, *(t.value(o) for o in operands), v is not None, layout)
-
-
-def _combine(t: _Tiler, node: Node) -> None:
-    y, weights, _, _, top_k = node.args
-    t.emit(node, tiles.combine, node.name, t.value(y), t.value(weights), top_k is not t.routing[2])
-    t.keys[node] = node.name
-
-
-_RULES: dict[Any, Callable[[_Tiler, Node], None]] = {
-    hexa.esmm.default: _esmm,
-    hexa.esmm_act.default: _esmm_act,
-    hexa.activate.default: _activate,
-    hexa.activate_backward.default: _activate_backward,
-    hexa.ess.default: _ess,
-    hexa.estmm.default: _estmm,
-    hexa.esfk.default: _esfk,
-    hexa.ess_add.default: _ess_add,
-    hexa.estmm_add.default: _estmm_add,
-    hexa.esfk_add.default: _esfk_add,
-    hexa.combine.default: _combine,
-}
-_OVER_ROWS = (tiles.estmm, tiles.esfk, tiles.ess, tiles.estmm_add, tiles.esfk_add, tiles.ess_add)
+_OUTPUTS = ("ess", "estmm", "combine")
+"""Operators whose result is an output of the tiling."""
+_BUFFERS = ("ess_add", "estmm_add")
+_OVER_ROWS = {tiles.KERNELS[name] for name in ("ess", "estmm", "esfk", *_BUFFERS, "esfk_add")}
 """What sums over an expert's rows, all of them at a time."""

@@ -64,7 +64,7 @@ def test_parts_of_all_blocks_are_added_up(
                 RANK * experts if last else 1 if layout == "nk" else RANK
             )
             pointers = (0, offs.data_ptr(), 0, 0, 0, 0, first, own.data_ptr(), 0, 0)
-            packed = get_family(FAMILY).args.pack(
+            packed = get_family(FAMILY).args.layout.pack(
                 *pointers, 0, 0, experts, COLUMNS, RANK, end - begin, blocks, 0, 0, SCALE
             )
             side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if last else (PART_NUMBERS, experts)

@@ -13,7 +13,7 @@ from hexa_fx.cuda import packed, packed_layer
 from hexa_fx.cuda.packed import PackedProduct, unsupported
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
-from hexa_fx.ops.operands import Esmm, EsmmAct
+from hexa_fx.ops.table import Esmm, EsmmAct
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.cuda.cards import HOPPER
 from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error

@@ -10,7 +10,8 @@ import torch
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.errors import InputError
 from hexa_fx.ops import scaled_transpose
-from hexa_fx.ops.scaled_transpose import scaled_transpose_any
+from hexa_fx.ops.low_rank import scaled_transpose_any
+from hexa_fx.ops.table import ScaledTranspose
 from tests.codegen.emulated import emulated  # noqa: F401
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -25,7 +26,10 @@ def test_bits_are_those_of_the_reference(emulated, dtype, out):  # noqa: F811
         x = torch.randn(shape).to(dtype)
         x.view(-1)[:1] = torch.nan
         for scale in (1.0, 0.3):
-            found, expected = cuda_rows.scaled_transpose(x, out, scale), scaled_transpose_any(x, out, scale)
+            found, expected = (
+                cuda_rows.scaled_transpose(x, out, scale),
+                scaled_transpose_any(ScaledTranspose(x, out, scale)),
+            )
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -98,7 +98,7 @@ def test_an_unknown_family_is_refused_with_the_names_of_all() -> None:
 
 @given(
     op=st.sampled_from(["esmm", "estmm", "esfk"]),
-    arch=st.sampled_from([80, 86, 89, 90, 100, 120]),
+    arch=st.sampled_from([80, 86, 89, 90]),
     dtype=st.sampled_from([DataType.bf16, DataType.f16, DataType.f32, DataType.f64]),
     exact=st.booleans(),
     rows=st.integers(0, 10**6),

@@ -12,7 +12,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed_rows as cuda_packed_rows
 from hexa_fx.cuda import unpack as cuda_unpack
 from hexa_fx.formats import FORMATS, MXFP4
-from hexa_fx.ops.operands import Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.formats.test_formats import SHAPES, random_codes
 
@@ -74,25 +74,23 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
 
 def dense_segment(o, into):
     """`fused_segment` by the dense operators: only rows of its experts are written, and at the end those of none."""
-    base, *added = o
-    name = {Esmm: "esmm", EsmmAct: "esmm_act", EsmmActBackward: "esmm_act_backward"}[type(base)]
-    start, end = int(base.offs[0]), int(base.offs[-1])
+    kinds = {Esmm: "esmm", EsmmAct: "esmm_act", EsmmActBackward: "esmm_act_backward"}
+    name = next(name for kind, name in kinds.items() if isinstance(o, kind))
+    start, end = int(o.offs[0]), int(o.offs[-1])
     weight = "w1" if name == "esmm_act" else "weight"
 
     def after_one(t):  # the rows before are another expert's
         return None if t is None else torch.cat((torch.zeros_like(t[:1]), t))
 
-    more = {weight: after_one(getattr(base, weight)), "offs": after_one(base.offs)}
-    bias = {"esmm": "bias", "esmm_act": "b1"}.get(name)
-    base = base._replace(**more, **({bias: after_one(getattr(base, bias))} if bias else {}))
-    second = () if o.u is None else (o.u, *map(after_one, added[1:]))
-    found = getattr(torch.ops.hexa, f"{name}_low_rank" if second else name)(*base, *second)
+    changed = (weight, "offs", "bias", "b1", "c", "c3")
+    o = o._replace(**{each: after_one(getattr(o, each)) for each in changed if each in o._fields})
+    found = getattr(torch.ops.hexa, f"{name}_low_rank" if "u" in o._fields else name)(*o)
     results = (found,) if name == "esmm" else found
     for target, rows in zip((into.out, into.act), results):
         if target is not None and target.numel():
             target[start : len(rows) if into.last else end] = rows[start : len(rows) if into.last else end]
     if into.dots is not None:
-        slots = base.v[start:end].long()
+        slots = o.v[start:end].long()
         into.dots[0, slots] = results[2].float().view(-1)[slots]
 
 

@@ -25,8 +25,8 @@ from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.jit import BuiltKernel, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
-from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
+from hexa_fx.ops.table_layers import MoeFfn
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -78,7 +78,7 @@ class Card:
     def launch(self, config: bytes, function: Any, parameters: Any, extra: None) -> None:
         if self.during:
             self.during.pop()()
-        layout = get_family(self.spec.family).args
+        layout = get_family(self.spec.family).args.layout
         starts = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         hopper = self.spec.family.endswith("_gemm_sm90")
         maps = ctypes.string_at(starts[0], 9 * MAP) if hopper else b""
@@ -152,7 +152,7 @@ class Cards:
 
     def _forward(self, training: bool, args: Sequence[Any]) -> Any:
         self.general += 1
-        check(*args)
+        MoeFfn._make(args).check("moe_ffn")
         static = (*args[9:11], tuple(args[11]), *args[12:])
         program = programs(static, (True, *(t is not None for t in args[2:9])), (False,) * 8, training, "cuda")
         with torch._C._AutoDispatchBelowAutograd():

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hexa_fx.codegen import get_family
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
-from hexa_fx.cuda import arguments_sm90, fp8, fp8_rows, register
 from hexa_fx.cuda import fallback as cuda_fallback
+from hexa_fx.cuda import fp8, fp8_rows, register
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
-from hexa_fx.ops.fp8_arguments import MoeFfnFp8
+from hexa_fx.ops.table_layers import MoeFfnFp8
 from tests.cuda.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
-POINTERS = arguments_sm90.POINTERS
-NUMBERS = [n for name in arguments_sm90.NUMBERS for n in (("multiplier", "shift") if name == "division" else (name,))]
-NAMES = [*POINTERS, *NUMBERS, "alpha", "limit", *fp8._SCALES, "p_scale_ld", "q_scale_ld"]
+FIELDS = get_family(FAMILY).args.fields
+NAMES = [name for field in FIELDS for name in ((field.name,) if field.times == 1 else ("alpha", "limit"))]
 
 
 def values(launch: Launch) -> dict[str, float]:

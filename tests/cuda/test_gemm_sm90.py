@@ -15,7 +15,6 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -26,8 +25,16 @@ from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.table import (
+    Esfk,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmActLowRank,
+    EsmmLowRank,
+    Estmm,
+)
 from tests.cuda.cards import HOPPER
 
 T, K, E, D, N = 400, 2, 5, 48, 72
@@ -66,10 +73,8 @@ class Recorder:
             if number:
                 self.drawn[address] = self.encoded[number - 1]
         self.maps = [any(maps[i : i + 128]) for i in range(0, 640, 128)]
-        names = [*arguments_sm90.POINTERS, *arguments_sm90.NUMBERS, "alpha", "limit"]
-        at = names.index("division")
-        names[at : at + 1] = ["multiplier", "shift"]
-        self.values = dict(zip(names, ARGS.unpack(packed), strict=True))
+        names = [name for field in ARGS.fields for name in ((field.name,) if field.times == 1 else ("alpha", "limit"))]
+        self.values = dict(zip(names, ARGS.layout.unpack(packed), strict=True))
 
 
 @pytest.fixture
@@ -137,7 +142,7 @@ def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Record
         u = randn(n, rank)
         into = Segment(h, 320, last, a)
         if rank:
-            sm90.esmm_act(EsmmActLowRank(act, u, randn(2, 2 * N, rank), None), into=into)
+            sm90.esmm_act(EsmmActLowRank(*act, u, randn(2, 2 * N, rank), None), into=into)
         else:
             sm90.esmm_act(act, into=into)
         names = ("out", "act", "offs", "n", "experts")
@@ -145,7 +150,7 @@ def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Record
         assert tuple(recorder.values[name] for name in names) == (*written, n if last else 0, 2)
         into = Segment(dh, 320, last, a, dots)
         if rank:
-            sm90.esmm_act_backward(EsmmActBackwardLowRank(back, u, randn(2, rank, N)), into=into)
+            sm90.esmm_act_backward(EsmmActBackwardLowRank(*back, u, randn(2, rank, N)), into=into)
         else:
             sm90.esmm_act_backward(back, into=into)
         names = ("out", "act", "offs", "row_dot", "n", "bias_ld")
@@ -164,18 +169,18 @@ def test_a_second_product_is_read_through_maps_that_row_products_have_no_other_u
     columns, split = 2 * N if glu == "concat" else N, glu == "split"
     w, w3, c, c3 = (randn(E, columns, k) if given else None for k in (D, RANK) for given in (True, split))
     act = EsmmAct(randn(T, D), w, None, w3, None, v, offs, K, "nk", "silu", glu, (), True)
-    h, _ = sm90.esmm_act(EsmmActLowRank(act, u := randn(T * K, RANK), c, c3), tile)
+    h, _ = sm90.esmm_act(EsmmActLowRank(*act, u := randn(T * K, RANK), c, c3), tile)
     assert recorder.maps == [False, True, split, True, True]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (1, RANK)
     sm90.esmm_act(act, tile)
     assert recorder.maps == [False, True, split, False, False]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (0, 0)
     back = EsmmActBackward(randn(T, D), randn(E, D, N), h, None, v, offs, K, "kn", "silu", "concat", ())
-    sm90.esmm_act_backward(EsmmActBackwardLowRank(back, u, randn(E, RANK, N)))
+    sm90.esmm_act_backward(EsmmActBackwardLowRank(*back, u, randn(E, RANK, N)))
     assert recorder.maps == [False, True, False, True, True]
     assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (1, RANK)
     down = Esmm(h, randn(E, D, 2 * N), None, None, offs, 1, "nk")
-    sm90.esmm(EsmmLowRank(down, u, randn(E, D, RANK)), tile)
+    sm90.esmm(EsmmLowRank(*down, u, randn(E, D, RANK)), tile)
     assert recorder.maps == [True, True, False, True, True]
 
 
@@ -186,7 +191,7 @@ def test_esmm_act_and_its_backward(recorder: Recorder, glu: str) -> None:
     w3 = randn(E, N, D) if glu == "split" else None
     activation, params = ("gelu", ()) if glu == "none" else ("swiglu_oai", (1.5, 6.0))
     h, a = sm90.esmm_act(
-        EsmmAct(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params)
+        EsmmAct(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params, True)
     )
     assert (h.shape[1], a.shape[1]) == (N if glu == "none" else 2 * N, N)
     assert recorder.maps == [False, True, glu == "split", False, False]
@@ -295,7 +300,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
-        sm90.esmm_act(EsmmAct(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat"))
+        sm90.esmm_act(EsmmAct(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat", (), True))
         assert bool(recorder.spec.option("swapped", False)) == swapped
 
 

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.codegen import KernelSpec, family_names, get_family, render
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import kernel_set as cuda_kernel_set
-from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import FfnLayer, kernel_set, layer_of
+from hexa_fx.cuda.choosing import Card, typical_card
+from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, layer_of
+from hexa_fx.errors import KernelError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.fixed_order import fixed_order
+from tests.cuda.cards import Cards, arguments
 
 SWIGLU = FfnSpec("silu", "concat")
 REAL = {
@@ -82,3 +85,29 @@ def test_what_training_does_not_want_is_not_in_the_set() -> None:
     assert not {"estmm", "esfk"} & {spec.op for spec in frozen}
     added = kernel_set(replace(REAL["Mixtral"], added=frozenset({"w1", "w2"})), typical_card(90))
     assert {spec.op for spec in added if spec.accumulate} == {"estmm", "esfk"}
+
+
+BLACKWELL = (Card("B200", 100, 148, 100), Card("NVIDIA GeForce RTX 5090", 120, 170, 120))
+
+
+@pytest.mark.parametrize("card", BLACKWELL, ids=lambda card: card.name)
+@pytest.mark.parametrize("name", REAL)
+def test_no_kernel_is_planned_for_a_card_that_none_has_run_on(name: str, card: Card) -> None:
+    with pytest.raises(KernelError, match=f"sm_{card.arch}: no kernel has run on"):
+        kernel_set(REAL[name], card)
+    assert not fp8_kernel_set(REAL[name], card)
+    for family in family_names():
+        assert get_family(family).why_not_on(card.arch)
+
+
+@pytest.mark.parametrize("card", BLACKWELL, ids=lambda card: card.name)
+def test_there_torchs_operators_run_and_it_is_said_once(
+    cards: Cards, card: Card, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card)
+    args = arguments(dtype=torch.float32, gates=torch.float32)
+    for _ in range(3):
+        torch.testing.assert_close(cards.run(args), torch.ops.hexa.moe_ffn.default(*args), rtol=1e-4, atol=1e-4)
+    assert not cards.launches
+    (said,) = (r.message for r in caplog.records if r.levelname == "WARNING" and "falls back" in r.message)
+    assert f"sm_{card.arch}" in said

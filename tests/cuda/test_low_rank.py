@@ -9,7 +9,7 @@ from hexa_fx.codegen import render
 from hexa_fx.codegen.family_low_rank import BOTH, steps_of
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm
-from hexa_fx.cuda.low_rank import low_rank_gradients
+from hexa_fx.cuda.gemm import low_rank_gradients
 from hexa_fx.ops.fixed_order import fixed_order
 from tests.cuda.cards import HOPPER
 

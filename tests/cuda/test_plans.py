@@ -58,7 +58,7 @@ class Handle:
         return grid
 
     def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
-        layout: struct.Struct = get_family(self.spec.family).args
+        layout: struct.Struct = get_family(self.spec.family).args.layout
         (at,) = parameters
         self.recorder.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
 
@@ -70,6 +70,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setattr(cuda_plan, "_empty_strided", None)
     monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(cuda_fallback, "fallbacks", {})
+    monkeypatch.setattr(cuda_fallback, "_permanent", set())
     cuda_choosing.forget_choices()
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
@@ -272,7 +273,7 @@ def test_row_operators(recorder: Recorder) -> None:
     h = torch.randn(T * K, 2 * N, dtype=torch.bfloat16)
     assert cuda_rows.combine(h, weights, v, offs, K).shape == (T, 2 * N)
     assert cuda_rows.ess(h[:T], v, offs, K, weights).shape == (E, 2 * N)
-    a = cuda_rows.activate(h, "silu", "concat")
+    a = cuda_rows.activate(h, "silu", "concat", ())
     dh, scaled, dweights = cuda_rows.activate_backward(a, h, weights, v, offs, "swiglu_oai", "interleaved", ())
     assert (dh.shape, scaled.shape, dweights.shape) == (h.shape, a.shape, weights.shape)
     assert recorder[-1].values[-2:] == pytest.approx((1.702, 7.0))
@@ -282,7 +283,7 @@ def test_row_operators(recorder: Recorder) -> None:
 def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Recorder) -> None:
     v, offs = routing()
     w, x = torch.randn(E, N, D), torch.randn(T, D)
-    cuda_gemm.esmm_act(x, w, torch.ones(E, N), w, None, v, offs, K, "nk", "silu", "split")
+    cuda_gemm.esmm_act(x, w, torch.ones(E, N), w, None, v, offs, K, "nk", "silu", "split", ())
     (launch,) = recorder.launches
     assert launch.spec.bias
     assert 0 not in launch.values[3:5]
@@ -326,7 +327,7 @@ def test_hopper_takes_what_it_can() -> None:
     with cuda_choosing.collect() as specs:
         cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
         cuda_gemm.esmm(x, w.mT.contiguous().mT, None, v, offs, K, "nk")
-        cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split")
+        cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split", ())
         cuda_gemm.estmm(x, torch.randn(800, N, dtype=x.dtype), v, None, offs, K, "nk")
         cuda_gemm.esfk(x, torch.randn(800, N, dtype=x.dtype), w, v, offs, K, "nk", False)
     assert [spec.op for spec in specs] == ["esmm", "esmm", "esmm_act", "estmm", "esfk"]
@@ -345,9 +346,9 @@ def test_what_hopper_leaves_goes_to_the_other_family(case: str) -> None:
         x = torch.randn(400, D + 1, dtype=x.dtype)[:, :D]
     with cuda_choosing.collect() as specs:
         if case == "tanh":
-            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
+            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none", ())
         elif case == "few rows":  # and no swapped tile
-            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "silu", "interleaved")
+            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "silu", "interleaved", ())
         elif case == "both gathered":
             cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
         else:
@@ -363,7 +364,7 @@ def test_kernels_are_collected_without_launching_and_built_together(
     x, w, v, offs = operands(torch.float32)
 
     def step() -> None:
-        h, a = cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "relu", "none")
+        h, a = cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "relu", "none", ())
         cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
         cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
         cuda_rows.combine(h, None, v, offs, K)

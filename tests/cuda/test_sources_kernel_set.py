@@ -17,7 +17,7 @@ from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.quantized_weight import QuantizedWeight
-from hexa_fx.ops.sources_arguments import MoeFfnSources
+from hexa_fx.ops.table_layers import MoeFfnSources
 from tests.api.test_quantize import D, Model
 
 MOST = 300

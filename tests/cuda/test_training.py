@@ -73,7 +73,7 @@ def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple
 
     found: list[Any] = []
     for launch in cards.launches:
-        fields = re.findall(r"(\d*)([a-zA-Z])", get_family(launch.spec.family).args.format)
+        fields = re.findall(r"(\d*)([a-zA-Z])", get_family(launch.spec.family).args.layout.format)
         kinds = "".join(kind * int(count or 1) for count, kind in fields)
         values = [name(v) if kind == "P" else v for v, kind in zip(launch.values, kinds, strict=True)]
         maps = [(name(int.from_bytes(m[:8], "little")), m[8:]) for m in launch.maps if any(m)]

@@ -9,10 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from hexa_fx.cli import app
+from hexa_fx.cli.model_layers import MODELS
+from hexa_fx.cli.tune_layers import Sizes, run_layer, sizes_of
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.cuda import choosing, tune
-from hexa_fx.cuda.model_layers import MODELS
-from hexa_fx.cuda.tune_layers import Sizes, run_layer, sizes_of
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn_autograd

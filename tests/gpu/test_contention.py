@@ -18,15 +18,14 @@ def launches(columns: int, rank: int) -> None:
     """Launches of a product with gathered rows, of few steps, all with the same result."""
     from hexa_fx.codegen.tiles_sm90 import COOPERATIVE
     from hexa_fx.cuda import gemm_sm90 as sm90
-    from hexa_fx.ops.low_rank import EsmmLowRank
-    from hexa_fx.ops.operands import Esmm
+    from hexa_fx.ops.table import Esmm, EsmmLowRank
     from tests.gpu.cases import make_routing, randn
 
     r = make_routing("random", 301, 3, 7)
     x, w = randn(301, columns, dtype=torch.bfloat16), randn(7, 328, columns, dtype=torch.bfloat16)
     u, c = randn(r.n, rank, dtype=torch.bfloat16), randn(7, 328, rank, dtype=torch.bfloat16)
     plain = Esmm(x, w, None, r.v, r.offs, 3, "nk")
-    given = EsmmLowRank.of(*plain, u, c) if rank else plain
+    given = EsmmLowRank(*plain, u, c) if rank else plain
     first, end = sm90.esmm(given, COOPERATIVE), time.monotonic() + SECONDS
     while time.monotonic() < end:
         results = [sm90.esmm(given, COOPERATIVE) for _ in range(50)]

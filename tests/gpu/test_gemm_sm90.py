@@ -11,8 +11,16 @@ from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, W
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.table import (
+    Esfk,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmActLowRank,
+    EsmmLowRank,
+    Estmm,
+)
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -96,9 +104,9 @@ def test_esmm_with_a_second_product(tile: str, layout: str, dtype: torch.dtype, 
         x, rows = randn(tokens, k, dtype=dtype), randn(r.n, k, dtype=dtype)
         u, c = second_product(r.n, n, rank, layout, dtype)
         more = reference_esmm(u, c, None, None, r, layout)
-        y = sm90.esmm(EsmmLowRank.of(x, w, bias, r.v, r.offs, TOP_K, layout, u, c), for_gather(choice))
+        y = sm90.esmm(EsmmLowRank(x, w, bias, r.v, r.offs, TOP_K, layout, u, c), for_gather(choice))
         assert_close(y, reference_esmm(x, w, bias, r.v, r, layout) + more, dtype)
-        y = sm90.esmm(EsmmLowRank.of(rows, w, None, None, r.offs, 1, layout, u, c), choice)
+        y = sm90.esmm(EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), choice)
         assert_close(y, reference_esmm(rows, w, None, None, r, layout) + more, dtype)
 
 
@@ -122,7 +130,7 @@ def test_esmm_act_with_a_second_product(tile: str, activation: str, glu: str, ra
             up = reference_esmm(x, w3, None, r.v, r, "nk") + reference_esmm(u, c3, None, None, r, "nk")
             want = torch.cat((want, up), 1)
         static = (r.v, r.offs, TOP_K, "nk", activation, glu, params, True)
-        h, a = sm90.esmm_act(EsmmActLowRank.of(x, w, None, w3, None, *static, u, c, c3), choice)
+        h, a = sm90.esmm_act(EsmmActLowRank(x, w, None, w3, None, *static, u, c, c3), choice)
         assert_close(h, want, BF16)
         activated = activation_forward(want, activation, glu, params)
         activated[r.routed :] = 0
@@ -165,7 +173,7 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str, rank: int) -> N
         da = reference_esmm(dy, w2, None, r.v, r, "kn")
         if rank:
             u, c = second_product(r.n, i, rank, "kn", dtype)
-            dh, a, dots = sm90.esmm_act_backward(EsmmActBackwardLowRank.of(*given, u, c), BACKWARD_TILES[tile])
+            dh, a, dots = sm90.esmm_act_backward(EsmmActBackwardLowRank(*given, u, c), BACKWARD_TILES[tile])
             da += reference_esmm(u, c, None, None, r, "kn")
         else:
             dh, a, dots = sm90.esmm_act_backward(given, BACKWARD_TILES[tile])

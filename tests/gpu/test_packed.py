@@ -14,7 +14,7 @@ from hexa_fx.cuda import packed
 from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
-from hexa_fx.ops.operands import Esmm, EsmmAct
+from hexa_fx.ops.table import Esmm, EsmmAct
 from tests.gpu import cases
 from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, row_error
 

@@ -21,9 +21,17 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ops import activations, library, low_rank_gradients
-from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
-from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
-from hexa_fx.ops.scaled_transpose import scaled_transpose_any
+from hexa_fx.ops.low_rank import scaled_transpose_any
+from hexa_fx.ops.table import (
+    Esfk,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    EsmmActBackwardLowRank,
+    EsmmLowRank,
+    Estmm,
+    ScaledTranspose,
+)
 from tests.gpu import test_decode as few_tokens
 from tests.gpu import test_packed as packed_weights
 from tests.gpu.cases import (
@@ -115,7 +123,7 @@ def test_ess(width: int) -> None:
 @pytest.mark.parametrize(("dtype", "out"), [(F32, BF16), (BF16, F32)], ids=["factor", "gradient"])
 def test_scaled_transpose(dtype: torch.dtype, out: torch.dtype) -> None:
     x = randn(130, 67, dtype=dtype)
-    assert torch.equal(torch.ops.hexa.scaled_transpose(x, out, 0.3), scaled_transpose_any(x, out, 0.3))
+    assert torch.equal(torch.ops.hexa.scaled_transpose(x, out, 0.3), scaled_transpose_any(ScaledTranspose(x, out, 0.3)))
 
 
 @pytest.mark.parametrize(("glu", "width"), [("concat", 264), ("interleaved", 37), ("none", 600)])
@@ -380,9 +388,9 @@ def test_second_products_of_sm90(tile: str, layout: str, rank: int) -> None:
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
     second = reference_esmm(u, c, None, None, r, layout)
     for_gather = replace(choice, cluster=1) if choice.swapped else choice
-    y = sm90.esmm(EsmmLowRank.of(x, w, None, r.v, r.offs, TOP_K, layout, u, c), for_gather)
+    y = sm90.esmm(EsmmLowRank(x, w, None, r.v, r.offs, TOP_K, layout, u, c), for_gather)
     assert_close(y, reference_esmm(x, w, None, r.v, r, layout) + second, BF16)
-    y = sm90.esmm(EsmmLowRank.of(rows, w, None, None, r.offs, 1, layout, u, c), choice)
+    y = sm90.esmm(EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), choice)
     assert_close(y, reference_esmm(rows, w, None, None, r, layout) + second, BF16)
 
 
@@ -392,7 +400,7 @@ def test_second_products_before_an_activation_s_gradient(tile: str) -> None:
     r, w, c = routing(), weight(N, D, "kn", BF16), weight(N, 16, "kn", BF16)
     dy, h, u = randn(TOKENS, D, dtype=BF16), randn(r.n, 2 * N, dtype=BF16), randn(r.n, 16, dtype=BF16)
     given = EsmmActBackward(dy, w, h, None, r.v, r.offs, TOP_K, "kn", "silu", "concat", ())
-    dh, _, _ = sm90.esmm_act_backward(EsmmActBackwardLowRank.of(*given, u, c), GRADIENT_TILES[tile])
+    dh, _, _ = sm90.esmm_act_backward(EsmmActBackwardLowRank(*given, u, c), GRADIENT_TILES[tile])
     da = reference_esmm(dy, w, None, r.v, r, "kn") + reference_esmm(u, c, None, None, r, "kn")
     assert_close(dh, activations.activation_backward(da, h.double(), "silu", "concat", ()), BF16, 2)
 

@@ -17,10 +17,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hexa_fx.cli import app
+from hexa_fx.cli import app, model_layers
+from hexa_fx.cli.model_layers import MODELS, pack_kernels
 from hexa_fx.codegen import render
-from hexa_fx.cuda import model_layers
-from hexa_fx.cuda.model_layers import MODELS, pack_kernels
 from hexa_fx.jit import JitSettings, ToolchainError, build, builder, packs, prebuild
 from hexa_fx.jit.wheel import write_wheel
 from tests.jit.conftest import FakeCompiler

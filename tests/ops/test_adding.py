@@ -135,9 +135,10 @@ def test_autograd_knows_that_the_buffer_changed():
 def test_what_does_not_fit_is_named():
     v, _, offs = routing()
     x, g = torch.randn(T, D).bfloat16(), torch.randn(T * K, N).bfloat16()
-    for into in (torch.zeros(E, D, N), torch.zeros(E, N, D, dtype=BF16)):
-        with pytest.raises(InputError, match=r"estmm_add: into is .*expected torch.float32 \(5, 8, 12\)"):
-            ops.estmm_add(into, x, g, v, None, offs, K, "nk")
+    with pytest.raises(InputError, match=r"estmm_add: into is .*expected torch.float32 \(E, N, K\)"):
+        ops.estmm_add(torch.zeros(E, N, D, dtype=BF16), x, g, v, None, offs, K, "nk")
+    with pytest.raises(InputError, match=r"estmm_add: x is .*expected \(n, 8\) beside into torch.float32 \(5, 12, 8\)"):
+        ops.estmm_add(torch.zeros(E, D, N), x, g, v, None, offs, K, "nk")
     with pytest.raises(InputError, match="has no gradient"):
         ops.estmm_add(torch.zeros(E, N, D), x.requires_grad_(), g, v, None, offs, K, "nk")
 

@@ -1,0 +1,406 @@
+"""The table of operators on whole layers: `hexa::moe_ffn` and its variants, for training and inference, and their backwards.
+
+T tokens, k slots a token, n = T k, E experts, D and I as in a layer; N is I, or 2I for glu ``concat`` and ``interleaved``.
+Weights lie as ``layout1`` (w1 and w3) and ``layout2`` (w2) say. What ends in ``_fixed`` gives a token the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+from hexa_fx.formats.fp8_scaling import ELEMENT, padded
+from hexa_fx.ir import FfnSpec, Layout
+from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.forms import FLOATING, INTEGER, Form, floating, numbers
+from hexa_fx.ops.library import operator
+from hexa_fx.ops.projection import DENSE, Projection, experts_last
+from hexa_fx.ops.records import Operands
+from hexa_fx.ops.rows import columns_of, flip
+from hexa_fx.ops.table import Activated, Bias, check_packed, gate_and_up_faults, routing_of, shaped_as, width_of
+from hexa_fx.ops.table_fp8 import is_whole, rows_and_scales, scale_faults
+
+
+class _Tokens(Operands):
+    x: Annotated[Tensor, floating("T D")]
+    top_k_index: Annotated[Tensor, Form("T k", INTEGER, "integer ")]
+
+
+class Weights(Operands):
+    top_k_weights: Annotated[Tensor | None, numbers("T k")]
+    w1: Annotated[Tensor, floating("E N D", layout="layout1")]
+    b1: Bias
+    w3: Annotated[Tensor | None, floating("E N D", layout="layout1")]
+    b3: Bias
+    w2: Annotated[Tensor, floating("E O .inner", layout="layout2")]
+    b2: Annotated[Tensor | None, floating("E O")]
+
+
+class _Static(Activated):
+    layout1: Layout
+    layout2: Layout
+    recompute_h: bool
+
+
+class _Weighed(Protocol):
+    """A record with a layer's weights."""
+
+    @property
+    def w1(self) -> Tensor: ...
+    @property
+    def w2(self) -> Tensor: ...
+    @property
+    def glu(self) -> str: ...
+    @property
+    def layout1(self) -> str: ...
+    @property
+    def layout2(self) -> str: ...
+
+
+class Layer(Operands):
+    """What follows from a layer's weights."""
+
+    @property
+    def experts(self: _Weighed) -> int:
+        """E."""
+        return self.w1.shape[0]
+
+    @property
+    def width(self: _Weighed) -> int:
+        """Columns of h."""
+        return width_of(self.w1, self.layout1, self.glu)
+
+    @property
+    def inner(self: _Weighed) -> int:
+        """I."""
+        return inner_width(columns_of(self.w1, self.layout1), self.glu)
+
+    @property
+    def input_size(self: _Weighed) -> int:
+        """Columns of x."""
+        return columns_of(self.w1, flip(self.layout1))
+
+    @property
+    def output_size(self: _Weighed) -> int:
+        """Columns of y."""
+        return columns_of(self.w2, self.layout2)
+
+
+class Forward(Operands):
+    """What follows from the routing, too."""
+
+    @property
+    def top_k(self: Any) -> int:
+        """k."""
+        return self.top_k_index.shape[1]  # type: ignore[no-any-return]
+
+    @property
+    def rows(self: Any) -> int:
+        """n."""
+        return self.top_k_index.shape[0] * self.top_k_index.shape[1]  # type: ignore[no-any-return]
+
+    def hidden(self: Any) -> Tensor:
+        """The pre-activation that is kept, empty."""
+        return self.x.new_empty((0 if self.recompute_h else self.rows, self.width))  # type: ignore[no-any-return]
+
+    def faults(self: Any) -> str:
+        none = "top_k_index names no expert a token; expected at least one" if self.top_k < 1 else ""
+        return none or super().faults() or gate_and_up_faults(self, self.layout1)
+
+
+def static_of(spec: FfnSpec) -> tuple[Any, ...]:
+    """The operators' arguments behind their operands; raises `InputError` if that is no `FfnSpec`."""
+    if not isinstance(spec, FfnSpec):
+        raise InputError(f"spec is a {type(spec).__name__}; expected FfnSpec(activation, glu, ...)")
+    return tuple(getattr(spec, name) for name in _Static._fields)
+
+
+@operator("moe_ffn", autocast=True, or_float32=True)
+@operator("moe_ffn_fixed", autocast=True)
+class MoeFfn(Forward, _Static, Weights, _Tokens, Layer):
+    """See `hexa_fx.ops.moe_ffn.moe_ffn`."""
+
+    def results(self) -> Any:
+        return self.x.new_empty((self.x.shape[0], self.output_size))
+
+
+@operator("moe_ffn_forward")
+@operator("moe_ffn_fixed_forward")
+class MoeFfnForward(MoeFfn):
+    """`MoeFfn`, whose results are y and what backward needs."""
+
+    returns = "(Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
+
+    def results(self) -> tuple[Tensor, ...]:
+        return super().results(), self.hidden(), *routing_of(self.top_k_index, self.experts)
+
+
+class Backward(Operands):
+    """Operands of a layer's backward, which forward has checked.
+
+    ``needs``: of each differentiable operand, if its gradient is wanted.
+
+    An h in a list is freed after its last use. Buffers to add gradients to may follow the operands, one or None for each
+    differentiable operand after x, where kernels are called directly; these gradients are not among the results.
+    """
+
+    returns = "Tensor[]"
+    checked = False
+
+    @classmethod
+    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
+        """The operands, and the buffers that follow them."""
+        given = iter(args)
+        return cls._make(islice(given, len(cls._fields))), tuple(given)
+
+
+def _gradients(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
+    """The gradients that are needed, empty."""
+    needed = [name for name, need in zip(differentiable, o.needs, strict=True) if need]
+    rows = (o.dy.shape[0], o.input_size)
+    return [o.dy.new_empty(rows) if name == "x" else _gradient(name, getattr(o, name)) for name in needed]
+
+
+def _gradient(name: str, t: Tensor) -> Tensor:
+    """A gradient, empty; of a factor as PEFT stores it, if it lies so."""
+    return torch.empty_like(t) if name[0] == "c" and experts_last(t) else t.new_empty(t.shape)
+
+
+class _Saved(Operands):
+    dy: Tensor
+    x: Tensor | None
+    h: Tensor | None
+    v: Tensor
+    inv: Tensor
+    offs: Tensor
+
+
+class _TopK(Operands):
+    top_k: int
+
+
+@operator("moe_ffn_backward", differentiable=False)
+class MoeFfnBackward(Backward, _Static, _TopK, Weights, _Saved, Layer):
+    """Of `MoeFfn`, from dy and what forward kept: x and h if they are needed."""
+
+    needs: Sequence[bool]
+
+    def results(self) -> list[Tensor]:
+        return _gradients(self, OPERANDS)
+
+
+PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
+OPERANDS = ("x", "top_k_weights", *PARAMETERS)
+"""The differentiable operands of moe_ffn, in the order of its schema."""
+parameters = MoeFfn.pick(*PARAMETERS)
+"""Weights and biases, of the arguments of a layer's forward."""
+tensors = MoeFfn.pick("x", "top_k_index", "top_k_weights", *PARAMETERS)
+"""All tensors of a layer of weights that are tensors, likewise."""
+static = MoeFfn.pick(*_Static._fields)
+differentiable = MoeFfn.pick(*OPERANDS)
+
+
+class _Sources(Operands):
+    a1: Annotated[Tensor | None, numbers("E r1 D", cast=True)]
+    c1: Annotated[Tensor | None, numbers("E N r1", cast=True)]
+    a3: Annotated[Tensor | None, numbers("E r3 D", cast=True)]
+    c3: Annotated[Tensor | None, numbers("E N r3", cast=True)]
+    a2: Annotated[Tensor | None, numbers("E r2 .inner", cast=True)]
+    c2: Annotated[Tensor | None, numbers("E O r2", cast=True)]
+    alphas: Sequence[float]
+    s1: Sequence[Tensor]
+    s3: Sequence[Tensor]
+    s2: Sequence[Tensor]
+    formats: Sequence[str]
+
+
+class Projections(Operands):
+    """The projections of a layer over sources."""
+
+    @property
+    def first(self: Any) -> tuple[Projection, ...]:
+        """The first projection, and that of up for glu ``split``."""
+        one = Projection(self.w1, self.s1, self.formats[0], self.b1, self.a1, self.c1, self.alphas[0], self.layout1)
+        if self.w3 is None:
+            return (one,)
+        return one, Projection(
+            self.w3, self.s3, self.formats[1], self.b3, self.a3, self.c3, self.alphas[1], self.layout1
+        )
+
+    @property
+    def second(self: Any) -> Projection:
+        """The second projection."""
+        return Projection(self.w2, self.s2, self.formats[2], self.b2, self.a2, self.c2, self.alphas[2], self.layout2)
+
+    @property
+    def steps(self: Any) -> tuple[str, Any, Sequence[float]]:
+        """What the activation operators are told."""
+        return self.activation, self.glu, self.params
+
+    def shaped(self, like: Tensor) -> Self:
+        """The same with stand-ins for packed weights that have the shapes of what they hold."""
+        o: Any = self
+        weights = zip(("w1", "w3", "w2"), (o.w1, o.w3, o.w2), o.formats, strict=True)
+        return self._replace(**{n: shaped_as(like, w, f) for n, w, f in weights if w is not None and f != DENSE})
+
+
+@operator("moe_ffn_sources", autocast=True)
+@operator("moe_ffn_sources_fixed", autocast=True)
+class MoeFfnSources(Forward, Projections, _Static, _Sources, Weights, _Tokens, Layer):
+    """`MoeFfn` on weights that are packed, have low-rank additions, or both.
+
+    Args:
+        w1, w3, w2: as in `hexa_fx.ops.moe_ffn`, or packed.
+        a1 to c2: factors A (E, r, K) and C (E, N, r) of each projection's addition, in any floating dtype.
+        alphas: what the three additions (of w1, w3, w2) are multiplied by.
+        s1, s3, s2: scale tensors of packed weights, otherwise empty.
+        formats: of w1, w3 and w2, a name of `hexa_fx.formats.FORMATS`, or ``dense``.
+    """
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Everything but tokens and data: what a layer's kernels follow from."""
+        tensors = {name: getattr(self, name) for name in SOURCES_OPERANDS[2:]}
+        weights = [None if t is None else (t.shape, t.dtype, t.stride()) for t in tensors.values()]
+        gates = None if self.top_k_weights is None else self.top_k_weights.dtype
+        rows = (self.x.dtype, self.x.shape[1], self.top_k_index.dtype, self.top_k, gates)
+        layouts = self.layout1, self.layout2, self.recompute_h
+        return *rows, *weights, *self.formats, self.activation, self.glu, *self.params, *layouts
+
+    def check(self, op: str) -> None:
+        if len(self.alphas) != 3 or len(self.formats) != 3:
+            counts = f"alphas has {len(self.alphas)} numbers, formats {len(self.formats)} names"
+            raise InputError(f"hexa::{op}: {counts}; expected three, for w1, w3 and w2")
+        weights = ("w1", self.w1, self.s1), ("w3", self.w3, self.s3), ("w2", self.w2, self.s2)
+        for (name, weight, scales), format in zip(weights, self.formats, strict=True):
+            if weight is not None and format != DENSE:
+                check_packed(op, name, self.x, weight, scales, format)
+        for weight, a, c in ((self.w1, self.a1, self.c1), (self.w3, self.a3, self.c3), (self.w2, self.a2, self.c2)):
+            if (a is None) != (c is None) or (a is not None and weight is None):
+                raise InputError(f"hexa::{op}: a low-rank addition needs both of its factors, and a weight")
+        Operands.check(self.shaped(self.x), op)
+
+    def results(self) -> Any:
+        return self.x.new_empty((self.x.shape[0], self.shaped(self.x).output_size))
+
+
+SOURCES_OPERANDS = (*OPERANDS, "a1", "c1", "a3", "c3", "a2", "c2")
+"""The differentiable operands, in the order of the schema."""
+
+
+@operator("moe_ffn_sources_forward")
+@operator("moe_ffn_sources_fixed_forward")
+class MoeFfnSourcesForward(MoeFfnSources):
+    """`MoeFfnSources`, whose results are y and what backward needs."""
+
+    returns = "(Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs)"
+
+    def results(self) -> tuple[Tensor, ...]:
+        ranks = [None if a is None else a.shape[1] for a in (self.a1, self.a3, self.a2)]
+        u = [self.x.new_empty((0, 0) if rank is None else (self.rows, rank)) for rank in ranks]
+        h = self.shaped(self.x).hidden()
+        return super().results(), h, *u, *routing_of(self.top_k_index, self.experts)
+
+
+class _SavedOfSources(Operands):
+    dy: Tensor
+    x: Tensor | None
+    h: Tensor | None
+    u1: Tensor
+    u3: Tensor
+    u2: Tensor
+    v: Tensor
+    inv: Tensor
+    offs: Tensor
+
+
+@operator("moe_ffn_sources_backward", differentiable=False)
+class MoeFfnSourcesBackward(Backward, Projections, _Static, _Sources, Weights, _SavedOfSources, Layer):
+    """Of `MoeFfnSources`, from dy and what forward kept."""
+
+    top_k: int
+    needs: Sequence[bool]
+
+    def results(self) -> list[Tensor]:
+        return _gradients(self.shaped(self.dy), SOURCES_OPERANDS)
+
+
+class _Cached(Operands):
+    cached: bool
+
+
+@operator("moe_ffn_fp8_forward")
+class MoeFfnFp8Forward(_Cached, MoeFfn):
+    """`MoeFfn` whose products multiply e4m3 with block scales: y and what backward needs. All dtypes are floating, in any mixture.
+
+    Args:
+        cached: whether quantised weights are kept; not where other weights take turns in the same memory.
+    """
+
+    mixed = (*FLOATING, ELEMENT)
+    returns = "(Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
+
+    @property
+    def floating(self) -> dict[str, Tensor]:
+        """x, and weights and biases that are not quantised already, by name."""
+        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
+        return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
+
+    def results(self) -> tuple[Tensor, ...]:
+        x = rows_and_scales(self.x, self.x.shape[0], padded(self.input_size))
+        halves = 1 if self.glu == "none" else 2
+        h = rows_and_scales(self.x, 0 if self.recompute_h else self.rows, padded(self.inner) * halves)
+        return MoeFfn.results(self), *x, *h, *routing_of(self.top_k_index, self.experts)
+
+
+@operator("moe_ffn_fp8", autocast=True)
+class MoeFfnFp8(MoeFfnFp8Forward):
+    """The same without gradients, or differentiable.
+
+    Args:
+        s1, s2: scales of w1 and w2, which are quantised already, and frozen: (E, H', D') and (E, D', I') e4m3 as
+            `quantize_weight_fp8` makes them. Nothing in such a call needs a gradient.
+    """
+
+    s1: Tensor | None
+    s2: Tensor | None
+    returns = "Tensor"
+    defaults: ClassVar[dict[str, object]] = {"s1": None, "s2": None}
+
+    def faults(self) -> str:
+        quantised = [w is not None and w.dtype == ELEMENT for w in (self.x, self.w1, self.w3, self.w2)]
+        if quantised != [False, self.s1 is not None, False, self.s2 is not None] or quantised[1] != quantised[3]:
+            return "w1 and w2 are quantised, and have scales, or neither is"
+        if quantised[1] and not is_whole(self.w1, self.w2, self.glu, self.layout1, self.layout2):
+            return "quantised weights have layout nk, whole blocks, and gate and up as halves if any"
+        return super().faults() or scale_faults(self.w1, self.s1) or scale_faults(self.w2, self.s2)
+
+    def results(self) -> Any:
+        return MoeFfn.results(self)
+
+
+class _SavedInFp8(Operands):
+    dy: Tensor
+    xq: Tensor | None
+    xs: Tensor | None
+    h: Tensor | None
+    hs: Tensor | None
+    v: Tensor
+    inv: Tensor
+    offs: Tensor
+
+
+@operator("moe_ffn_fp8_backward", differentiable=False)
+class MoeFfnFp8Backward(Backward, _Cached, _Static, Weights, _SavedInFp8, Layer):
+    """Of `MoeFfnFp8`, from dy and what forward kept."""
+
+    top_k: int
+    needs: Sequence[bool]
+
+    def results(self) -> list[Tensor]:
+        return _gradients(self, OPERANDS)
