@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 NO_DEVICE = 100  # cudaErrorNoDevice
+GIVES_TEXT = re.compile(r"(cuda|cublas|cudnn|nccl)\w*(Error|Status)(String|Name)|ncclGetLastError")
 
 
 def main(torch: Path, folder: Path) -> None:
@@ -48,11 +49,17 @@ def _build(library: Path, functions: dict[str, set[str]]) -> None:
     """One library with these functions, by version of their symbols."""
     source, script = library.with_suffix(".c"), library.with_suffix(".map")
     names = sorted({name for found in functions.values() for name in found})
-    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names))
+    source.write_text("".join(map(_failing, names)))
     versions = {version: found for version, found in functions.items() if version}
     script.write_text("".join(f"{v} {{ global: {'; '.join(sorted(found))}; }};\n" for v, found in versions.items()))
     command = ["cc", "-w", "-shared", "-fno-builtin", "-o", library, f"-Wl,-soname,{library.name}", source]
     subprocess.run([*command, *([f"-Wl,--version-script={script}"] if versions else [])], check=True)
+
+
+def _failing(name: str) -> str:
+    if GIVES_TEXT.fullmatch(name):
+        return f'const char *{name}(void) {{ return "this library is a stand-in: there is no device"; }}\n'
+    return f"int {name}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 #!/bin/sh
 # bench_partition.py on a machine of four GPUs: on two of them in two halves at once, then on all four. About four minutes.
 #   sh benchmarks/gpu_partition.sh           JSON to OUT (default: benchmarks/results), its parts and logs to OUT/partition_parts
-#   SMOKE=1 sh benchmarks/gpu_partition.sh   the same tiny, over Gloo on CPUs
+#   SMOKE=1 sh benchmarks/gpu_partition.sh   the same tiny, over Gloo on CPUs; without OUT, it writes to a folder that it names
 #   python3 -m benchmarks.partition_docs     then writes the tables of docs/partition_speed.md
 # A section that fails or hangs costs only itself (partition_run.py); files of earlier runs stay if nothing was recorded.
 set -eu
 cd "$(dirname "$0")/.."
-out=${OUT:-benchmarks/results}
+out=${OUT:-${SMOKE:+$(mktemp -d)}}
+out=${out:-benchmarks/results}
+[ -z "${SMOKE:-}" ] || echo "numbers of tiny sizes go to $out"
 work=$out/partition_parts
 rm -rf "$work" && mkdir -p "$work"
 export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}

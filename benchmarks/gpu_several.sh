@@ -8,10 +8,12 @@
 #   4. the rest     all four: the sweep over modes and tokens, as far as it comes
 # OUT (benchmarks/results) gets mesh_h200x4.json and partition_h200x{2,4}.json, in which what was not measured stays as it was, and
 # one log, several.log. `python3 -m benchmarks.partition_docs` then writes the tables. benchmarks/swin_moe/gpu.sh is a call of its own.
-# SMOKE=1: the same tiny, over Gloo on CPUs; it takes four minutes on two cores.
+# SMOKE=1: the same tiny, over Gloo on CPUs, in four minutes on two cores; without OUT, it writes to a folder that it names.
 set -u
 cd "$(dirname "$0")/.."
-out=${1:-benchmarks/results}
+out=${1:-${SMOKE:+$(mktemp -d)}}
+out=${out:-benchmarks/results}
+[ -z "${SMOKE:-}" ] || echo "numbers of tiny sizes go to $out"
 seconds=${2:-570}
 work=$(mktemp -d)
 begin=$(date +%s)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
 from benchmarks.partition_shapes import Options, Record
+from hexa_fx.distributed.axes import local_part
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 
@@ -59,7 +60,7 @@ def _error(plan: Plan, shape: ExpertShape, length: int, o: Options, rank: int) -
 def _gradient_errors(model: Stack, exact: Stack, alone: Stack, installed: Any) -> Iterator[tuple[float, float]]:
     cuts = {shard.name: shard.chunks for shard in installed.session.shards}
     for (name, p), q, a in zip(model.named_parameters(), exact.parameters(), alone.parameters()):
-        ours, theirs, single = p.grad.float(), q.grad, a.grad.float()
+        ours, theirs, single = local_part(p.grad).float(), q.grad, a.grad.float()
         if name in cuts:
             theirs, single = (
                 torch.cat([t.narrow(c.dim, c.start, c.length) for c in cuts[name]], cuts[name][0].dim)

@@ -1,4 +1,4 @@
-"""How long until a survivor says that a rank is lost, and which: hexa_fx's watch, the backend alone, monitored_barrier, torchrun.
+"""How long until somebody says that a rank is lost, and which: torchrun, a barrier before every step, or the backend alone.
 
 Two processes sum a tensor over and over; after some steps rank 1 ends (``exit``), is killed (``kill``) or stops without ending
 (``hang``). Measured from that moment: when rank 0 or its launcher first names rank 1, and when rank 0 has ended.
@@ -6,8 +6,8 @@ Two processes sum a tensor over and over; after some steps rank 1 ends (``exit``
     python benchmarks/rank_failure.py                             over Gloo on CPUs
     python benchmarks/rank_failure.py --backend nccl --json OUT   over NCCL on two GPUs; about four minutes
 
-``hexa_fx`` is the watch of `hexa_fx.distributed.rank_failures`, ``backend`` nothing but the process group's timeout (on NCCL its
-watchdog), ``monitored_barrier`` one before every step, ``torchrun`` a launcher that ends all ranks when one has ended.
+``torchrun`` is a launcher that ends all ranks when one has ended, ``barrier`` is `hexa_fx.distributed.collective_errors.guarded`
+with its barrier in every step, ``backend`` nothing but the process group's timeout (on NCCL its watchdog).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.kept_rows import keep
 
-CONTESTANTS = ("hexa_fx", "backend", "monitored_barrier", "torchrun")
+CONTESTANTS = ("torchrun", "barrier", "backend")
 ENDS = ("exit", "kill", "hang")
 STEPS = 20
 NAMED = re.compile(r"ranks? *:? *\[?1\b(?! *timeout)", re.IGNORECASE)
-"""How rank 1 is named: ``ranks [1] do not answer``, ``Rank 1 failed to pass monitoredBarrier``, ``rank      : 1``."""
+"""How rank 1 is named: ``Rank 1 failed to pass monitoredBarrier``, ``rank      : 1``, ``local_rank: 1``."""
 
 
 # --- a rank ----------------------------------------------------------------------------------------------------------
@@ -45,7 +45,6 @@ def rank_main(rank: int, backend: str, contestant: str, end: str, seconds: float
     import torch
     import torch.distributed as dist
 
-    from hexa_fx.distributed import rank_failures
     from hexa_fx.distributed.collective_errors import guarded
     from hexa_fx.distributed.collectives import all_reduce_
     from hexa_fx.distributed.groups import make_groups
@@ -56,27 +55,16 @@ def rank_main(rank: int, backend: str, contestant: str, end: str, seconds: float
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=timedelta(seconds=seconds))
     groups = make_groups(None, timedelta(seconds=seconds))
     x = torch.ones(1 << 16, device=device)
-    if contestant == "hexa_fx":
-        rank_failures.waits_on_device = lambda _: True
-        rank_failures.watch(groups)
-
-    def step() -> None:
-        if contestant == "hexa_fx":
-            with guarded("a step", groups):
-                all_reduce_(x, groups.main_name)
-                synchronize()
-            return
-        if contestant == "monitored_barrier":
-            dist.monitored_barrier(groups.host, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
-        dist.all_reduce(x)
-        synchronize()
-
-    def synchronize() -> None:
-        if backend == "nccl":
-            torch.cuda.synchronize()
-
+    guard = (
+        contextlib.nullcontext()
+        if contestant == "backend"
+        else guarded("a step", groups if contestant == "barrier" else None)
+    )
     for number in range(10**6):
-        step()
+        with guard:
+            all_reduce_(x, groups.main_name)
+            if backend == "nccl":
+                torch.cuda.synchronize()
         x.fill_(1)
         if rank == 1 and number == STEPS:
             moment.write_text(str(time.time()))

@@ -154,7 +154,7 @@ def drawn(folder: Path) -> dict[Path, str]:
     layers = "one MoE layer in bf16 on one NVIDIA H200; a full track is transformers' grouped_mm: shorter is better"
     models = "six layers of published widths in bf16 on one NVIDIA H200; a full track is the largest value of the model"
     return {
-        TARGET: svg(panels(folder), "hexa_fx as a share of transformers' grouped_mm", layers, 3),
+        TARGET: svg(panels(folder), "hexa_fx as a share of transformers' grouped_mm", layers, 2),
         WHOLE_MODELS: svg(whole_models(folder), "whole models with hexa_fx and other implementations", models, 2),
     }
 

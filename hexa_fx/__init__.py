@@ -7,13 +7,14 @@
 `optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
 reports, and `undo_` restores. `patch_transformers` makes ``experts_implementation="hexa"`` known to transformers.
 `quantize_experts_` packs the experts of an optimized model into 4 or 8 bits. `record_routing` and `replay_routing` note and repeat
-which experts tokens go to. Their options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
-and `profile_devices` measures how fast each device is.
+which experts tokens go to. `graphed` makes a CUDA graph of a training step. Their options are `HexaConfig` and `PartitionConfig`.
+`debug` shows the graphs between passes, and `profile_devices` measures how fast each device is.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hexa_fx.quantize import quantize_experts_
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
+    from hexa_fx.steps.graphed import graphed
     from hexa_fx.undo import undo_
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "RoutingLog",
     "debug",
     "explain",
+    "graphed",
     "optimize",
     "optimize_",
     "patch_transformers",
@@ -53,6 +56,7 @@ _HOMES = {
     "RoutingLog": "hexa_fx.routing.log",
     "debug": "hexa_fx.inspection.debug",
     "explain": "hexa_fx.api",
+    "graphed": "hexa_fx.steps.graphed",
     "optimize": "hexa_fx.api",
     "optimize_": "hexa_fx.api",
     "patch_transformers": "hexa_fx.integrations.transformers",
@@ -68,7 +72,8 @@ def __getattr__(name: str) -> Any:
     """Imports the API on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with registry.interrupts_after():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -86,6 +91,9 @@ def _cuda_kernels() -> Callable[[], None]:
 
     return register
 
+
+# Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
+warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
 registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)

@@ -81,6 +81,14 @@ class ModelAnalysis:
     cache: StructureCache = field(default_factory=StructureCache)
     forms: Mapping[str, Mapping[Mode, RewrittenBlock]] = field(default_factory=dict)
 
+    def of(self, model: nn.Module) -> ModelAnalysis:
+        """The same of a model that is like the one that was analysed."""
+        around = {
+            path: [replace(seen, module=model.get_submodule(seen.path)) for seen in calls]
+            for path, calls in self.around.items()
+        }
+        return replace(self, around=around)
+
     @property
     def rewritten(self) -> list[BlockAnalysis]:
         """The blocks that can be replaced."""

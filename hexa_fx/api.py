@@ -18,7 +18,7 @@ from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, VerificationError
 from hexa_fx.example_tokens import example_tokens
-from hexa_fx.first_call import put_on
+from hexa_fx.first_call import own_forward, put_on, take_off
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
@@ -27,6 +27,7 @@ from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
+from hexa_fx.isolation.shadow import shadow_of
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -34,10 +35,11 @@ from hexa_fx.passes.options.batch_invariance import NOT_FIXED, SAID, fix_order, 
 from hexa_fx.passes.options.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.options.switches import switch_off
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
+from hexa_fx.passes.preconditions.unreadable import is_elsewhere
 from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.install import HexaForward, install, installed_forward, uninstall
+from hexa_fx.runtime.install import PUT_ON, HexaForward, install, installed_forward, uninstall
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
 from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.saved_alone import as_before, follow
@@ -145,12 +147,24 @@ def optimize_(
 
 
 def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig) -> None:
-    """Analyses a model on its first call."""
+    """Analyses a model on its first call: on its shadow, as other threads may call its parts, if its weights are all here."""
+    beside = None
+    if is_elsewhere(model):
+        take_off(model)
+    else:
+        beside = shadow_of(model, frozenset({*PUT_ON, "report"}), own_forward(model))
     with undisturbed(), collections_are_cheap(), compiled_as_python():
-        _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None))
+        _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None), beside)
 
 
-def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, spread: Spread) -> None:
+def _optimize(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    config: HexaConfig,
+    spread: Spread,
+    beside: nn.Module | None = None,
+) -> None:
+    """Analyses a model, or another one that is like it, and installs what was found."""
     adopt_loaded(model)
     inspector, alone = Inspector(), spread.mesh is None
     with (
@@ -160,7 +174,7 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
         whole_or_not_at_all(model),
     ):
         most = config.probe_tokens if isinstance(example_inputs, Call) else None
-        found = analyse_model(model, example_inputs, config, inspector, not alone, most)
+        found = analyse_model(beside or model, example_inputs, config, inspector, not alone, most).of(model)
         if config.strict and (error := _complaint(found)):
             trace.finish(found.report)
             raise error
@@ -188,6 +202,8 @@ def _optimize(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfi
 
 def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> OptimizationReport:
     """Installs what was found, and returns the report of it. Refused blocks are analysed again in calls of another kind."""
+    if any(not analysis.path for analysis in found.analyses):
+        take_off(model)
     specialiser = Specialiser(config, finished, found.cache)
     forms, installed, said = _finished_forms(found, config), dict[str, HexaForward](), dict[str, str]()
     for analysis in found.analyses:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
+import functools
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hexa_fx.errors import InputError
 
+logger = logging.getLogger(__name__)
+
 COMPUTE = ("native", "fp8_block")
 """Values of `HexaConfig.compute`."""
+
+OTHER_VARIABLES = (
+    "AUTOTUNE BUILD_JOBS CACHE_DIR CHECKED COMPILER CUDA_ARCH CUDA_INCLUDE CUTLASS_INCLUDE DISABLE_JIT DUMP_DIR FEW_TOKENS KEEP "
+    "KERNEL_PACK LOGS NVCC PROGRESS VERBOSE_BUILD WAIT_FOR_KERNELS"
+).split()
+"""Environment variables that are no options of `HexaConfig`, without ``HEXA_FX_``."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -97,12 +108,24 @@ class HexaConfig:
         Raises:
             InputError: a variable's text is not a value of its field; the message lists what it may be.
         """
+        for name in environment:
+            if name.startswith("HEXA_FX_"):
+                _say_unless_known(name.removeprefix("HEXA_FX_"))
         values: dict[str, bool | int | str] = {}
         for field in dataclasses.fields(cls):
             text = environment.get(f"HEXA_FX_{field.name.upper()}")
             if text is not None:
                 values[field.name] = _parse(f"HEXA_FX_{field.name.upper()}", text, type(field.default))
         return cls(**{**values, **given})  # type: ignore[arg-type]
+
+
+@functools.cache
+def _say_unless_known(name: str) -> None:
+    known = {*OTHER_VARIABLES, *(field.name.upper() for field in dataclasses.fields(HexaConfig))}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean HEXA_FX_{near[0]}?" if near else "docs/environment.md lists those that there are"
+        logger.warning("HEXA_FX_%s is set, and hexa_fx reads no such variable: %s", name, hint)
 
 
 def checked_mode() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -23,7 +24,7 @@ Analyse = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 class FirstCall:
-    """A model's forward, which analyses the model when it is first called, goes away, and runs the model's own.
+    """A model's forward, which analyses the model when it is first called, goes away, and runs the model's own. Other threads wait.
 
     Args:
         model: the module that is called, referenced weakly.
@@ -39,7 +40,7 @@ class FirstCall:
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
-        self._model, self._lock = weakref.ref(model), threading.RLock()
+        self._model, self._lock, self._busy = weakref.ref(model), threading.RLock(), False
         self.__name__, self.__doc__ = "forward", type(model).forward.__doc__
 
     @property
@@ -54,16 +55,25 @@ class FirstCall:
         model = self.module
         if is_compiling():
             say_in_trace("the model", "it was not analysed before; call it once, or give hexa_fx.optimize an example")
-        elif reason := why_not_analysed(model):
+        elif reason := "" if self._busy else why_not_analysed(model):
             log.warning("the model runs its own code, and is analysed in its next call: %s", reason)
         else:
             with self._lock:
-                if model.__dict__.get("forward") is self:
-                    take_off(model)
-                    self._analyse_call(model, args, kwargs)
-        if self._own_original is not None:
-            return self._own_original(*args, **kwargs)
-        return type(model).forward(model, *args, **kwargs)
+                if not self._busy and model.__dict__.get("forward") is self:
+                    self._busy = True  # the analysis itself may call the model
+                    try:
+                        self._analyse_call(model, args, kwargs)
+                    finally:
+                        self._busy = False
+                        take_off(model)
+        return self._now(model)(*args, **kwargs)
+
+    def _now(self, model: nn.Module) -> Callable[..., Any]:
+        """The forward in whose place this one was: the model itself may have become a rewritten block."""
+        installed = model.__dict__.get("forward", self)
+        if installed is not self:
+            return installed  # type: ignore[no-any-return]
+        return self._own_original or functools.partial(type(model).forward, model)
 
     def _analyse_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -88,16 +98,18 @@ def put_on(model: nn.Module, analyse: Analyse, config: Any) -> None:
     model.__dict__["forward"] = FirstCall(model, analyse, config)
 
 
-def take_off(model: nn.Module) -> None:
-    """Gives a model its own forward back, if it waits for its first call."""
+def take_off(model: nn.Module) -> Any:
+    """Gives a model that waits for its first call its own forward back, and returns that; None if it is the class's."""
     waiting = model.__dict__.get("forward")
     if not isinstance(waiting, FirstCall):
-        return
+        return None
     del model.__dict__["forward"]
     if waiting._own_original is not None:
         model.__dict__["forward"] = waiting._own_original
+    return waiting._own_original
 
 
-def waits(model: nn.Module) -> bool:
-    """Whether a model was not called yet."""
-    return isinstance(model.__dict__.get("forward"), FirstCall)
+def own_forward(model: nn.Module) -> Any:
+    """The forward of its own that a model that waits for its first call has; None if it is the class's."""
+    waiting = model.__dict__.get("forward")
+    return waiting._own_original if isinstance(waiting, FirstCall) else waiting

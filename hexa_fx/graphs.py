@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -18,7 +18,7 @@ from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Snapshots, Stage
-from hexa_fx.ir import FfnSpec, RewrittenBlock
+from hexa_fx.ir import FfnSpec, Refusal, RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.lowering.lower import Lowered, lower
@@ -143,23 +143,26 @@ class BlockGraphs:
 
 
 class Graphs(Mapping[str, BlockGraphs]):
-    """`BlockGraphs` by the block's path."""
+    """`BlockGraphs` by the block's path. ``left``: blocks that were left as they are, each with its reason, for the page."""
 
-    def __init__(self, by_path: Mapping[str, BlockGraphs]) -> None:
-        self._by_path = dict(by_path)
+    def __init__(self, by_path: Mapping[str, BlockGraphs], left: Sequence[Refusal] = ()) -> None:
+        self._by_path, self.left = dict(by_path), tuple(left)
 
     @classmethod
     def of(cls, analyses: Iterable[BlockAnalysis], inspector: Inspector | None = None) -> Graphs:
         """The graphs of every rewritten block. Identical blocks share them."""
         inspector = inspector or Inspector()
         made: dict[str, BlockGraphs] = {}
+        left: list[Refusal] = []
         first: dict[torch.fx.Graph, BlockGraphs] = {}
         for analysis in analyses:
             if analysis.rewritten is not None:
                 graph = analysis.rewritten.graph
                 made[analysis.path] = BlockGraphs.of(analysis, inspector, first.get(graph))
                 first.setdefault(graph, made[analysis.path])
-        return cls(made)
+            elif analysis.refusal is not None:
+                left.append(analysis.refusal)
+        return cls(made, left)
 
     def __getitem__(self, path: str) -> BlockGraphs:
         try:
@@ -229,7 +232,7 @@ class Graphs(Mapping[str, BlockGraphs]):
             )
             for first, *rest in groups.values()
         ]
-        return page(blocks, title)
+        return page(blocks, title, self.left)
 
 
 class PackedParameters(nn.Module):

@@ -17,6 +17,7 @@ from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import AGAIN
 from hexa_fx.runtime.install import HexaForward, installed_forward
 from hexa_fx.runtime.paths import base_of
+from hexa_fx.runtime.preflight import check_module
 from hexa_fx.runtime.readers import reader_of
 from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import collecting, set_packed
@@ -49,6 +50,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
         InputError: there is no such format; no block is rewritten; the model is spread over devices; or the weights of a rewritten
             block cannot be packed. The model is then unchanged.
     """
+    check_module(model)
     format_of(format)
     if any(map(has_session, model.modules())):
         raise InputError(

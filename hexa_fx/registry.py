@@ -7,10 +7,30 @@ finds the same compiler as one in an installed block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+@contextmanager
+def interrupts_after() -> Iterator[None]:
+    """A context that Ctrl-C ends only when it is over: operators whose registration was cut short could not be registered again."""
+    own = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(own):
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *about: came.append(about))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+    if came:
+        own(*came[-1])
 
 
 class Provider(Generic[T]):
@@ -23,7 +43,8 @@ class Provider(Generic[T]):
         self._load = load
 
     def __call__(self) -> T:
-        return self._load()
+        with interrupts_after():
+            return self._load()
 
 
 compiler: Provider[Callable[[Any, str], Any]] = Provider()

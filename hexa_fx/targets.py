@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -102,7 +101,10 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
             "parse arguments under `if __name__ == '__main__':`"
         ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise InputError(f"{target!r} returned {type(made).__name__}; expected a tuple (model, example_inputs)")
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise InputError(
+            f"{target!r} returned {what}; expected (model, example_inputs), with several inputs in a tuple or dict of their own"
+        )
     model, inputs = made
     return model, dict(inputs) if isinstance(inputs, Mapping) else inputs
 
@@ -187,37 +189,25 @@ def _config(target: str) -> Any:
 
 
 def _default_config(model_type: str) -> Any:
-    unknown = _unknown_type(model_type)
-    if unknown:
-        raise InputError(unknown)
-    return default_config(model_type)
-
-
-def _unknown_type(model_type: str) -> str:
-    """A sentence with the nearest known types, if transformers does not know this one; else empty."""
     try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError:
-        return ""
-    known = list(CONFIG_MAPPING.keys())
-    if model_type in known:
-        return ""
-    published = {name.lower(): (name, kind) for name, (kind, _) in PUBLISHED.items()}.get(model_type.lower())
-    if published is not None:
-        return (
-            f"{model_type!r} is a model of the type {published[1]}: name that, or a folder with its config.json. "
-            f"`hexa-fx bench --like {published[0]}` times layers of its sizes"
-        )
-    near = difflib.get_close_matches(model_type, known, n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"transformers knows no model type {model_type!r}.{hint} {EXPECTED[0].upper()}{EXPECTED[1:]}"
+        return default_config(model_type)
+    except InputError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise
+        published = {name.lower(): (name, kind) for name, (kind, _) in PUBLISHED.items()}.get(model_type.lower())
+        if published is not None:
+            raise InputError(
+                f"{model_type!r} is a model of the type {published[1]}: name that, or a folder with its config.json. "
+                f"`hexa-fx bench --like {published[0]}` times layers of its sizes"
+            ) from error
+        raise InputError(f"{error} {EXPECTED[0].upper()}{EXPECTED[1:]}") from error
 
 
 def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise InputError("transformers is not installed; pip install 'hexa-fx[hf]'") from error
+        raise InputError("transformers is not installed; pip install '.[hf]'") from error
     return transformers
 
 

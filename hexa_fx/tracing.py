@@ -20,6 +20,7 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.recorded import EventReader, Seen
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.report import OptimizationReport
+from hexa_fx.torch_private import is_traced, write_trace
 
 graph_log = logging.getLogger("hexa_fx.passes.graphs")
 
@@ -32,9 +33,12 @@ class PassTrace:
     def __init__(self, environment: Mapping[str, str]) -> None:
         _set_level(environment)
         folder = environment.get("HEXA_FX_DUMP_DIR", "")
-        self.dump = Dump(Path(folder).expanduser()) if folder else None
+        try:
+            self.dump = Dump(Path(folder).expanduser()) if folder else None
+        except OSError as error:
+            raise InputError(f"HEXA_FX_DUMP_DIR={folder!r}: {error.strerror}; expected a folder to write to") from error
         self._memory = EventReader()
-        self._traced = _is_traced()
+        self._traced = is_traced()
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
@@ -129,24 +133,7 @@ def _set_level(environment: Mapping[str, str]) -> None:
         logger.addHandler(handler)
 
 
-def _is_traced() -> bool:
-    """Whether torch writes structured traces, as TORCH_TRACE makes it."""
-    try:
-        from torch._logging._internal import trace_log
-    except ImportError:
-        return False
-    return bool(trace_log.handlers) and bool(os.environ.get("TORCH_TRACE"))
-
-
 def _trace(seen: Seen) -> None:
     """One artifact for tlparse."""
-    from torch._logging._internal import trace_structured
-
     where = re.sub(r"\W+", "_", seen.path or "model")
-    name = "_".join(part for part in ("hexa_fx", where, seen.mode, seen.name) if part)
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=lambda: str(seen),
-        expect_trace_id=False,
-    )
+    write_trace("_".join(part for part in ("hexa_fx", where, seen.mode, seen.name) if part), lambda: str(seen))

@@ -12,6 +12,7 @@ from hexa_fx.attached import detach, has_session
 from hexa_fx.errors import InputError
 from hexa_fx.first_call import take_off
 from hexa_fx.runtime.install import is_installed, uninstall
+from hexa_fx.runtime.preflight import check_module
 from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.sources import peft
 
@@ -24,8 +25,9 @@ def undo_(model: Model) -> Model:
     Afterwards `optimize_` may be called again, with other inputs or after a block was edited.
 
     Raises:
-        InputError: the model is spread over devices: its expert weights are cut, so its own code can no longer run.
+        InputError: it is no model, or it is spread over devices: its expert weights are cut, so its own code can no longer run.
     """
+    check_module(model)
     for module in model.modules():
         if has_session(module):
             raise InputError(

@@ -15,6 +15,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 os.environ.setdefault("CI", "1")  # where torch only warns of operators whose results share memory, it raises then
 
 
+_WHOLE = ("test_zoo.py", "test_families.py", "test_model_types.py")
+"""Files of which the quick run takes every case. Of any other test it takes the first."""
+
+_LONG = tuple(
+    f"tests/{place}"
+    for place in """
+    api/test_scale.py benchmarks/ codegen/test_decode.py codegen/test_fragments_sm80.py
+    codegen/test_packed.py::test_products codegen/test_spec.py::test_the_programs_command_line_stays_its_own
+    cuda/test_not_waiting.py::test_a_compiler_that_takes_its_time cuda/test_ops.py::test_importing_the_operators
+    detect/test_collected.py::test_compiled detect/test_collected.py::test_layers_that
+    detect/test_other_numbers.py::test_plain_numbers_pass_no distributed/test_batch_dependence.py
+    distributed/test_checkpoint.py distributed/test_compile.py distributed/test_elastic.py
+    distributed/test_failures.py distributed/test_lockstep.py::test_a_rank_that
+    distributed/test_mesh.py::test_a_checkpoint distributed/test_rank_failures.py
+    formats/test_formats.py::test_mxfp4_as_trans inspect/test_watching.py::test_torch_logs
+    integrations/test_peft_experts.py::test_a_compiler jit/test_background.py jit/test_packs.py
+    ops/test_adding.py::test_a_functional_compiler test_architecture.py::test_a_plan test_docs.py test_mutations.py
+    test_packaging.py test_poor_examples.py test_whole_models.py
+    """.split()
+)
+"""Tests that take seconds, several processes or a compiler. They are in README's second command."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what README's first command leaves to its second."""
+    taken = set[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test.startswith(_LONG) or (test in taken and item.path.name not in _WHOLE):
+            item.add_marker("more")
+        elif not {"slow", "gpu", "multigpu"} & {mark.name for mark in item.iter_markers()}:
+            taken.add(test)
+
+
 _MANY = 100
 _imported = 0
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +40,15 @@ def test_family(family: str, implementation: str) -> None:
         assert errors.forward <= (1e-4 if dtype == torch.float32 else 1e-9), (dtype, errors)
         assert errors.gradient <= (2e-3 if dtype == torch.float32 else 1e-9), (dtype, errors)
     assert row.errors, "ran in no dtype"
+
+
+def test_the_command_of_the_page_compares_nothing_with_itself() -> None:
+    """In a process of its own, without what tests set."""
+    code = "from tests.zoo import family_table as t; t.cases = lambda: [('mixtral', 'eager')]; t.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
+    assert "| mixtral | eager | 2 | 2 | 0 |" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ def test_no_outputs_are_kept() -> None:
 
 
 def test_it_runs() -> None:
-    nbclient = pytest.importorskip("nbclient", reason="pip install 'hexa-fx[docs]'")
+    nbclient = pytest.importorskip("nbclient", reason="pip install '.[docs]'")
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()

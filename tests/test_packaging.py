@@ -50,7 +50,7 @@ def test_modules_stay_readable() -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with nothing but the built wheel, and the packages that it needs from this one."""
-    pytest.importorskip("build", reason="pip install 'hexa-fx[dev]'")
+    pytest.importorskip("build", reason="pip install '.[dev]'")
     folder = tmp_path_factory.mktemp("packaging")
     tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", tree)  # the wheel from the sdist

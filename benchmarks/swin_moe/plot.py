@@ -28,6 +28,14 @@ def _axes(count: int, title: str, unit: str) -> tuple[Any, list[Any]]:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "hexa_fx"  # equal results give equal files
+    inks = (
+        "text.color",
+        "axes.edgecolor",
+        "axes.labelcolor",
+        "xtick.color",
+        "ytick.color",
+    )  # seen on white and on black paper
+    matplotlib.rcParams.update(dict.fromkeys(inks, "#7d8794") | {"savefig.transparent": True, "legend.framealpha": 0})
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, count, figsize=(5.2 * count, 3.6), squeeze=False, layout="constrained")

@@ -18,6 +18,7 @@ from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.torch_private import TensorBase, is_functorch_wrapped_tensor
 
 METADATA = frozenset(
     "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
@@ -98,7 +99,7 @@ def check_readable(tensor: torch.Tensor) -> None:
     Raises:
         UnreadableTensor: the reason, as a sentence.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         raise UnreadableTensor("its experts run inside torch.func (vmap or grad), which hides the numbers")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnreadableTensor(
@@ -143,9 +144,9 @@ def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
 def name_of(func: Any) -> str:
     """By what name a function that a mode is told of goes."""
     name = getattr(func, "__name__", "")
-    if func == vars(torch._C.TensorBase)["requires_grad"].__set__:
+    if func == vars(TensorBase)["requires_grad"].__set__:
         return SETS_GRADIENT
-    return SETS_DATA if name == "set_" or func == vars(torch._C.TensorBase)["data"].__set__ else name
+    return SETS_DATA if name == "set_" or func == vars(TensorBase)["data"].__set__ else name
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -19,6 +19,7 @@ from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
+from hexa_fx.torch_private import _assign_attr
 
 
 @dataclass(frozen=True)
@@ -131,5 +132,5 @@ class CapturedBlock:
         """The recorded run as a printable module."""
         root = nn.Module()
         for node in self.graph.find_nodes(op="get_attr"):
-            torch.fx.graph_module._assign_attr(self.tensor_of(str(node.target)).detach(), root, str(node.target))
+            _assign_attr(self.tensor_of(str(node.target)).detach(), root, str(node.target))
         return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")

@@ -29,6 +29,7 @@ from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.isolation.users_code import module_name
+from hexa_fx.torch_private import DisableTorchFunction
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
@@ -149,16 +150,16 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
             lifted = recorder.lift(args)
         recorder.functions_running.append(set())
         start = recorder.count
         try:
-            result = original.__func__(cls, *args, **kwargs)
+            result = original.__get__(None, cls)(*args, **kwargs)
         finally:
             asked = recorder.functions_running.pop()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
             is_call = not kwargs and before == after and all(map(_is_value, args))
             if is_call and _is_one_of(result, args):
@@ -237,7 +238,7 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
         path = paths.get(id(module))
         if path is None:
             return original(module, *args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
             recorder.told.leave(recorder.scopes[-1])
         start, given = recorder.count, [*_held((args, *kwargs.values()))]
@@ -245,9 +246,9 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
         try:
             result = original(module, *args, **kwargs)
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 recorder.told.leave(recorder.scopes.pop())
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
             is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
             output = recorder.lift(result) if is_read else None

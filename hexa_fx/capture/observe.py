@@ -26,6 +26,7 @@ from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,14 @@ def _overlooked(
         if said is not None:
             left.setdefault(*said)
     hidden = overlooked.in_groups(model, mode.selecting) | overlooked.in_plain_lists(model, mode.selecting)
-    parts = mode.runs.parts()
-    left = hidden | mode.runs.tables() | left | {path: why for path, (why, _) in parts.items()}
+    parts = {path: why for path, (why, _) in mode.runs.parts().items()}
+    left = hidden | mode.runs.tables() | left | parts
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate(
             (recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),),
             reason,
-            location=parts[path][1] if path in parts else None,
+            location=mode.runs.place_of(path, reason),
         )
         for path, reason in overlooked.innermost(left).items()
     ]
@@ -142,7 +143,7 @@ def _hooks(
             if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
                 mode.chained.add(owner)
             if path in wanted and path not in recorded:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     if most_tokens is not None:
                         args, kwargs = probe_inputs(args, kwargs, most_tokens)
                     recorded[path] = Observation(path, module, copied(args), copied(kwargs))

@@ -18,6 +18,7 @@ from torch import nn
 from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE
+from hexa_fx.torch_private import _ConvNd
 
 SOFT = (
     "nothing is chosen here: every token gets a mixture of all experts, of their outputs or of their weights (a dense or soft "
@@ -65,11 +66,11 @@ COMPARISONS = frozenset(
 
 @dataclass
 class Runs:
-    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers."""
+    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers, where."""
 
     rows: dict[str, int] = field(default_factory=dict)
     some: dict[str, torch.Tensor] = field(default_factory=dict)
-    comparing: set[str] = field(default_factory=set)
+    comparing: dict[str, SourceLocation | None] = field(default_factory=dict)
     chosen: list[torch.Tensor] = field(default_factory=list)
     """Ids that were chosen; what is kept here keeps its memory to itself."""
     looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
@@ -95,6 +96,18 @@ class Runs:
                 name, place = cuts[count]
                 found[path] = PARTS.format(count, name), place
         return found
+
+    def compare(self, path: str) -> None:
+        """Notes the first line at which the code of the module at ``path`` compares numbers."""
+        if path not in self.comparing:
+            self.comparing[path] = user_location()
+
+    def place_of(self, path: str, reason: str) -> SourceLocation | None:
+        """The line that is the reason for leaving the block at ``path``; None if there is not one."""
+        if reason == THRESHOLD:
+            return next((place for other, place in self.comparing.items() if _inside(path, [other])), None)
+        why, place = self.parts().get(path, ("", None))
+        return place if why == reason else None
 
     def choose(self, result: object) -> None:
         """Notes ids among the results of a choice."""
@@ -195,7 +208,7 @@ def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
     found: dict[str, list[tuple[str, int]]] = {}
     for path, module in model.named_modules():
         block, _, name = path.rpartition(".")
-        if block not in selecting or not isinstance(module, nn.modules.conv._ConvNd):
+        if block not in selecting or not isinstance(module, _ConvNd):
             continue
         groups = module.groups
         if 1 < groups < module.in_channels and has_router(model.get_submodule(block), module, groups):

@@ -24,6 +24,7 @@ from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, SWITCH, hidden_sour
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.torch_private import _is_torch_function_mode_enabled
 
 _GENERATED = "<eval_with_key>"
 _OF_ALL = frozenset({"vars", "__dict__"})
@@ -113,7 +114,7 @@ class RanCode:
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, frame.f_globals, self._scope())
-        if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
+        if noted and not _is_torch_function_mode_enabled():  # what it asks of tensors is not seen
             self.settle(frame, *ONLY_IF)
         return noted
 

@@ -45,6 +45,7 @@ from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.capture.texts import noted_text
 from hexa_fx.isolation.endless import end_after
 from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(repr=False)  # which torch writes into errors, as where a tensor is compared with None
@@ -190,7 +191,7 @@ class Recorder(TorchFunctionMode):
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
         self.told.asked(None, "")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
             result = function(*as_plain(tuple(args)), **as_plain(kwargs))
             return self._wrap_result(result, self.add("call_function", function, lifted_args, lifted_kwargs, result))

@@ -11,6 +11,7 @@ import torch
 
 from hexa_fx.capture.calls import UnreadableTensor
 from hexa_fx.contexts import attributes_set
+from hexa_fx.torch_private import is_compiler_at_work
 
 
 @contextmanager
@@ -42,13 +43,6 @@ def compiled_as_python() -> Iterator[None]:
 
     A compiler that has not been imported has compiled nothing; to import it would take seconds.
     """
-    compiled = "torch._dynamo" in sys.modules and not _is_compiling()
+    compiled = "torch._dynamo" in sys.modules and not is_compiler_at_work()
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         yield
-
-
-def _is_compiling() -> bool:
-    """Whether a compiler is at work on the code that this is called from, as where it asks its backend."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    return get_eval_frame_callback() not in (None, False)

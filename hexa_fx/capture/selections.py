@@ -56,7 +56,7 @@ class Selections(TorchFunctionMode):
         if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
             return func(*args, **kwargs)
         if name in overlooked.COMPARISONS and self.stack:
-            self.runs.comparing.add(self.stack[-1])
+            self.runs.compare(self.stack[-1])
         result = func(*args, **kwargs)
         if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
             self.selecting.add(self.stack[-1])

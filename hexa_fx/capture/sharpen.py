@@ -16,6 +16,7 @@ from hexa_fx.isolation.outcome import largest, largest_of
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.size import batches
 from hexa_fx.isolation.upcast_weight import UpcastWeight
+from hexa_fx.torch_private import _foreach_sub
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
@@ -108,7 +109,7 @@ class _Run:
     def _are_near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         for batch in batches(pairs, lambda pair: pair[0].numel(), _TOGETHER):
             values, recorded = map(list, zip(*batch))
-            scales, distances = largest_of(recorded), largest_of(torch._foreach_sub(values, recorded))
+            scales, distances = largest_of(recorded), largest_of(_foreach_sub(values, recorded))
             for pair, scale, distance in zip(batch, scales, distances):
                 if not (distance <= _NEAR * scale if math.isfinite(scale) else _is_near(*pair)):
                     return False

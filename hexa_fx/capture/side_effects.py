@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
@@ -27,6 +26,7 @@ from hexa_fx.isolation.lookup import CALLED, Answer, lookup
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import module_name
+from hexa_fx.torch_private import is_traceable_wrapper_subclass
 
 _DATA = (*LITERALS, torch.Tensor, *KINDS, tuple, set, frozenset)
 _LISTS = frozenset({*KINDS, set})

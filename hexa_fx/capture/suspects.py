@@ -8,7 +8,9 @@ from collections.abc import Hashable
 
 from torch import nn
 
-CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+from hexa_fx.torch_private import _ConvNd
+
+CONVOLUTIONS = (_ConvNd,)
 
 
 def may_hold_experts(path: str, module: nn.Module) -> bool:

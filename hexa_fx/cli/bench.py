@@ -11,6 +11,9 @@ from hexa_fx.cli.timing import block_runs, compared, model_runs, moved
 from hexa_fx.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hexa_fx.inspection.block_report import BlockReport
     from hexa_fx.report import OptimizationReport
 
 OptionalTarget = Annotated[str | None, typer.Argument(help="As for the other commands; leave it out with --like.")]
@@ -55,11 +58,15 @@ def bench(
     report = attached(rewritten, "report")
     if not report.rewritten:
         raise InputError(f"no block of {target} was rewritten: nothing to compare; `hexa-fx explain {target}` says why")
-    rows = [compared(what, run, (model, rewritten), repeat, device) for what, run in model_runs(inputs)]
-    path = report.rewritten[0].path
-    runs = block_runs(model, inputs, path)
+    path, rows = report.rewritten[0].path, []
     blocks = (model.get_submodule(path), rewritten.get_submodule(path))
-    rows += [compared(f"{path or 'the model'}: {what}", run, blocks, repeat, device) for what, run in runs]
+    for number, (what, run) in enumerate(model_runs(inputs)):
+        rows.append(
+            compared(what, run, (model, rewritten), repeat, device, _is_own_code(report.rewritten, number, device))
+        )
+    for number, (what, run) in enumerate(block_runs(model, inputs, path)):
+        same = _is_own_code(report.rewritten[:1], number, device)
+        rows.append(compared(f"{path or 'the model'}: {what}", run, blocks, repeat, device, same))
     if as_json:
         found = {
             "target": target or like,
@@ -85,6 +92,12 @@ def _check_device(device: str) -> None:
         raise InputError(f"--device {device}: expected cpu, cuda or cuda:N")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise InputError(f"--device {device}: torch sees no such GPU here; leave it out to run on the CPU")
+
+
+def _is_own_code(blocks: Sequence[BlockReport], gradients: int, device: str) -> bool:
+    """Whether all of these blocks run their own code on an example of this size, with or without gradients."""
+    small = [b.costs is not None and b.costs.tokens <= b.small_tokens[gradients] for b in blocks]
+    return all(small) and not device.startswith("cuda")
 
 
 def _own_code(report: OptimizationReport, device: str) -> str:

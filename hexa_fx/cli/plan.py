@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
 import typer
@@ -18,7 +19,9 @@ from hexa_fx.targets import default_sizes
 Capacities = Annotated[
     str,
     typer.Option(
-        "--capacities", help="Seconds of the same task on every device, e.g. 1,1,2: the third is half as fast."
+        "--seconds",
+        "--capacities",
+        help="Seconds, not speeds: what the same task takes on every device. 1,1,2: the third is half as fast.",
     ),
 ]
 Strategy = Annotated[str, typer.Option("--strategy", help="auto, data or model.")]
@@ -44,7 +47,7 @@ Between = Annotated[
     ),
 ]
 Gib = Annotated[
-    float, typer.Option("--memory", help="With --hosts: GiB of each device for experts and their optimizer state.")
+    float, typer.Option("--memory", help="GiB of each device for experts; with --hosts for their optimizer state, too.")
 ]
 Tflops = Annotated[float, typer.Option("--tflops", help="TFLOP/s of the fastest device in the experts' products.")]
 
@@ -107,10 +110,10 @@ def plan(
         echo_json({"plan": json.loads(made.to_json()), "predicted": predicted, "memory": held.as_dict()})
         return
     _print(target, made, layers, tokens)
-    _print_memory(held)
+    _print_memory(held, memory)
 
 
-_OF_HOSTS = ("gpus", "inside", "between", "memory")
+_OF_HOSTS = ("gpus", "inside", "between")
 _OF_A_PLAN = ("capacities", "strategy", "batch", "slots", "bandwidth")
 
 
@@ -118,14 +121,14 @@ def _times(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"--capacities {text!r}: expected numbers separated by commas, e.g. 1,1,2") from None
+        raise InputError(f"--seconds {text!r}: expected numbers separated by commas, e.g. 1,1,2") from None
     if not 2 <= len(found) <= 1024:
-        raise InputError(f"--capacities {text[:50]!r}: expected one number per device, at least two, e.g. 1,2")
+        raise InputError(f"--seconds {text[:50]!r}: expected one number per device, at least two, e.g. 1,2")
     if not all(0 < each < float("inf") for each in found):
-        raise InputError(f"--capacities {text!r}: expected seconds above 0, e.g. 1,2")
+        raise InputError(f"--seconds {text!r}: expected seconds above 0, e.g. 1,2")
     if max(found) / min(found) > 1000:
         raise InputError(
-            f"--capacities {text!r}: {max(found):g} is over 1000 times {min(found):g}; give all in one unit, and leave out a "
+            f"--seconds {text!r}: {max(found):g} is over 1000 times {min(found):g}; give all in one unit, and leave out a "
             "device that is so slow"
         )
     return found
@@ -138,9 +141,8 @@ def _print(target: str, made: Plan, layers: tuple[Predicted, ...], tokens: int) 
             f"transformers' default configuration of {target}: {default}. For a published model give a folder with its config.json"
         )
     typer.echo(f"{target} over {made.world} devices, {tokens} tokens a step; plan {made.fingerprint}")
-    typer.echo(
-        f"seconds of the same task t_i  {list(made.capacities)}\nsamples of the batch     B_i  {list(made.batch)}"
-    )
+    typer.echo(f"seconds of the same task t_i  {list(made.capacities)} (more is slower)")
+    typer.echo(f"samples of the batch     B_i  {list(made.batch)}{_without(made.batch, 'samples', '--batch')}")
     groups: dict[Any, list[str]] = {}
     for layer in layers:
         groups.setdefault(layer.like, []).append(layer.path)
@@ -156,7 +158,7 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
     sizes = f"E={shape.num_experts} k={shape.top_k} D={shape.hidden_size} I={shape.intermediate_size}"
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     typer.echo(f"\n{named(paths[0])}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
-    typer.echo(f"  channels of I       h_i  {list(layer.shards)}")
+    typer.echo(f"  channels of I       h_i  {list(layer.shards)}{_without(layer.shards, 'channels')}")
     typer.echo("              received  exchange, exposed   experts         total   (forward and backward)")
     for mode, cost in layer.costs.items():
         chosen = "*" if mode == layer.mode else " "
@@ -167,7 +169,20 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
         )
 
 
-def _print_memory(memory: PredictedMemory) -> None:
+def _without(shares: Sequence[int], what: str, option: str = "") -> str:
+    """A remark on devices that have no share, since theirs would be less than one."""
+    idle = [str(number) for number, share in enumerate(shares) if not share]
+    more = f", or give a larger {option}" if option else ""
+    return f" (none for device {', '.join(idle)}, too slow for one of these {what}: leave it out{more})" if idle else ""
+
+
+def _print_memory(memory: PredictedMemory, gib: float) -> None:
     typer.echo("\nmemory by device, half precision   " + "  ".join(f"{n:>8}" for n in range(len(memory.weights))))
     for name, values in memory.as_dict().items():
         typer.echo(f"  {name.replace('_', ' '):32} " + "  ".join(f"{value / 2**30:8.2f}" for value in values) + " GiB")
+    held = [sum(values) / 2**30 for values in zip(*memory.as_dict().values())]
+    typer.echo(f"  {'together':32} " + "  ".join(f"{value:8.2f}" for value in held) + " GiB")
+    if over := [str(number) for number, value in enumerate(held) if value > gib]:
+        typer.echo(
+            f"does not fit on device {', '.join(over)}: more than --memory {gib:g} GiB; spread it over more devices"
+        )

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from hexa_fx.allocation import KERNEL_COLUMNS, allocate
+from hexa_fx.allocation import KERNEL_COLUMNS, Measured, allocate
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import Measured, layer_cost
+from hexa_fx.passes.partition.cost_model import layer_cost
 from hexa_fx.plan import ExpertShape, LayerPlan, Mode, Plan
 
 _BYTES = 2

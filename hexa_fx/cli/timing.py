@@ -18,27 +18,31 @@ SHORTEST = 0.5  # seconds: medians of a few runs of a millisecond say nothing on
 
 @dataclass(frozen=True)
 class Timed:
-    """Medians in milliseconds of the original and the rewritten one, and peak memory in bytes of one run on a GPU."""
+    """Medians in milliseconds of the original and the rewritten one, and peak memory in bytes of one run on a GPU.
+
+    same_code: the rewritten one runs its own code at this size, so that the two times differ by chance.
+    """
 
     what: str
     original_ms: float
     rewritten_ms: float
     original_peak: int | None = None
     rewritten_peak: int | None = None
+    same_code: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        ratio = f"{self.original_ms / self.rewritten_ms:.2f} times as fast"
+        ratio = "the same code" if self.same_code else f"{self.original_ms / self.rewritten_ms:.2f} times as fast"
         line = f"{self.what:40} {self.original_ms:9.2f} -> {self.rewritten_ms:9.2f} ms, {ratio}"
         if self.original_peak is None or self.rewritten_peak is None:
             return line
         return f"{line}; peak {self.original_peak / 2**30:.2f} -> {self.rewritten_peak / 2**30:.2f} GiB"
 
 
-def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: str) -> Timed:
+def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: str, same_code: bool = False) -> Timed:
     """``run`` of both modules in turns, after one run of each: ``repeat`` times, and for `SHORTEST` seconds at least."""
     runs = [partial(run, module) for module in modules]
     peaks = [_peak(each, device) for each in runs]
@@ -47,7 +51,7 @@ def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: s
         for each, found in zip(runs, times):
             found.append(_timed(each, device))
     before, after = (1e3 * statistics.median(found) for found in times)
-    return Timed(what, before, after, *peaks)
+    return Timed(what, before, after, peaks[0], peaks[1], same_code)
 
 
 def model_runs(inputs: Any) -> list[tuple[str, Run]]:

@@ -18,8 +18,5 @@ timing            timing of device work, free memory, and the exchange of such n
 groups            process groups over the ranks of a mesh
 plan_agreement    the check that all ranks hold the same plan
 collective_errors what a failed collective is reported as
-failure_detector  which ranks are alive where collectives on a device would wait for ever
-rank_connections  the sockets between ranks that the detector watches
-rank_failures     the watchdogs by process group, which sessions and collectives ask whether a rank is lost
-watchdog          what a rank does when another is lost
+lockstep          the check that all ranks are at the same place of a step
 """

@@ -77,20 +77,16 @@ class Bindings:
         self._set(forward.__dict__, "_own_original", refuse)
         self._set(forward.__dict__, "takes_adapters", lambda: False)
 
-    def around_forward(self, model: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
-        """Calls ``begin`` whenever a forward of the model begins, and ``end`` when it has ended without an error."""
+    def before_forward(self, model: nn.Module, begin: Callable[..., None]) -> None:
+        """Calls ``begin`` whenever a forward of the model begins."""
         self._undo.append(model.register_forward_pre_hook(_Bound(begin), prepend=True).remove)
-        self._undo.append(model.register_forward_hook(_Bound(end)).remove)
 
-    def around_states(self, shards: Sequence[ShardedParameter], loaded: Callable[..., None]) -> None:
-        """Hooks the state dicts that modules and optimizers give and take of what was cut; calls ``loaded`` after they took one."""
+    def around_states(self, shards: Sequence[ShardedParameter]) -> None:
+        """Hooks the state dicts that modules and optimizers give and take of what was cut."""
         states = SliceStates(shards)
         for owner in states.owners:
             self._undo.append(owner.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
             self._undo.append(owner.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
-            self._undo.append(owner.register_load_state_dict_post_hook(_Bound(loaded)).remove)
-        for owner in states.in_pieces:
-            self._undo.append(owner.register_state_dict_post_hook(_Bound(states.pieces_given)).remove)  # type: ignore[no-untyped-call]
         self._undo.append(optimizer_states.watch(shards))
 
     def undo(self) -> None:

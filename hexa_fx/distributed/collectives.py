@@ -23,9 +23,8 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _AutoDispatchBelowAutograd
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from hexa_fx.distributed import rank_failures
-from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collective_errors import guarded
+from hexa_fx.distributed.lockstep import in_backward_of
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
 
@@ -83,7 +82,6 @@ def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
 
     Raises:
         ValueError: this rank has another number of rows.
-        RankError: a rank is lost.
     """
     if is_grad_enabled() and x.requires_grad:
         return _Gather.apply(x, sizes, group)  # type: ignore[no-any-return]
@@ -96,7 +94,6 @@ def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
 
     Raises:
         ValueError: this rank has another number of rows.
-        RankError: a rank is lost.
     """
     if is_grad_enabled() and x.requires_grad:
         return _Scatter.apply(x, sizes, group)  # type: ignore[no-any-return]
@@ -108,7 +105,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     if is_grad_enabled() and x.requires_grad:
         return _Reduce.apply(x, group)  # type: ignore[no-any-return]
     out = x.clone(memory_format=torch.contiguous_format)
-    return _pending(out, [rank_failures.track(group, dist.all_reduce(out, group=_group(group), async_op=True))])
+    return _pending(out, [dist.all_reduce(out, group=_resolve_process_group(group), async_op=True)])
 
 
 class _Gather(DirectFunction):
@@ -119,7 +116,7 @@ class _Gather(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        with guarded("the backward of an all-gather", ctx.group):
+        with guarded("the backward of an all-gather"):
             return wait(reduce_scatter_v(grads[0], ctx.sizes, ctx.group)), None, None
 
 
@@ -131,7 +128,7 @@ class _Scatter(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        with guarded("the backward of a reduce-scatter", ctx.group):
+        with guarded("the backward of a reduce-scatter"):
             in_backward_of(ctx.group)
             return wait(all_gather_v(grads[0], ctx.sizes, ctx.group)), None, None
 
@@ -144,7 +141,7 @@ class _Reduce(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        with guarded("the backward of an all-reduce", ctx.group):
+        with guarded("the backward of an all-reduce"):
             in_backward_of(ctx.group)
             return wait(all_reduce(grads[0], ctx.group)), None
 
@@ -165,13 +162,13 @@ def finish(works: Sequence[Any]) -> None:
 
 def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
     """Starts `all_gather_v` into a given (sum(sizes), ...) tensor, of which ``x`` may be this rank's part."""
-    pg = _group(group)
+    pg = _resolve_process_group(group)
     rank = pg.rank()
     if x.shape[0] != sizes[rank]:
         raise _wrong_rows("all_gather_v", x, sizes[rank], sizes)
     if _traffic:
         _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
-    return [rank_failures.track(group, work) for work in _gather(out, x.contiguous(), sizes, pg, rank)]
+    return _gather(out, x.contiguous(), sizes, pg, rank)
 
 
 def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
@@ -183,28 +180,20 @@ def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works
 
 def start_scatter(x: Tensor, sizes: Sequence[int], group: str) -> tuple[Tensor, Works]:
     """Starts `reduce_scatter_v`: the result, and what to wait for."""
-    pg = _group(group)
+    pg = _resolve_process_group(group)
     rank = pg.rank()
     if x.shape[0] != sum(sizes):
         raise _wrong_rows("reduce_scatter_v", x, sum(sizes), sizes)
     if _traffic:
         _count("reduce_scatter_v", (len(sizes) - 1) * sizes[rank] * _row_bytes(x))
     out = x.new_empty((sizes[rank], *x.shape[1:]))
-    works = _scatter(out, x.contiguous(), sizes, pg)
-    return out, [rank_failures.track(group, work) for work in works]
+    return out, _scatter(out, x.contiguous(), sizes, pg)
 
 
 def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """``x`` reduced over the ranks, in place; in stream order on CUDA."""
-    rank_failures.track(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
+    dist.all_reduce(x, op=op, group=_resolve_process_group(group))
     return x
-
-
-def _group(name: str) -> Any:
-    """The process group of this name; raises `RankError` if one of its ranks is lost."""
-    if rank_failures.any_lost:
-        rank_failures.check("a collective", name)
-    return _resolve_process_group(name)
 
 
 def _wrong_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> ValueError:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 from hexa_fx.distributed.axes import local_part, summed_elsewhere
@@ -221,7 +222,8 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSe
 
     Each rank sees only its own experts' gradients, so that otherwise a rank could skip a step that the others take.
     """
-    scaler.unscale_(optimizer)
+    with implicit_replication():  # gradients of DTensors beside others
+        scaler.unscale_(optimizer)
     for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
         with session.guard("the search for overflowed gradients"):
             for group in (session.groups.main, *session.data.groups):

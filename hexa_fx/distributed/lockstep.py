@@ -2,20 +2,24 @@
 
 Collectives of equal sizes pair up whatever they were meant for. A rank that makes one forward more than the others, in an
 evaluation or in `generate`, would take the gathers of their backward for those of its forward, of other layers: wrong
-numbers, a process that Gloo aborts, or a wait for ever. So hosts tell each other where they are when a pass and when a backward
-begins.
+numbers, a process that Gloo aborts, or a wait for ever. The same holds where one rank catches an error in a step and goes on with
+the next. So hosts tell each other where they are when a pass and when a backward begins.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
+from torch._C import _current_graph_task_id
+from torch.autograd import Variable
 
 from hexa_fx.distributed.collective_errors import guarded
-from hexa_fx.distributed.groups import Groups, gather_even
-from hexa_fx.distributed.whereabouts import await_others
-from hexa_fx.errors import RankError
+from hexa_fx.distributed.groups import Groups, gather_even, groups_named
+from hexa_fx.errors import PlanError, RankError
 
 
 class Place(IntEnum):
@@ -44,23 +48,80 @@ _SAID = {
     Place.PLAN: "the exchange of plans",
 }
 
+_backwards: set[tuple[str, int]] = set()
+"""Backwards that have begun, by process group and autograd's number. Autograd takes out those that end without an error."""
+
 
 def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
     """Waits until all hosts are at this place, and returns the number that each of them brought.
 
     Raises:
-        RankError: on all ranks, if some are at another place; or a rank is lost.
+        RankError: on all ranks, if some are at another place; or one does not come.
     """
     if groups.world == 1 or is_capturing():
         return [number]
     out = torch.empty((groups.world, 2), dtype=torch.int64, device="cpu")
-    with guarded(_SAID[place], groups):
-        mine = torch.tensor([[place, number]], device="cpu")
-        await_others(gather_even(out, mine, group=groups.host, async_op=True), groups, _SAID[place])
+    with guarded(_SAID[place]):
+        gather_even(out, torch.tensor([[place, number]], device="cpu"), group=groups.host)
     places, numbers = out.t().tolist()
     if places.count(place) != groups.world:
         raise _apart(places, groups.rank)
     return numbers  # type: ignore[no-any-return]
+
+
+class NotedCounts:
+    """Numbers of tokens that hosts exchange, and those that they exchanged in the step before.
+
+    A CUDA graph of a step has the same sizes as the step before it, on every rank, so hosts need not exchange them again.
+    """
+
+    def __init__(self) -> None:
+        self._notes: list[list[int]] | None = None
+        self._taken = 0
+
+    @contextmanager
+    def following(self, notes: list[list[int]]) -> Iterator[None]:
+        """Within it counts are noted, or taken from the notes where a graph is recorded."""
+        self._notes, self._taken = notes, 0
+        try:
+            yield
+        finally:
+            self._notes = None
+
+    def exchange(self, groups: Groups, rows: int) -> list[int]:
+        """Every rank's ``rows``.
+
+        Raises:
+            PlanError: a graph is being recorded of a step that was not noted, or had another number of rows.
+            RankError: other ranks are elsewhere.
+        """
+        if not is_capturing():
+            counts = meet(groups, Place.LAYER, rows)
+            if self._notes is not None:
+                self._notes.append(counts)
+            return counts
+        noted = (self._notes or [])[self._taken : self._taken + 1]
+        self._taken += 1
+        if not noted or noted[0][groups.rank] != rows:
+            raise PlanError(
+                "hosts exchange numbers of tokens, which a CUDA graph cannot repeat: record the step with model.partition.graphed, "
+                "or plan with static_tokens=True"
+            )
+        return noted[0]
+
+
+def in_backward_of(group: str) -> None:
+    """Called before anything communicates that backward does, or the forward that it runs again. Does nothing outside of backward.
+
+    Raises:
+        RankError: other ranks are elsewhere.
+    """
+    running = group, _current_graph_task_id()
+    if running not in _backwards and running[1] != -1:
+        _backwards.add(running)
+        Variable._execution_engine.queue_callback(functools.partial(_backwards.discard, running))
+        if (groups := groups_named(group)) is not None:
+            meet(groups, Place.BACKWARD)
 
 
 def is_capturing() -> bool:
@@ -74,5 +135,5 @@ def _apart(places: list[int], rank: int) -> RankError:
     return RankError(
         f"the ranks of the partition have come apart, {said} (this is rank {rank}): every rank makes as many forwards and "
         "backwards as the others. One that has run out of samples calls the model with an empty batch, or all stop when the first "
-        "one has; generate() takes synced_gpus=True"
+        "one has; generate() takes synced_gpus=True; a step that one rank breaks off, all break off"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.allocation import even
+from hexa_fx.allocation import Measured, even
 from hexa_fx.cuda.modes import kernels_awaited
 from hexa_fx.distributed.collectives import (
     all_gather_v,
@@ -27,26 +27,6 @@ from hexa_fx.distributed.timing import gathered, room, synchronize, timed
 from hexa_fx.plan import ExpertShape, Reduce
 
 
-@dataclass(frozen=True)
-class ModeTimes:
-    """Seconds that one layer's experts take on the slowest rank, by mode.
-
-    Args:
-        model_centric, data_centric: forward and backward.
-        forward: data-centric, forward alone.
-        contention: by how many seconds a second of concurrent gathering slows down data-centric compute.
-        exchange: model-centric, its collectives alone, forward and backward.
-        fsdp: as data-centric, as FSDP2 runs it.
-    """
-
-    model_centric: float
-    data_centric: float
-    forward: float
-    contention: float
-    exchange: float
-    fsdp: float
-
-
 @kernels_awaited()
 def measure_modes(
     geometry: Geometry,
@@ -57,8 +37,8 @@ def measure_modes(
     groups: Groups,
     reduce: Reduce = "reduce_scatter",
     repeats: int = 3,
-) -> ModeTimes:
-    """Times the experts as each mode runs them on equal ranks. A collective call.
+) -> Measured:
+    """Times the experts as each mode runs them on equal ranks, on the slowest of them. A collective call.
 
     Model-centric: all ``tokens`` and 1/N of the channels. Data-centric: 1/N of the tokens and all channels, with weights as
     views of packed rows, including the copies into and out of these rows. FSDP2: with weights as they are stored, and copies
@@ -75,7 +55,7 @@ def measure_modes(
     small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
     scale = tokens * shape.top_k / (rows * small.shape.top_k)
 
-    def seconds(run: Callable[..., None], scale: float = scale) -> float:
+    def seconds(run: Callable[..., object], scale: float = scale) -> float:
         for _ in range(2):  # on CUDA the third call of a kind is the first that is replayed
             run()
         return max(gathered(statistics.median(timed(run, device, 1) for _ in range(repeats)), groups)) * scale
@@ -88,7 +68,14 @@ def measure_modes(
     covered = min(alone, by_data)
     contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
     by_fsdp = seconds(_experts_fsdp(small, max(1, rows // world), dtype, device))
-    return ModeTimes(by_model, by_data, seconds(forward), contention, exchange, by_fsdp)
+    return Measured(
+        expert=seconds(forward),
+        experts_model_centric=by_model,
+        experts_data_centric=by_data,
+        contention=contention,
+        exchange=exchange,
+        experts_fsdp=by_fsdp,
+    )
 
 
 def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,14 +118,9 @@ def _exchange(
 
 def _experts_model_centric(
     geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     channels = max(1, geometry.shape.intermediate_size // world)
-    step, _ = _step_as_stored(geometry, tokens, channels, dtype, device)
-
-    def run() -> None:
-        step()
-
-    return run
+    return _step_as_stored(geometry, tokens, channels, dtype, device)[0]
 
 
 def _experts_fsdp(geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
@@ -174,7 +156,7 @@ def _step_as_stored(
 
 def _experts_data_centric(
     geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
-) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
+) -> tuple[Callable[[], object], Callable[[], None], Callable[..., None]]:
     """Functions to be timed: forward; forward and backward with the copies; a gather of the weights beside other work."""
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
@@ -207,10 +189,7 @@ def _experts_data_centric(
             beside()
         finish(works)
 
-    def forward_alone() -> None:
-        forward()
-
-    return forward_alone, step, gather
+    return forward, step, gather
 
 
 @dataclass(frozen=True)
@@ -219,12 +198,10 @@ class BlockTimes:
 
     Args:
         between: from one MoE block to the next (attention, norms and whatever else is there).
-        block: within a block.
         tokens: how many tokens reach a block.
     """
 
     between: float
-    block: float
     tokens: int
 
 
@@ -261,6 +238,5 @@ def measure_blocks(
             handle.remove()
     ends = [start, *(end for _, end, _ in seen)]
     between = statistics.median([begin - end for (begin, _, _), end in zip(seen, ends)] or [0.0])
-    block = statistics.median([end - begin for begin, end, _ in seen] or [0.0])
     tokens = max((count for _, _, count in seen), default=0)
-    return BlockTimes(max(gathered(between, groups)), max(gathered(block, groups)), tokens)
+    return BlockTimes(max(gathered(between, groups)), tokens)

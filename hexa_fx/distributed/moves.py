@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed import optimizer_states
+from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.plan_agreement import check_same_request
-from hexa_fx.distributed.shards import ShardedParameter, exchange
+from hexa_fx.distributed.shards import ShardedParameter, distributed, exchange
 from hexa_fx.distributed.slice_states import check_element_wise
 from hexa_fx.errors import PlanError
 
@@ -23,10 +24,9 @@ def check_movable(
 ) -> None:
     """Raises `PlanError` if a parameter is not this package's alone, or its state cannot be moved or is in another optimizer."""
     for shard in shards:
-        if isinstance(shard.parameter, DTensor) or shard.parameter is not shard.original:
+        if shard.parameter is not shard.original:
             raise PlanError(
-                f"{shard.name!r} is held by FSDP2 or as a DTensor, whose shares are fixed: save a checkpoint and load it under the "
-                "new plan"
+                f"{shard.name!r} is held by FSDP2, whose shares are fixed: save a checkpoint and load it under the new plan"
             )
     given = {id(optimizer.state) for optimizer in optimizers}
     for optimizer in optimizer_states.holders(shards):
@@ -45,9 +45,15 @@ def check_movable(
 
 
 def unite(shards: Iterable[ShardedParameter], groups: Groups) -> None:
-    """Makes parameters whole again, on every rank; they stay the same objects. A collective call."""
+    """Makes parameters whole again, on every rank. A collective call."""
     for shard in shards:
-        exchange(shard.parameter, put_together(shard.parameter.data, shard, groups))
+        parameter = shard.parameter
+        whole = put_together(local_part(parameter).detach(), shard, groups)
+        if isinstance(parameter, DTensor):
+            key = shard.name.rpartition(".")[2]
+            shard.owner.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        else:
+            exchange(parameter, whole)
 
 
 def put_together(held: Tensor, shard: ShardedParameter, groups: Groups) -> Tensor:
@@ -61,20 +67,27 @@ def put_together(held: Tensor, shard: ShardedParameter, groups: Groups) -> Tenso
 def move_state(
     optimizer: torch.optim.Optimizer, old: Iterable[ShardedParameter], new: Iterable[ShardedParameter], groups: Groups
 ) -> None:
-    """Brings an optimizer's state to the slices of ``new``. A collective call: every rank's optimizer has the same kind of state.
+    """Brings an optimizer to the parameters of ``new``. A collective call: every rank's optimizer has the same kind of state.
 
     Tensors of the shape of a parameter's old slice are cut anew; others, such as a step's number, stay.
     """
     after = {shard.name: shard for shard in new}
     for shard in old:
-        state: dict[str, Any] = optimizer.state.get(shard.parameter, {})
+        before, to = shard.original, after[shard.name]
+        for group in optimizer.param_groups:
+            group["params"] = [to.original if p is before else p for p in group["params"]]
+        state: dict[str, Any] = optimizer.state.pop(before, {})
         for key in _moved(state, shard):
-            whole, to = put_together(state[key], shard, groups), after[shard.name]
+            whole = put_together(local_part(state[key]), shard, groups)
             pieces = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in to.chunks]
-            state[key] = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
+            local = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
+            mesh = getattr(to.original, "device_mesh", None)
+            state[key] = local if mesh is None else distributed(local, to.whole, to.chunks, mesh)
+        if state:
+            optimizer.state[to.original] = state
 
 
 def _moved(state: Mapping[str, Any], shard: ShardedParameter) -> list[str]:
     """What an optimizer keeps of every element of a slice."""
     shape = shard.held_shape
-    return [key for key, value in state.items() if isinstance(value, Tensor) and list(value.shape) == shape]
+    return [key for key, value in state.items() if isinstance(value, Tensor) and list(local_part(value).shape) == shape]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
-from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.local_weight import LocalWeight
+from hexa_fx.distributed.lockstep import in_backward_of
 from hexa_fx.distributed.reductions import Destination, can_defer
 from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
@@ -84,6 +85,8 @@ def local_weight(weight: Tensor) -> Tensor:
     """This rank's slice of a parameter that is a DTensor over the ranks of the plan; any other tensor as it is."""
     if not isinstance(weight, DTensor):
         return weight
+    if is_compiling():
+        return weight.to_local()
     if not is_grad_enabled() or not weight.requires_grad:
         return weight._local_tensor.detach()
     result: Tensor = LocalWeight.apply(weight)
@@ -118,6 +121,7 @@ def cache_prefetch(
     w1: Tensor, b1: Tensor | None, w3: Tensor | None, b3: Tensor | None, w2: Tensor, layer: str, session: str
 ) -> None:
     """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
+    w1, b1, w3, b3, w2 = (None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2))  # type: ignore[assignment]
     cache = find_session(session).cache
     cache.prefetch(layer, (w1, b1, w3, b3, w2), autocast_dtype(w1))
 

@@ -1,6 +1,9 @@
-"""Optimizers whose parameters are slices: their state dicts, and steps that would need the whole. Said once.
+"""Optimizers of what was cut: steps on DTensors beside plain parameters, steps on slices that would need the whole, state dicts.
 
-State dicts are marked, and refused where they are another rank's or whole.
+Of equal shares, which are DTensors, torch knows what they are, but takes no others beside them in one call with ``foreach`` or
+``fused``. So while an optimizer steps, DTensors of a mesh are groups of their own.
+
+State dicts of plain slices are marked, and refused where they are another rank's or whole.
 
 torch has no hook of all optimizers' state dicts, but one of all their steps, and before the first step there is no state to give.
 The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in
@@ -14,22 +17,29 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
+from torch import optim
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hexa_fx.distributed.by_element import works_on_elements
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
 
+_ON_MATRICES = (optim.Adafactor, optim.LBFGS, optim.Muon)
+_ON_ELEMENTS = (
+    *(optim.SGD, optim.Adam, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.ASGD, optim.Rprop, optim.SparseAdam),
+)
+"""torch's optimizers, by what they look at. AdamW is an Adam."""
+
 
 class _Slices:
-    """What a session cut, for as long as the session lives."""
+    """What a session cut to plain slices, for as long as the session lives."""
 
     def __init__(self, shards: Iterable[ShardedParameter]) -> None:
         self.shards = tuple(filter(is_slice, shards))
@@ -39,7 +49,11 @@ class _Slices:
 
 
 _watched: WeakSet[_Slices] = WeakSet()
-_looked_at: WeakSet[Optimizer] = WeakSet()
+_looked_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""Optimizers that made steps, and how many sessions had begun to watch by then."""
+_sessions = 0
+_groups_of: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+"""The groups of optimizers that are stepping on parts of these."""
 _hooked: WeakSet[Optimizer] = WeakSet()
 _said: WeakSet[Optimizer] = WeakSet()
 _warned: WeakSet[type[Optimizer]] = WeakSet()
@@ -50,11 +64,12 @@ some of their parameters."""
 
 def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
     """Watches the optimizers of these parameters from their next step on. Keep what it returns; its call ends the watch."""
+    global _sessions
+    _sessions += 1
     slices = _Slices(shards)
     _watched.add(slices)
-    _looked_at.clear()
     _made.clear()
-    before_every_step(_stepping)
+    _around_every_step()
     return slices.end
 
 
@@ -85,9 +100,7 @@ def mark(optimizer: Optimizer) -> None:
 def holders(shards: Iterable[ShardedParameter]) -> list[Optimizer]:
     """The optimizers that made steps and have state of these parameters."""
     wanted = {id(shard.parameter) for shard in shards}
-    return [
-        optimizer for optimizer in _hooked if any(id(p) in wanted and values for p, values in optimizer.state.items())
-    ]
+    return [o for o in _looked_at if any(id(p) in wanted and values for p, values in o.state.items())]
 
 
 def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedParameter]]]:
@@ -97,15 +110,43 @@ def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedP
 
 
 @functools.cache
-def before_every_step(hook: Callable[..., None]) -> None:
-    """Calls ``hook`` before every step. Once in a process, since it is of all optimizers; those who partition nothing have none."""
-    register_optimizer_step_pre_hook(hook)
+def _around_every_step() -> None:
+    """Once in a process, since the hooks are of all optimizers; those who partition nothing have none."""
+    register_optimizer_step_pre_hook(_stepping)
+    register_optimizer_step_post_hook(_stepped)
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
-    if is_compiling() or optimizer in _looked_at:
+    if is_compiling():
         return
-    _check_kinds(optimizer)
+    _stepped(optimizer)  # if an error broke off the step before
+    if _looked_at.get(optimizer) != _sessions:
+        _look_at(optimizer)
+    parts = [part for group in optimizer.param_groups for part in _by_mesh(group)]
+    if len(parts) > len(optimizer.param_groups):
+        _groups_of[optimizer], optimizer.param_groups = optimizer.param_groups, parts
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    groups = _groups_of.pop(optimizer, None)
+    if groups is None:
+        return
+    parts = {id(part["params"][0]): part for part in optimizer.param_groups if part["params"]}
+    for group in groups:
+        if group["params"]:
+            group.update(parts[id(group["params"][0])] | {"params": group["params"]})
+    optimizer.param_groups = groups
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A parameter group as one for plain parameters and one for the DTensors of each mesh, in the order of their first ones."""
+    kinds: dict[Any, list[Any]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [group] if len(kinds) < 2 else [group | {"params": params} for params in kinds.values()]
+
+
+def _look_at(optimizer: Optimizer) -> None:
     slices = [shard for _, here in _slices_in(optimizer) for shard in here]
     if optimizer in _hooked:  # what it loaded was looked at then, and its marks may be of an earlier plan
         mark(optimizer)
@@ -116,40 +157,27 @@ def _stepping(optimizer: Optimizer, *_: Any) -> None:
             optimizer.register_state_dict_post_hook(_given)
             optimizer.register_load_state_dict_post_hook(check)
             _hooked.add(optimizer)
-    _looked_at.add(optimizer)
-
-
-def _check_kinds(optimizer: Optimizer) -> None:
-    """Raises `PlanError` where torch would say that it got mixed tensors, and not what helps."""
-    for group in optimizer.param_groups:
-        kinds = {isinstance(p, DTensor) for p in group["params"] if p.grad is not None}
-        if len(kinds) == 2 and (group.get("foreach") or group.get("fused")):
-            raise PlanError(
-                f"{type(optimizer).__name__} has DTensors beside plain parameters, which foreach=True and fused=True do not take: "
-                "give each kind a parameter group of its own, or make the optimizer with foreach=False, fused=False"
-            )
+    _looked_at[optimizer] = _sessions
 
 
 def _check_steps(optimizer: Optimizer) -> None:
     """Raises `PlanError` if an optimizer does something else to slices than to the whole; says once where that is not known."""
-    for group, here in _slices_in(optimizer):
-        cuts = {(shard.parameter.ndim, chunk.dim) for shard in here for chunk in shard.chunks}
-        same = works_on_elements(optimizer, group, cuts) if cuts else True
-        if same is False:
-            raise PlanError(
-                f"{type(optimizer).__name__} does something else to slices than to whole weights (it was tried on small ones), and "
-                f"has only this rank's slices of {here[0].name!r} and others, so that its steps would not be those of one device: "
-                "give the experts, hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements "
-                "(AdamW, SGD), or plan with strategy='fsdp', which keeps them whole for it"
-            )
-        if same is None and type(optimizer) not in _warned:
-            _warned.add(type(optimizer))
-            log.warning(
-                "%s may look at whole matrices (norms, factored moments), and has only this rank's slices of %r and others: its "
-                "steps are then not those of one device. Those that look at single elements (AdamW, SGD) are the same on slices; "
-                "if this one looks at no more, ignore this",
-                *(type(optimizer).__name__, here[0].name),
-            )
+    first = next(shard for _, here in _slices_in(optimizer) for shard in here)
+    if isinstance(optimizer, _ON_MATRICES):
+        raise PlanError(
+            f"{type(optimizer).__name__} looks at whole matrices (norms, factored moments) and has only this rank's slices of "
+            f"{first.name!r} and others, so that its steps would not be those of one device: give the experts, "
+            "hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements (AdamW, SGD), or plan "
+            "with strategy='fsdp', which keeps them whole for it"
+        )
+    if not isinstance(optimizer, _ON_ELEMENTS) and type(optimizer) not in _warned:
+        _warned.add(type(optimizer))
+        log.warning(
+            "%s may look at whole matrices (norms, factored moments), and has only this rank's slices of %r and others: its "
+            "steps are then not those of one device. Those that look at single elements (AdamW, SGD) are the same on slices; "
+            "if this one looks at no more, ignore this",
+            *(type(optimizer).__name__, first.name),
+        )
 
 
 def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ class GradientReductions:
         """A context for handling a layer's gradients, which names the layer in errors."""
         known = self._guards.get(layer)
         if known is None:
-            known = self._guards[layer] = guarded(f"the gradient reduction of {layer!r}", self.groups)
+            known = self._guards[layer] = guarded(f"the gradient reduction of {layer!r}")
         return known
 
     def start(self, rows: Tensor, shards: Sequence[int]) -> tuple[Tensor, Works]:

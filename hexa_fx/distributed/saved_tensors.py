@@ -38,9 +38,7 @@ class SavedTensors:
 
     def __init__(self, cache: SharedCache) -> None:
         self._cache = cache
-        self._guards = tuple(
-            guarded(f"the gather for the backward of {layer.path!r}", cache.groups) for layer in cache.layers
-        )
+        self._guards = tuple(guarded(f"the gather for the backward of {layer.path!r}") for layer in cache.layers)
         self._bound = 0
         self._hooked = 0
 

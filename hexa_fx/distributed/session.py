@@ -15,22 +15,20 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.distributed import collective_errors, rank_failures, whereabouts
+from hexa_fx.distributed import collective_errors
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
-from hexa_fx.distributed.broken_steps import BrokenSteps, in_backward_of
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, check_there, make_groups
-from hexa_fx.distributed.lockstep import Place, is_capturing, meet
+from hexa_fx.distributed.lockstep import NotedCounts, Place, in_backward_of, is_capturing, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
-from hexa_fx.distributed.sampled_agreement import SampledAgreement
 from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed.sharded_modules import forget_step
 from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
@@ -38,6 +36,7 @@ from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import AttachedPartition, Plan
 from hexa_fx.runtime.program import Program
+from hexa_fx.steps.graphed import GraphedStep
 
 _numbers = itertools.count()
 open_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
@@ -68,9 +67,6 @@ class PartitionSession(AttachedPartition):
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
         self.data = data_axes(data_mesh, self.groups)
-        with self.guard("the set-up of the watch of lost ranks"):
-            rank_failures.watch(self.groups)
-        whereabouts.answer_for(self.groups)
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
         centric = [layer for layer in plan.layers if layer.mode == "data_centric"]
@@ -78,15 +74,15 @@ class PartitionSession(AttachedPartition):
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
-        self._steps = BrokenSteps(self.groups)
         self._wrappers = Wrappers(
             self.groups, dist.get_process_group_ranks(self.everyone) if plan.data_parallel == "sum" else ()
         )
-        self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._graphed: WeakSet[GraphedStep] = WeakSet()
+        self._counts = NotedCounts()
+        self.following = self._counts.following
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
         self._bindings = Bindings(self.saved_tensors, self.guard)
@@ -113,7 +109,6 @@ class PartitionSession(AttachedPartition):
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = ref(model)
         self._wrappers.watch(self._model, self._of_layer, self.plan)
-        self._agreement.watch(model, self.shards)
 
     @property
     def model(self) -> nn.Module:
@@ -144,8 +139,8 @@ class PartitionSession(AttachedPartition):
     def bind(self, module: nn.Module, where: str = "", traced: Mapping[str, Program] | None = None) -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph, and returns the module.
 
-        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
-        ranks. Binding both an outer and an inner module is harmless.
+        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that says where it
+        failed. Binding both an outer and an inner module is harmless.
 
         Args:
             traced: what torch.compile traces instead, by mode; without it, its graphs break here.
@@ -155,57 +150,51 @@ class PartitionSession(AttachedPartition):
 
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
-        self._bindings.around_forward(model, self.begin, self._end)
-        self._bindings.around_states(self.shards, self._agreement.check_loaded)
+        self._bindings.before_forward(model, self.begin)
+        self._bindings.around_states(self.shards)
 
     def begin(self, *_: Any) -> None:
         """Called when a forward of the whole model begins."""
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
         check_there(self.groups)
-        if self._steps.found():
-            self._steps.agree()
-            self.invalidate()
         self._wrappers.check()
-        self._agreement.check()
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
-        self._steps.in_forward = True
 
-    def _end(self, *_: Any) -> None:
-        self._steps.in_forward &= is_compiling()
-
-    def guard(self, where: str) -> AbstractContextManager[None]:
-        """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+    def guard(self, where: str, barrier: bool = False) -> AbstractContextManager[None]:
+        """A context that turns the error of a failed collective into a `RankError` that says where it failed.
 
         Bound forwards and our own backward collectives run in it. Put it around ``loss.backward()`` to cover torch's collectives.
+
+        Args:
+            barrier: hosts wait for each other first, so that ranks that do not come are named.
         """
-        return collective_errors.guarded(where, self.groups)
+        return collective_errors.guarded(where, self.groups if barrier else None)
 
-    def check(self, where: str) -> None:
-        """Raises `RankError` if a rank is known to be lost. Does not communicate."""
-        if rank_failures.any_lost:
-            rank_failures.check(where, self.groups)
+    def exchange_counts(self, rows: int) -> list[int]:
+        """Every rank's ``rows`` of a layer, exchanged over the host group.
 
-    def exchange_counts(self, rows: int, place: Place = Place.LAYER) -> list[int]:
-        """Every rank's ``rows``, exchanged over the host group.
+        Raises:
+            PlanError: a CUDA graph is being captured of a step that was not noted before.
+            RankError: other ranks are elsewhere.
+        """
+        in_backward_of(self.groups.main_name)
+        return self._counts.exchange(self.groups, rows)
+
+    def total(self, count: int) -> int:
+        """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows.
 
         Raises:
             PlanError: a CUDA graph is being captured, which would hold the counts of this step for ever.
-            RankError: other ranks are elsewhere.
         """
         if is_capturing():
             raise PlanError(
-                "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
-                "weight the loss by a count that is known"
+                "counts of samples are exchanged between hosts, which a CUDA graph cannot repeat: weight the loss by a number that "
+                "is known"
             )
-        in_backward_of(self.groups.main_name)
-        return meet(self.groups, place, rows)
-
-    def total(self, count: int) -> int:
-        """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
-        total = torch.tensor([sum(self.exchange_counts(count, Place.COUNT))], device="cpu")
+        total = torch.tensor([sum(meet(self.groups, Place.COUNT, count))], device="cpu")
         with self.guard("the exchange of counts"):
             for host in self.data.hosts:
                 dist.all_reduce(total, group=host)
@@ -221,13 +210,26 @@ class PartitionSession(AttachedPartition):
         self.reductions.finish()
 
     def abandon(self) -> None:
-        """Forgets gathers and sums of a step that was broken off."""
-        self._steps.forget()
+        """Forgets gathers and sums of a step that was broken off; so does FSDP2 around the experts."""
         self.reductions.forget()
         self.cache.abandon()
+        forget_step(self.model)
+
+    def gathered(self, mine: Sequence[int]) -> list[list[int]]:
+        """These numbers of every rank of the partition and of the data-parallel axes that it knows."""
+        out = [
+            torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(self.everyone))
+        ]
+        with self.guard("the agreement on a recorded step"):
+            dist.all_gather(out, torch.tensor(mine, device="cpu"), group=self.everyone)
+        return [part.tolist() for part in out]
+
+    def held(self) -> list[Any]:
+        """Memory that a recorded step uses and the cache might give up."""
+        return [slot.buffer for slot in self.cache.slots]
 
     def graphed(self, step: Callable[..., Any], warmup: int = 3) -> GraphedStep:
-        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, by the rules of docs/partition.md.
+        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, by the rules of docs/training.md.
 
         Args:
             step: forward and backward, and what else of the step is to be in the graph.
@@ -251,14 +253,15 @@ class PartitionSession(AttachedPartition):
     def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
         """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.
 
-        Parameters stay the same objects; their gradients are dropped. For another number of ranks save a checkpoint and load it.
+        Gradients are dropped, and parameters are new objects where shares turn from equal to unequal or back. For another number of
+        ranks save a checkpoint and load it.
 
         Args:
             optimizers: those that hold state of the experts, which moves along.
             changes: ``capacities``, ``strategy`` and ``partition`` as of `hexa_fx.optimize_`. Default: measured, and as before.
 
         Raises:
-            PlanError: the experts are DTensors or under FSDP2; or the plan is impossible. The old session then goes on.
+            PlanError: the experts are under FSDP2; or the plan is impossible. The old session then goes on.
         """
         if self.replanner is None:
             raise PlanError("this session was installed by hand: only that of hexa_fx.optimize_ can plan anew")
@@ -283,8 +286,7 @@ class PartitionSession(AttachedPartition):
         for step in self._graphed:
             step.end()
         self.cache.drain()
-        if open_sessions.pop(self.name, None) is not None:
-            rank_failures.unwatch(self.groups)
+        open_sessions.pop(self.name, None)
         self._bindings.undo()
 
 

@@ -1,11 +1,10 @@
 """Cuts a layer's expert parameters down to a rank's slice, and remembers what was cut.
 
-Parameters stay the same objects under the same names; only their data shrinks. Hooks, parameter groups and optimizers without
-state therefore stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is enough to write and
-read checkpoints in the shape of the original model.
+Parameters keep their names, so that `named_parameters` has the same keys on every rank, and a record of each cut is enough to write
+and read checkpoints in the shape of the original model.
 
-Where experts are split over one axis of a larger mesh, in equal shares, a stacked parameter is replaced by one that is a DTensor
-over this axis, which FSDP2, optimizers and checkpoints know how to treat.
+Where shares are equal, a stacked parameter is replaced by one that is a DTensor, which wrappers, optimizers and checkpoints know
+how to treat. What DTensor has no placement for, unequal shares, stays a plain tensor, and so do lists of experts.
 """
 
 from __future__ import annotations

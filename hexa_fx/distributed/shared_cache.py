@@ -20,11 +20,10 @@ from torch import Tensor
 from torch._C import _current_graph_task_id
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collectives import fill_slot
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.lockstep import Place, meet
+from hexa_fx.distributed.lockstep import Place, in_backward_of, meet
 from hexa_fx.distributed.slots import CachedLayer, GatherSource, SavedSlot, Slot, SlotRows
 from hexa_fx.errors import PlanError
 
@@ -167,8 +166,8 @@ class SharedCache:
         return slot.matrix.as_strided(saved.size, saved.stride, saved.offset)
 
     def begin(self) -> None:
-        """Called when the model's forward begins. Fills free slots with its first layers before anything else runs."""
-        if in_backward() or not self.layers:
+        """Called on all ranks when the model's forward begins. Fills free slots with its first layers before anything else runs."""
+        if in_backward():
             return
         self._new_pass()
         for index in range(len(self.slots)):

@@ -14,7 +14,6 @@ from dataclasses import astuple
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hexa_fx.contexts import set_to
 from hexa_fx.distributed.shards import ShardedParameter
@@ -44,11 +43,9 @@ class SliceStates:
 
     def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._of: dict[nn.Module, list[ShardedParameter]] = {}
-        for shard in filter(is_slice, shards):
-            self._of.setdefault(shard.owner, []).append(shard)
-        pieces = (shard for shard in reversed(shards) if isinstance(shard.original, DTensor) and len(shard.chunks) > 1)
-        self.in_pieces = {shard.owner: shard for shard in pieces}
-        """Modules to hook with `pieces_given`, and the first parameter of each."""
+        for shard in shards:
+            if is_slice(shard) or len(shard.chunks) > 1:
+                self._of.setdefault(shard.owner, []).append(shard)
         self._said = False
 
     @property
@@ -58,27 +55,14 @@ class SliceStates:
 
     def given(self, owner: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         """Called with every state dict that an owner gives."""
-        slices = self._of[owner]
-        metadata[MARK] = mark_of(slices)  # torch keeps it beside what it saves of a state dict
+        slices = list(filter(is_slice, self._of[owner]))
+        if slices:
+            metadata[MARK] = mark_of(slices)  # torch keeps it beside what it saves of a state dict
         if self._said or are_known():
             return
-        self._said, first = True, slices[0]
-        log.warning(
-            "state_dict() of a model that is spread over devices has this rank's slices, %r as %s and not %s: "
-            "hexa_fx.distributed.checkpoint.save writes whole weights, and load reads them, on one device too",
-            *(prefix + _key(first), tuple(first.parameter.shape), first.whole),
-        )
-
-    def pieces_given(self, owner: nn.Module, _state: Any, prefix: str, _: Any) -> None:
-        """Called with every state dict that an owner of DTensors in pieces gives."""
-        if self._said or are_known():
-            return
-        self._said = True
-        log.warning(
-            "%r is a DTensor of which each rank has several pieces (gate and up), which torch.distributed.checkpoint cannot write: "
-            "hexa_fx.distributed.checkpoint.save does, and torch's save of what hexa_fx.distributed.checkpoint.state_dict returns",
-            prefix + _key(self.in_pieces[owner]),
-        )
+        self._said, first = True, (slices or self._of[owner])[0]
+        name, shape = prefix + _key(first), tuple(first.parameter.shape)
+        log.warning(*(_OF_SLICES, name, shape, first.whole) if slices else (_OF_PIECES, name))
 
     def taken(
         self, owner: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
@@ -88,12 +72,23 @@ class SliceStates:
         Raises:
             PlanError: what would be loaded into a slice is whole, or a slice of another rank or plan.
         """
-        here = {prefix + _key(shard): shard for shard in self._of[owner] if prefix + _key(shard) in state}
+        slices = list(filter(is_slice, self._of[owner]))
+        here = {prefix + _key(shard): shard for shard in slices if prefix + _key(shard) in state}
         for name, shard in here.items():
             check_slice(f"{name!r} of the state dict", state[name], shard)
-        mark = mark_of(self._of[owner])
+        mark = mark_of(slices)
         if here and metadata.get(MARK, mark) != mark:
             raise not_ours(f"{next(iter(here))!r} of the state dict")
+
+
+_OF_SLICES = (
+    "state_dict() of a model that is spread over devices has this rank's slices, %r as %s and not %s: "
+    "hexa_fx.distributed.checkpoint.save writes whole weights, and load reads them, on one device too"
+)
+_OF_PIECES = (
+    "%r is a DTensor of which each rank has several pieces (gate and up), which torch.distributed.checkpoint cannot write: "
+    "hexa_fx.distributed.checkpoint.save does, and torch's save of what hexa_fx.distributed.checkpoint.state_dict returns"
+)
 
 
 def _key(shard: ShardedParameter) -> str:
@@ -128,9 +123,9 @@ def check_element_wise(state: Mapping[str, object], shard: ShardedParameter) -> 
     """
     held = tuple(shard.parameter.shape)
     for key, value in state.items():
-        if is_slice(shard) and isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != held:
+        if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != held:
             raise PlanError(
-                f"an optimizer keeps {key!r} of {shard.name!r} as {tuple(value.shape)}, and this rank's slice is {held}: only what "
+                f"an optimizer keeps {key!r} of {shard.name!r} as {tuple(value.shape)}, which is {held}: only what "
                 "it keeps of every element can be put together or moved. Give the experts, "
                 "hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements (AdamW, SGD)"
             )

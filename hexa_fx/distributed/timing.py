@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hexa_fx.distributed.groups import Groups
 
 
-def timed(run: Callable[[], None], device: torch.device, count: int) -> float:
+def timed(run: Callable[[], object], device: torch.device, count: int) -> float:
     """Wall-clock seconds of ``count`` consecutive runs, including the device's work."""
     synchronize(device)
     start = time.perf_counter()

@@ -14,11 +14,11 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.sharded_modules import sharded_groups
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan
@@ -126,7 +126,7 @@ class Wrappers:
             raise _averages("DistributedDataParallel")
 
     def _check_sums(self, model: nn.Module) -> None:
-        for group in _sharded(model) if self._summed else ():
+        for group in sharded_groups(model) if self._summed else ():
             if group.gradient_divide_factor is None and _share(
                 self._summed, group.mesh_info.mesh.mesh.flatten().tolist()
             ):
@@ -134,7 +134,7 @@ class Wrappers:
 
     def _say_tensor_parallel(self, model: nn.Module) -> None:
         """Says once if something else than FSDP2 keeps DTensors on ranks of the partition."""
-        of_fsdp = {id(param.sharded_param) for group in _sharded(model) for param in group.fsdp_params}
+        of_fsdp = {id(param.sharded_param) for group in sharded_groups(model) for param in group.fsdp_params}
         held: Iterator[tuple[str, Any]] = (
             (name, owner._parameters[key]) for name, owner, key in other_parameters(model, self._shards)
         )
@@ -169,17 +169,8 @@ def _mesh_of(model: nn.Module | None, held: Tensor) -> DeviceMesh | None:
     """The mesh over which FSDP2 keeps a parameter; None if it does not."""
     if isinstance(held, DTensor):
         return held.device_mesh
-    for group in _sharded(model) if model is not None else ():
+    for group in sharded_groups(model) if model is not None else ():
         if any(getattr(param, "_unsharded_param", None) is held for param in group.fsdp_params):
             mesh: DeviceMesh = group.mesh_info.mesh
             return mesh
     return None
-
-
-def _sharded(model: nn.Module) -> Iterator[Any]:
-    """What FSDP2 gathers together. Nothing public tells of a parameter that is gathered at the moment, nor who divides."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            several = hasattr(state, "_fsdp_param_groups")  # from torch 2.13 on
-            yield from filter(None, state._fsdp_param_groups if several else [state._fsdp_param_group])

@@ -166,8 +166,10 @@ class BlockReport:
         Needs no GPU. Empty for experts of an unusual form, which do not run as `hexa::moe_ffn`.
 
         Raises:
-            KernelError: there are no kernels for ``arch``. InputError: ``tokens`` is less than 1.
+            KernelError: there are no kernels for ``arch``. InputError: ``arch`` is no whole number, or ``tokens`` less than 1.
         """
+        if type(arch) is not int:
+            raise InputError(f"arch={arch!r}: expected a compute capability as a whole number, such as 90")
         if tokens is not None and tokens < 1:
             raise InputError(f"tokens={tokens}: expected at least 1")
         return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()
@@ -177,7 +179,7 @@ class BlockReport:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
         found["advice"], found["now"], found["packed"] = self.advice, self.now, self.packed
-        found["calls"] = self.calls._asdict()
+        found["calls"] = {**self.calls._asdict(), "own": dict(self.calls.own)}
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
 

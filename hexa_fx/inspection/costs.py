@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from torch import nn
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import kind_and_line
-from hexa_fx.inspection.roles import REGION
 from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
@@ -64,11 +63,9 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     """Costs of a block. ``snapshots`` are its stages."""
     stages = {stage.name: stage.graph for stage in snapshots.of_block}
     before = stages["canonicalize"] if "canonicalize" in stages else stages["capture"]
-    flops, moved = _of_parts(before, REGION)
+    flops, moved = of_mixture(before)
     new = _Rewritten(captured, rewritten)
-    after_flops, after_moved = _of_parts(stages["rewrite"], (*REGION, "other"))
-    if snapshots.case is not None:
-        after_flops, after_moved = after_flops + snapshots.case.work[0], after_moved + snapshots.case.work[1]
+    after_flops, after_moved = of_mixture(stages["rewrite"])
     saved: int | None
     after_saved: int | None
     try:
@@ -89,8 +86,9 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     )
 
 
-def _of_parts(graph: GraphView, roles: Iterable[str]) -> tuple[int, int]:
-    nodes = [node for node in graph.nodes if node.role in roles and node.op != "hexa.moe_ffn"]
+def of_mixture(graph: GraphView) -> tuple[int, int]:
+    """FLOPs and bytes moved of everything in a graph but the router, of which some graphs hold a call and no operators."""
+    nodes = [node for node in graph.nodes if node.role != "router"]
     return sum(node.flops for node in nodes), sum(node.moved for node in nodes)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch.fx
 
+from hexa_fx.torch_private import OpOverload
+
 
 def op_name(node: torch.fx.Node) -> str:
     """``hexa.esmm``, ``aten.cat.default``, ``getitem``, ``size``: what a node calls, in short."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         name = str(node.target)
         return name.removesuffix(".default") if name.startswith("hexa.") else name
     if isinstance(node.target, str):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hexa_fx.codegen.render import included
-from hexa_fx.inspection.costs import Costs
+from hexa_fx.inspection.costs import Costs, of_mixture
 from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.kernels import KernelUse
 from hexa_fx.inspection.palette import COLOURS, GRADIENT, legend_style, style
@@ -17,6 +17,7 @@ from hexa_fx.inspection.stages import Stage
 from hexa_fx.inspection.svg import draw
 from hexa_fx.inspection.text import amount, cost_rows
 from hexa_fx.inspection.view import NodeView
+from hexa_fx.ir import Refusal
 
 SCRIPTS = ("theme.js", "highlight.js", "page.js", "detail.js", "moving.js")
 
@@ -43,8 +44,8 @@ class PageBlock:
     costs: Costs | None = None
 
 
-def page(blocks: Sequence[PageBlock], title: str) -> str:
-    """The page as HTML, which loads nothing from the network."""
+def page(blocks: Sequence[PageBlock], title: str, left: Sequence[Refusal] = ()) -> str:
+    """The page as HTML, which loads nothing from the network. ``left``: blocks that were left as they are."""
     pictures = [{stage.name: picture_of(stage.graph) for stage in block.stages} for block in blocks]
     sources = {kernel.spec: kernel.source for block in blocks for kernel in block.kernels if kernel.spec}
     numbers = {spec: str(number) for number, spec in enumerate(sources)}
@@ -66,6 +67,7 @@ def page(blocks: Sequence[PageBlock], title: str) -> str:
         "page.html.j2",
         title=title,
         blocks=shown,
+        left=left,
         css="\n".join([style(standalone=False), legend_style(), styles("page.css")]),
         js="\n".join(asset(name) for name in SCRIPTS),
         logo=asset("logo.svg"),
@@ -104,10 +106,11 @@ def _totals(stage: Stage) -> list[tuple[str, str]]:
     """(value, unit) pairs. What one tile costs depends on the tile, so that its graph has no costs."""
     count = sum(stage.graph.counts.values())
     found = [(str(count), "operator" if count == 1 else "operators")]
-    if stage.graph.flops:
-        found.append((amount(stage.graph.flops, "FLOP"), "in matrix products"))
-    if stage.graph.moved:
-        found.append((amount(stage.graph.moved, "B"), "moved"))
+    flops, moved = of_mixture(stage.graph)
+    if flops:
+        found.append((amount(flops, "FLOP"), "in the experts' products"))
+    if moved:
+        found.append((amount(moved, "B"), "moved"))
     return found
 
 

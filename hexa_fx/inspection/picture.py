@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
 
@@ -84,6 +85,8 @@ class _Drawing:
     by_name: dict[str, NodeView] = field(default_factory=dict)
     stands_for: dict[str, str] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
+    varied: set[str] = field(default_factory=set)
+    """Nodes of runs that another run of the same loop stands for, though it does more."""
 
     def picture(self) -> Picture:
         self.by_name = {node.name: node for node in self.graph.nodes}
@@ -110,8 +113,14 @@ class _Drawing:
     def _fold(self, nodes: Sequence[NodeView]) -> None:
         """Finds stretches of the run that repeat, and lets the first repetition stand for all of them."""
         labels = [(n.op, n.role, str(n.where)) for n in nodes]
+        lines = [(n.op, str(n.where)) for n in nodes]
         at = 0
         while at < len(nodes):
+            runs = _runs_with_branches(lines, at)
+            if runs:
+                self._fold_runs(nodes, lines, runs)
+                at = runs[-1][1]
+                continue
             period, times = _repetition(labels, at)
             for k in range(1, times):
                 for i in range(period):
@@ -119,6 +128,18 @@ class _Drawing:
             if times > 1:
                 self.times.update({nodes[at + i].name: times for i in range(period)})
             at += period * times
+
+    def _fold_runs(self, nodes: Sequence[NodeView], labels: Sequence[object], runs: Sequence[tuple[int, int]]) -> None:
+        """Lets the run that does most stand for all."""
+        start, stop = max(runs, key=lambda run: run[1] - run[0])
+        self.times.update({node.name: 1 for node in nodes[start:stop]})
+        for first, end in runs:
+            places = _places(labels[first:end], labels[start:stop]) if first != start else None
+            for node, place in zip(nodes[first:end], places or ()):
+                head = nodes[start + place].name
+                self.stands_for[node.name] = head
+                self.varied.add(node.name)
+                self.times[head] += 1
 
     def _fold_leaves(self, shown: Iterable[NodeView]) -> None:
         """A parameter that only folded nodes read is folded into the one that the first repetition reads in its place."""
@@ -147,7 +168,8 @@ class _Drawing:
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         found: dict[tuple[str, str, str], Arrow] = {}
         for node in shown:
-            for name in node.inputs if self._is_head(node.name) else ():  # later runs of a loop read as the first does
+            # later runs of a loop read as the first does
+            for name in node.inputs if self._is_head(node.name) or node.name in self.varied else ():
                 arrow = self._arrow(name, node, visible)
                 if arrow is not None and order[arrow.source] < order[arrow.target]:
                     found.setdefault((arrow.source, arrow.target, arrow.name), arrow)
@@ -163,8 +185,8 @@ class _Drawing:
             if source.index is not None and not label:
                 label = f"[{source.index}]" if source.name.startswith("getitem") else source.name
             name = source.inputs[0]
-        head = self._head(name)
-        return None if head == node.name else Arrow(head, node.name, type_, label)
+        head, target = self._head(name), self._head(node.name)
+        return None if head == target else Arrow(head, target, type_, label)
 
     def _box(self, node: NodeView) -> Box:
         members = [node.name, *(name for name in self.stands_for if self._head(name) == node.name)]
@@ -182,6 +204,32 @@ class _Drawing:
             self.times.get(node.name, 1),
             (*members, *(n.name for n in results)),
         )
+
+
+def _places(part: Sequence[object], whole: Sequence[object]) -> list[int] | None:
+    """Where the items of one sequence stand in another, in order; None if one does not."""
+    places: list[int] = []
+    for item in part:
+        at = places[-1] + 1 if places else 0
+        if item not in whole[at:]:
+            return None
+        places.append(at + whole[at:].index(item))
+    return places
+
+
+def _runs_with_branches(labels: Sequence[object], at: int) -> list[tuple[int, int]]:
+    """Starts and ends of the runs of a loop that begins here, some of which leave out what an ``if`` leaves out; else empty."""
+    starts = [place for place in range(at, len(labels)) if labels[place] == labels[at]]
+    lengths = [after - before for before, after in pairwise(starts)]
+    if len(set(lengths)) < 2 or min(lengths) < 3 or not max(lengths) <= min(_LONGEST_LOOP, 2 * min(lengths)):
+        return []
+    start, stop = max(pairwise(starts), key=lambda run: run[1] - run[0])
+    whole = labels[start:stop]
+    end = starts[-1]
+    while end < len(labels) and _places(labels[starts[-1] : end + 1], whole) is not None:
+        end += 1
+    runs = [*pairwise(starts), (starts[-1], end)]
+    return runs if all(_places(labels[first:last], whole) is not None for first, last in runs) else []
 
 
 def _repetition(labels: Sequence[object], at: int) -> tuple[int, int]:

@@ -117,7 +117,7 @@ def cost_rows(costs: Costs | None) -> list[dict[str, Any]]:
     if costs is None:
         return []
     rows = [
-        ("matrix products", "FLOP", costs.before.flops, costs.after.flops),
+        ("experts' products", "FLOP", costs.before.flops, costs.after.flops),
         ("bytes moved", "B", costs.before.moved, costs.after.moved),
         (f"kept for backward, {costs.device}", "B", costs.before.saved, costs.after.saved),
     ]

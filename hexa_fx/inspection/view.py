@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 import torch.fx
-from torch.utils._dtype_abbrs import dtype_abbrs
 
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.work import flops_of, moved_bytes
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes.detect.graph import nodes_in
+from hexa_fx.torch_private import dtype_abbrs
 
 Kind = Literal["input", "parameter", "call", "module", "output"]
 Role = Literal["input", "weight", "router", "dispatch", "up", "act", "down", "combine", "region", "collective", "other"]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
@@ -32,6 +31,7 @@ from hexa_fx.passes.block_analysis import BlockAnalysis, refused
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require, require_finite
+from hexa_fx.torch_private import FakeTensor, lookup_backend
 
 log = logging.getLogger(__name__)
 _OWN = {"rest", "rest_options", "on_report"}
@@ -89,7 +89,7 @@ def hexa(
         chosen.on_report(report)
     if chosen.config.strict and report.refused:
         raise NothingRewritten(f"{report}")
-    following = torch._dynamo.lookup_backend(chosen.rest)
+    following = lookup_backend(chosen.rest)
     if chosen.rest_options is not None:
         rest["options"] = dict(chosen.rest_options)
     compiled: Callable[..., Any] = following(gm, list(example_inputs), **rest)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hexa_fx import ops
 from hexa_fx.ir import FfnSpec, Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS, activation_forward
+from hexa_fx.torch_private import DisableTorchFunction, _disable_current_modes
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def hexa_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     Returns:
         (T, D) in the dtype of hidden_states.
     """
-    w1, b1, w2, b2 = _weights(self)
+    w1, b1, w2, b2 = weights_of(self)
     x = hidden_states.to(w1.dtype)
     gate = _gate_of(self)
     layout: Layout = "kn" if self.is_transposed else "nk"
@@ -60,7 +60,8 @@ def hexa_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     return ops.moe_ffn(x, top_k_index, top_k_weights, w1, b1, None, None, w2, b2, spec).to(hidden_states.dtype)
 
 
-def _weights(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+def weights_of(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """First weight and bias, second weight and bias, as the module stores them."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     w1, w2 = getattr(experts, name), experts.down_proj
     if not experts.has_bias:
@@ -70,13 +71,13 @@ def _weights(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None
 
 def _by_rows(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layout: Layout) -> Tensor:
     """Runs the module's own function of a row between the projections, and its own norm after them."""
-    w1, b1, w2, b2 = _weights(experts)
+    w1, b1, w2, b2 = weights_of(experts)
     top_k = top_k_index.shape[1]
     v, inv, offs = ops.reindex(top_k_index, w1.shape[0])
     h = ops.esmm(x, w1, b1, v, offs, top_k, layout)
     a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
     y = ops.esmm(a.to(w2.dtype), w2, b2, None, offs, 1, layout)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # which older versions of transformers lack
         y = experts.post_expert_norm(y)
     return ops.combine(y, top_k_weights, inv, offs, top_k)
 
@@ -91,13 +92,13 @@ def _gate_of(experts: Any) -> Gate | None:
     return found
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate(number: int, training: bool) -> Gate | None:
     """Of the module with this id, which the caller holds: a compiler of torch 2.11 hands constants over, and no module."""
     experts = ctypes.cast(number, ctypes.py_object).value
     known = _KNOWN.setdefault(experts, {})
     if training not in known:
-        gate = None if experts.has_post_expert_norm else identify_gate(experts)
+        gate = None if getattr(experts, "has_post_expert_norm", False) else identify_gate(experts)
         if gate is None:
             log.info("%s: what it computes around its products runs as it is written", type(experts).__name__)
         known[training] = gate
@@ -117,7 +118,7 @@ def identify_gate(experts: Any) -> Gate | None:
     # The caller may be tracing (torch.export, FakeTensorMode), but the experiment needs real numbers.
     with (
         _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
+        DisableTorchFunction(),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
     ):

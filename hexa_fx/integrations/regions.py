@@ -21,6 +21,7 @@ from hexa_fx.capture.selections import SELECTIONS
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.runtime.shared_storage import stack
+from hexa_fx.torch_private import DisableTorchFunction, _assign_attr
 
 _NAMES = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
@@ -162,7 +163,7 @@ def require_sizes(sizes: Sequence[Sequence[int | None]], *tensors: torch.Tensor)
     A graph that Dynamo captured with fixed sizes has them in its code, and with others it may run and give nonsense. A
     recording does not see this check, and the rewritten graph does not need it: Dynamo guards the sizes.
     """
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         for expected, tensor in zip(sizes, tensors):
             if any(size not in (None, int(found)) for size, found in zip(expected, tensor.shape)):
                 raise ValueError(f"the graph is of sizes {tuple(expected)}, not {tuple(tensor.shape)}")
@@ -196,7 +197,7 @@ def as_module(region: Region, values: Mapping[torch.fx.Node, Any]) -> torch.fx.G
         if _is_size(node):
             new[node] = _size(node, tensors, new, graph)
     for name, node in region.parameters.items():
-        torch.fx.graph_module._assign_attr(values[node], root, name)
+        _assign_attr(values[node], root, name)
         new[node] = graph.get_attr(name)
     for node in region.nodes:  # without the names, so that equal regions have equal code
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), new.__getitem__)

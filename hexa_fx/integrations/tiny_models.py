@@ -6,12 +6,13 @@ model that sees pictures too. The model is sized on the meta device before anyth
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import torch
 from torch import nn
 
-from hexa_fx.errors import InputError, first_line, kind_and_line
+from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.example_tokens import example_tokens, nested
 
 LARGEST = 50_000_000
@@ -101,12 +102,15 @@ def default_config(model_type: str) -> Any:
     """
     try:
         from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
-        raise InputError("transformers is not installed; pip install 'hexa-fx[hf]'") from error
-    try:
-        return AutoConfig.for_model(model_type)
-    except ValueError as error:
-        raise InputError(f"{model_type!r}: {first_line(error)}") from error
+        raise InputError("transformers is not installed; pip install '.[hf]'") from error
+    known = list(CONFIG_MAPPING.keys())
+    if model_type not in known:
+        near = difflib.get_close_matches(str(model_type), known, n=3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"transformers knows no model type {model_type!r}.{hint}")
+    return AutoConfig.for_model(model_type)
 
 
 def tiny_config(config: Any, whole: bool = False) -> Any:

@@ -20,6 +20,7 @@ from hexa_fx.isolation.outer_products import (
 )
 from hexa_fx.isolation.upcast_weight import written
 from hexa_fx.ops.rows import contiguous_strides
+from hexa_fx.torch_private import _disabled_torch_function_impl
 
 _ATEN = torch.ops.aten
 
@@ -37,7 +38,7 @@ class LazyGradient(torch.Tensor):
     terms: list[Term]
     limit: int
     _places: dict[tuple[int, int], Places]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], terms: list[Term], device: torch.device, limit: int) -> LazyGradient:

@@ -20,6 +20,7 @@ from hexa_fx.isolation.random_state import SEED, random_state_kept, random_state
 from hexa_fx.isolation.size import batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.isolation.weight_slices import WeightSlices
+from hexa_fx.torch_private import DisableTorchFunction, _foreach_sub
 
 SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
@@ -89,7 +90,7 @@ def observe(
     state.restore()
     parameters = state.parameters
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(SEED), torch.set_grad_enabled(gradients):
         with Bounded():
@@ -106,7 +107,7 @@ def observe(
         backward_error = ""
         if gradients:
             taken, backward_error = _gradients(results, {**roots, **parameters}, slices or WeightSlices(()))
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
@@ -168,7 +169,7 @@ def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
 def _gradients(
     result: Any, leaves: Mapping[str, torch.Tensor], slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
@@ -178,7 +179,7 @@ def _gradients(
         torch.randn(leaf.shape, dtype=torch.float64, generator=generator, device="cpu").to(leaf.device, leaf.dtype)
         for leaf in outputs
     ]
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         mode = lazy_gradients(wanted.values())
     try:
         with mode:
@@ -187,7 +188,7 @@ def _gradients(
         if is_out_of_memory(error):
             raise
         return dict.fromkeys(wanted), kind_and_line(error)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         found = dict(zip(wanted, compared(grads[: len(wanted)], [*wanted.values()])))
     return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
@@ -240,7 +241,7 @@ def _distances(ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> li
     pieces = [(number, *piece) for number, pair in enumerate(zip(ones, twos)) for piece in zip(*map(_pieces, pair))]
     for batch in batches(pieces, lambda piece: piece[1].numel(), _TOGETHER):
         numbers, left, right = zip(*batch)
-        for number, distance in zip(numbers, largest_of(torch._foreach_sub(left, right))):
+        for number, distance in zip(numbers, largest_of(_foreach_sub(left, right))):
             if not distance <= found[number]:  # so that NaN is the largest
                 found[number] = distance
     return found

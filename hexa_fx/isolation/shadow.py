@@ -71,6 +71,8 @@ def _rebound(value: Any, shadows: dict[int, Any]) -> Any:
         return shadows.get(id(value), value)
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
         return type(value)(_rebound(item, shadows) for item in value)
+    if type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):
+        return {key: _rebound(item, shadows) for key, item in value.items()}
     if isinstance(value, types.MethodType) and id(value.__self__) in shadows:
         return types.MethodType(value.__func__, shadows[id(value.__self__)])
     if type(value) is functools.partial and any(id(item) in shadows for item in value.args):

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.upcast_pieces import upcast_piece
+from hexa_fx.torch_private import DispatchKey, _disabled_torch_function_impl, _dispatch_has_kernel_for_dispatch_key
 
 _ATEN = torch.ops.aten
 
@@ -72,7 +73,7 @@ class UpcastWeight(torch.Tensor):
 
     stored: Tensor | ListedStack
     limit: int
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, stored: Tensor | ListedStack, limit: int) -> UpcastWeight:
@@ -155,9 +156,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return UpcastWeight(first.stored, first.limit)
     if func in _JOINS and _all_upcast(args[0]):
         return _joined(func, args, kwargs)
-    if func.namespace == "hexa" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
+    if func.namespace == "hexa" and _dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
         # its plain torch version, which comes back here for its products
-        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     if func._can_decompose():
         return func.decompose(*args, **kwargs)
     if any(isinstance(value, UpcastWeight) for value in written(func, args, kwargs)):

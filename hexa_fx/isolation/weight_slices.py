@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.torch_private import DisableTorchFunction, _debug_has_internal_overlap, peek_interpreter_stack
+
 _TAKES_A_PART = frozenset({"__getitem__", "select", "narrow"})
 
 
@@ -39,7 +41,7 @@ class WeightSlices(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         weight = self._weights.get(id(args[0])) if args and getattr(func, "__name__", "") in _TAKES_A_PART else None
-        if weight is None or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if weight is None or not torch.is_grad_enabled() or peek_interpreter_stack() is not None:
             return func(*args, **kwargs)
         part = func(weight.detach(), *args[1:], **kwargs)
         if not _lies_in(part, weight):
@@ -72,7 +74,7 @@ class WeightSlices(TorchFunctionMode):
 
 def sliced(weights: Iterable[torch.Tensor], gradients: bool) -> AbstractContextManager[WeightSlices | None]:
     """The mode for those of ``weights`` that backward would fill; none where there are none, since it slows every operation."""
-    with torch._C.DisableTorchFunction():  # an outer mode would be told of every expert's weight
+    with DisableTorchFunction():  # an outer mode would be told of every expert's weight
         plain = [weight for weight in weights if _is_plain_leaf(weight) and weight.dim() > 2] if gradients else []
     return WeightSlices(plain) if plain else nullcontext()
 
@@ -86,7 +88,7 @@ def _lies_in(part: Any, weight: torch.Tensor) -> bool:
     if not isinstance(part, torch.Tensor) or part.numel() == 0 or part.dtype != weight.dtype:
         return False
     same = part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    return same and torch._debug_has_internal_overlap(part) == 0
+    return same and _debug_has_internal_overlap(part) == 0
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from hexa_fx.isolation.module_snapshot import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
+from hexa_fx.torch_private import _is_torch_function_mode_enabled, is_functorch_wrapped_tensor
 
 _OPERATORS = "set setitem iadd isub imul itruediv ifloordiv idiv imod ipow iand ior ixor array".split()
 _EXCHANGES = ("__set__", "__set_data__", "set_")
@@ -88,7 +89,7 @@ def set_told() -> Iterator[None]:
     plain, own = Tensor.set_, "set_" in vars(Tensor)
 
     def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told = torch._C._is_torch_function_mode_enabled()
+        told = _is_torch_function_mode_enabled()
         return (
             handle_torch_function(set_, (tensor,), tensor, *args, **kwargs) if told else plain(tensor, *args, **kwargs)
         )
@@ -111,7 +112,7 @@ def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> 
         written: where storages are that functions of torch wrote to. Small tensors may have been written to by numpy as well.
     """
     for tensor, value in held:
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of a transform that is over
+        if is_functorch_wrapped_tensor(tensor):  # of a transform that is over
             continue
         small = value.numel() <= _SMALL
         if not is_like(tensor, value) or _storage(tensor) in written or (small and not torch.equal(tensor, value)):
@@ -197,7 +198,7 @@ def _have_the_same_numbers(args: Any) -> bool:
 
 def _storage(tensor: Any) -> int:
     """Where a tensor's storage is; 0 if it has none, or it is no tensor."""
-    if not isinstance(tensor, Tensor) or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not isinstance(tensor, Tensor) or tensor.is_meta or is_functorch_wrapped_tensor(tensor):
         return 0
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return 0

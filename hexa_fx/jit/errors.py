@@ -9,7 +9,7 @@ class ToolchainError(KernelError):
     """No compiler can be used. The message says what was tried, why each was refused, and what to do."""
 
     message = (
-        "no CUDA compiler: {detail}. Install one with `pip install 'hexa-fx[cuda]'` or set HEXA_FX_NVCC, or install a kernel pack; "
+        "no CUDA compiler: {detail}. Install one with `pip install '.[cuda]'` or set HEXA_FX_NVCC, or install a kernel pack; "
         "until then other implementations are used"
     )
 

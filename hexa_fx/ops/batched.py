@@ -13,45 +13,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from hexa_fx.torch_private import (
+    DispatchKeySet,
+    OpOverload,
+    _add_batch_dim,
+    _remove_batch_dim,
+    _vmapmode_decrement_nesting,
+    _vmapmode_increment_nesting,
+    is_legacy_batchedtensor,
+    under_vmap,
+)
 
-def register(library: torch.library.Library, name: str, overload: Callable[[], torch._ops.OpOverload]) -> None:
+
+def register(library: torch.library.Library, name: str, overload: Callable[[], OpOverload]) -> None:
     """Registers the rules of an operator that changes no argument, for `torch.vmap` and for the older one of torch.autograd."""
     for key, kernel in {"FuncTorchBatched": _under_vmap, "Batched": _under_autograds}.items():
         library.impl(name, functools.partial(kernel, overload), key, with_keyset=True)
 
 
-def _under_vmap(overload: Callable[[], torch._ops.OpOverload], _keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-    # Importing these takes longer than importing this package.
-    from torch._functorch.autograd_function import custom_function_call_vmap_helper
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
+def _under_vmap(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
     def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         leaves, spec = tree_flatten(args)
         results = _each(overload(), leaves, tree_flatten(dims)[0], info.batch_size, spec)
         return results, tree_map(lambda _: 0, results)
 
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    return custom_function_call_vmap_helper(interpreter, rule, overload(), *args)
+    return under_vmap(rule, overload(), args)
 
 
-def _under_autograds(
-    overload: Callable[[], torch._ops.OpOverload], _keyset: torch._C.DispatchKeySet, *args: Any
-) -> Any:
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+def _under_autograds(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
+    level = _vmapmode_increment_nesting() - 1
+    _vmapmode_decrement_nesting()
     leaves, spec = tree_flatten(args)
     dims = [0 if isinstance(leaf, Tensor) and is_legacy_batchedtensor(leaf) else None for leaf in leaves]
-    leaves = [leaf if dim is None else torch._remove_batch_dim(leaf, level, 1, 0) for leaf, dim in zip(leaves, dims)]
+    leaves = [leaf if dim is None else _remove_batch_dim(leaf, level, 1, 0) for leaf, dim in zip(leaves, dims)]
     size = next(len(leaf) for leaf, dim in zip(leaves, dims) if dim is not None)
-    return tree_map(lambda found: torch._add_batch_dim(found, 0, level), _each(overload(), leaves, dims, size, spec))
+    return tree_map(lambda found: _add_batch_dim(found, 0, level), _each(overload(), leaves, dims, size, spec))
 
 
-def _each(
-    overload: torch._ops.OpOverload, leaves: Sequence[Any], dims: Sequence[int | None], size: int, spec: Any
-) -> Any:
+def _each(overload: OpOverload, leaves: Sequence[Any], dims: Sequence[int | None], size: int, spec: Any) -> Any:
     """The results of all samples, stacked in their first dimension."""
     found = []
     for number in range(size):

@@ -10,6 +10,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
+from hexa_fx.torch_private import _embedding_bag_forward_only
 
 library.define("combine(Tensor y, Tensor? top_k_weights, Tensor inv, Tensor offs, SymInt top_k) -> Tensor")
 
@@ -75,7 +76,7 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     if routed < n:
         inv, skipped = inv.clamp(max=routed), routed
     bags = torch.arange(0, n, top_k, dtype=torch.int32, device="cpu")
-    return torch._embedding_bag_forward_only(
+    return _embedding_bag_forward_only(
         y if y.stride(1) == 1 else y.contiguous(), inv, bags, False, 0, False, top_k_weights, False, skipped
     )[0]
 

@@ -17,6 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hexa_fx.torch_private import _is_amx_fp16_supported, _is_amx_tile_supported, grouped_mm
+
 Group = tuple[int, int, int]
 """(expert, first row, end row) of an expert that has rows."""
 
@@ -60,9 +62,9 @@ def multiplies_in_float32(dtype: torch.dtype) -> bool:
     Without AMX it does: torch compiles a 16-bit product for every number of rows, and groups of rows are of any size.
     """
     if dtype == torch.bfloat16:
-        return not torch.cpu._is_amx_tile_supported()
+        return not _is_amx_tile_supported()
     if dtype == torch.float16:
-        return not getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
+        return not _is_amx_fp16_supported()
     return False
 
 
@@ -171,7 +173,7 @@ def _aligned(t: Tensor) -> bool:
 def has_grouped_mm() -> bool:
     """Whether this version of torch multiplies groups of float32 on a CPU; tried once on a few numbers."""
     try:
-        y = torch._grouped_mm(
+        y = grouped_mm(
             torch.ones(2, 4, device="cpu"),
             torch.ones(2, 4, 4, device="cpu"),
             offs=torch.tensor([1, 2], dtype=torch.int32, device="cpu"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _are_functorch_transforms_active
 
 from hexa_fx.errors import InputError
+from hexa_fx.torch_private import _are_functorch_transforms_active
 
 
 class DirectFunction(torch.autograd.Function):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.combine import check as check_combine
@@ -17,6 +16,7 @@ from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.reindex import check as check_reindex
 from hexa_fx.ops.reindex import reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 Grads = tuple[Tensor | None, ...]
 

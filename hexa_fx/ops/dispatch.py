@@ -16,6 +16,7 @@ from torch import Tensor
 from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
+from hexa_fx.torch_private import grouped_mm
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -51,7 +52,7 @@ def in_compute_dtype(t: T) -> T:
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, layout: str) -> Tensor:
     weight, bias = in_compute_dtype(weight.transpose(1, 2) if layout == "nk" else weight), in_compute_dtype(bias)
     if takes_grouped_mm(x, weight):
-        y = torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
+        y = grouped_mm(x, weight, offs=offs[1:].contiguous())
     else:
         bounds = offs.tolist()
         parts = [x[start:end] @ weight[e] for e, (start, end) in enumerate(pairwise(bounds))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from hexa_fx.torch_private import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import checks
 from hexa_fx.ops.moe_ffn import moe_ffn
+from hexa_fx.torch_private import _len_torch_dispatch_stack
 
 
 def experts(

@@ -18,6 +18,7 @@ from torch import Tensor
 from hexa_fx.ops import library
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
+from hexa_fx.torch_private import grouped_mm
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """(n, N) of x (n, K) and weight (E, K, N). Rows without an expert are unspecified."""
     if takes_grouped_mm(x, weight):
         _log_once("esmm", x.device.type, "torch's grouped matmul")
-        return torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
+        return grouped_mm(x, weight, offs=offs[1:].contiguous())
     if _capturing(x):
         _log_once("esmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
@@ -112,7 +113,7 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     experts = offs.shape[0] - 1
     if takes_grouped_mm(x, g) and x.shape[0] > 0:
         _log_once("estmm", x.device.type, "torch's grouped matmul")
-        return torch._grouped_mm(x.t(), g, offs=offs[1:].contiguous())
+        return grouped_mm(x.t(), g, offs=offs[1:].contiguous())
     if _capturing(x):
         _log_once("estmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)

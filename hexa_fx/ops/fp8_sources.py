@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled
-from torch._C import _any_requires_grad
 
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.ops import sources
@@ -18,6 +17,7 @@ from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from hexa_fx.ops.moe_ffn_fp8 import is_whole, say_once
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
+from hexa_fx.torch_private import _any_requires_grad
 
 
 def moe_ffn(*args: Any) -> Any:

@@ -19,7 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map
+
+from hexa_fx.errors import InputError
+from hexa_fx.ops import batched
+from hexa_fx.ops.cpu import multiplies_in_float32
+from hexa_fx.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    _after_ADInplaceOrView_keyset,
+    _after_autograd_keyset,
     _any_requires_grad,
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
@@ -27,14 +38,9 @@ from torch._C import (
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
 )
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
-from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map
-
-from hexa_fx.errors import InputError
-from hexa_fx.ops import batched
-from hexa_fx.ops.cpu import multiplies_in_float32
 
 NAMESPACE = "hexa"
 
@@ -46,13 +52,11 @@ _KERNELS: dict[tuple[str, str], Kernel] = {}
 _CHECKS: dict[str, Check | None] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
-_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_AFTER_AUTOGRAD = _after_autograd_keyset
+_BELOW_AUTOGRAD = _after_ADInplaceOrView_keyset
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+_DENSE = (DispatchKey.CPU, DispatchKey.CUDA)
+_AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 kernel_generation = 0
 """Grows with every `register_kernel`: what was bound to kernels before is bound again."""
@@ -65,10 +69,10 @@ def define(schema: str) -> None:
         batched.register(_LIBRARY, name, functools.partial(overload, name))
 
 
-def overload(name: str) -> torch._ops.OpOverload:
+def overload(name: str) -> OpOverload:
     """The operator ``hexa::<name>``."""
     packet = getattr(torch.ops.hexa, name)
-    result: torch._ops.OpOverload = packet.default
+    result: OpOverload = packet.default
     return result
 
 
@@ -145,7 +149,7 @@ def refuse_double_backward(name: str) -> None:
 def register_mutation(name: str, buffers: int) -> None:
     """Tells autograd that ``hexa::<name>`` writes to its first arguments, as torch.library.custom_op does."""
 
-    def bump(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def bump(keyset: DispatchKeySet, *args: Any) -> Any:
         torch.autograd.graph.increment_version([a for a in args[:buffers] if a is not None])
         return overload(name).redispatch(keyset & _BELOW_AUTOGRAD, *args)
 
@@ -161,7 +165,7 @@ def register_autograd_function(name: str, function: Kernel) -> None:
     """Runs ``function``, of the operator's arguments, where a gradient is wanted, and else ``hexa::<name>`` below autograd."""
     operator = overload(name)
 
-    def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
         if is_grad_enabled() and _any_requires_grad(*args):
             return function(*args)
         return below_autograd(operator, keyset, args)
@@ -169,7 +173,7 @@ def register_autograd_function(name: str, function: Kernel) -> None:
     register_autograd_kernel(name, autograd)
 
 
-def below_autograd(operator: torch._ops.OpOverload, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
+def below_autograd(operator: OpOverload, keyset: DispatchKeySet, args: tuple[Any, ...]) -> Any:
     """An operator where no gradient is wanted, from its kernel on the Autograd key."""
     with _AutoDispatchBelowAutograd():
         return operator.redispatch(keyset & _AFTER_AUTOGRAD, *args)
@@ -190,7 +194,7 @@ def register_autocast(name: str, cast: Sequence[int], or_float32: bool = False) 
         _LIBRARY.impl(name, kernel, f"Autocast{device.upper()}", with_keyset=True)
 
 
-def is_plain(keyset: torch._C.DispatchKeySet) -> bool:
+def is_plain(keyset: DispatchKeySet) -> bool:
     """Whether nothing stands between autograd and the kernel: no mode, no tensor subclass, no tracing."""
     return (keyset & _BELOW_AUTOGRAD).highestPriorityTypeId() in _DENSE
 
@@ -235,7 +239,7 @@ def without_autocast() -> _ExcludeDispatchKeyGuard:
 
 
 def _autocast_kernel(name: str, device: str, cast: frozenset[int], or_float32: bool) -> Kernel:
-    def kernel(_keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    def kernel(_keyset: DispatchKeySet, *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         wide = or_float32 and multiplies_in_float32(dtype) and any(_is_float32(args[i]) for i in cast)
         cast_args = [_autocast(a, torch.float32 if wide else dtype) if i in cast else a for i, a in enumerate(args)]

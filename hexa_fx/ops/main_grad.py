@@ -14,11 +14,11 @@ from functools import cache
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 NAME = "main_grad"
 Buffers = tuple[Tensor | None, ...]

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
-from torch.autograd import forward_ad
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.moe_ffn import run, run_backward, run_forward
+from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
 _OPS = torch.ops.hexa
 _on_cuda: dict[str, Callable[..., Any]] = {}
@@ -68,9 +67,9 @@ def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
     return None, dx, None, *others, *(None,) * 6
 
 
-def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         raise InputError(
             "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
             "original module"

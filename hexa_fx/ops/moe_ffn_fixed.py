@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import fixed_order
@@ -24,6 +23,7 @@ from hexa_fx.ops.moe_ffn_sources import CAST, SOURCES_INPUTS, SOURCES_KEPT, MoeF
 from hexa_fx.ops.moe_ffn_sources import fake as fake_sources
 from hexa_fx.ops.moe_ffn_sources import fake_forward as fake_sources_forward
 from hexa_fx.ops.sources_arguments import check as check_sources
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
@@ -29,6 +26,13 @@ from hexa_fx.ops.moe_ffn import INPUTS, STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.projection import DENSE
+from hexa_fx.torch_private import (
+    DispatchKeySet,
+    FakeTensor,
+    FunctionalTensor,
+    _any_requires_grad,
+    _AutoDispatchBelowAutograd,
+)
 
 _OPS = torch.ops.hexa
 _INPUTS = f"{INPUTS}, bool cached"
@@ -160,7 +164,7 @@ class _MoeFfnFp8(DirectFunction):
         return dx, None, *others, *(None,) * 7
 
 
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     instead = _exact_call(args)
     if instead is not None:
         operator, given = instead

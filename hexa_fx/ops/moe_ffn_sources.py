@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library, reindex
 from hexa_fx.ops.direct_function import DirectFunction
@@ -35,6 +34,7 @@ from hexa_fx.ops.projection import (
 )
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, MoeFfnSources, check
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 SOURCES_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats import format_of
+from hexa_fx.torch_private import _disabled_torch_function_impl
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class QuantizedWeight(Tensor):
     """Of one of many matrices that were moved beside each other."""
     lies: str
     """A name of that place, which a compiler compares; empty if there is none."""
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

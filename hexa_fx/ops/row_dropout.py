@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo
+
+from hexa_fx.torch_private import _disable_dynamo
 
 
 # What is drawn depends on how many rows each expert has. `torch.compiler.disable` would import all of dynamo now.

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowAutograd
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from hexa_fx.ops import library
@@ -19,6 +17,7 @@ from hexa_fx.ops.dispatch import in_compute_dtype
 from hexa_fx.ops.main_grad import kept_operands
 from hexa_fx.ops.moe_ffn import run_forward
 from hexa_fx.ops.program import programs
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd, _disable_dynamo
 
 _WEIGHTS = slice(2, 9)
 """Where the optional operands are among the arguments: top_k_weights, w1, b1, w3, b3, w2, b2."""

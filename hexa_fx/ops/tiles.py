@@ -22,6 +22,7 @@ from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.tiling import Tile, Tiling
+from hexa_fx.torch_private import grouped_mm
 
 _RAISED = 1 << 20
 """Elements up to which a half-type weight is raised as a whole, rather than an expert at a time."""
@@ -51,7 +52,7 @@ def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         weight = weight.to(x.dtype)
     if overhead and cpu.grouped_mm_takes(x, weight):
         first, end, offs = tile.local_offs()
-        return torch._grouped_mm(x, weight[first:end], offs=offs)
+        return grouped_mm(x, weight[first:end], offs=offs)
     return cpu.multiply_groups(x, weight, bias, groups)
 
 
@@ -187,7 +188,7 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
     everyone = bool(tile.groups) and (tile.groups[0][0], tile.groups[-1][0] + 1) == (0, tiling.experts)
     if _is_one_product(tile, x, g, everyone):
         first, end, offs = tile.local_offs()
-        y = torch._grouped_mm(x.t(), g, offs=offs)
+        y = grouped_mm(x.t(), g, offs=offs)
         if everyone:
             tiling.buffer(key, lambda: y)
         else:
@@ -208,7 +209,7 @@ def estmm_add(tile: Tile, into: Tensor, x: Tensor, g: Tensor, x_gathered: bool, 
         x, g = g, x
     if _is_one_product(tile, x, g, False):
         first, end, offs = tile.local_offs()
-        into[first:end].add_(torch._grouped_mm(x.t(), g, offs=offs))
+        into[first:end].add_(grouped_mm(x.t(), g, offs=offs))
     elif tile.groups:
         cpu.add_outer_groups(x, g, tile.groups, into)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
+from hexa_fx.torch_private import _current_autograd_node, _current_graph_task_id, _get_sequence_nr
 
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
 
@@ -35,7 +36,7 @@ class ModelCall:
     real: Tensor | None
     lengths: tuple[int, ...]
     start: int = 0
-    first: int = field(default_factory=lambda: torch._C._autograd._get_sequence_nr())
+    first: int = field(default_factory=lambda: _get_sequence_nr())
     last: int = 0
     in_function: bool = field(default_factory=lambda: not torch.is_grad_enabled() and _is_below("forward"))
 
@@ -59,10 +60,11 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The tokens of a call: those of the argument ``input_ids``, ``inputs_embeds`` or ``hidden_states``, or of the first tensor.
 
     A two-dimensional ``attention_mask`` says which are padding; of a longer one, as with a cache, the last columns count. Of one
-    of queries and keys, as `generate` makes for a static cache, padding are the tokens that do not see themselves.
+    of queries and keys, as `generate` makes for a static cache, padding are the tokens that do not see themselves. How many keys
+    came before, the call's cache says: the one argument with `get_seq_length`, whatever its name.
 
     Raises:
-        InputError: there is no tensor among the arguments, or the mask does not fit.
+        InputError: there is no tensor among the arguments, the mask does not fit, or nothing says how many keys came before.
     """
     named = _named(module, args, kwargs)
     tensors = [value for value in named.values() if isinstance(value, Tensor) and value.dim()]
@@ -76,7 +78,7 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if isinstance(mask, dict):  # of layers of several kinds
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     if isinstance(mask, Tensor) and mask.dim() == 4 and len(shape) == 2:
-        mask = _seen_by_themselves(mask, shape, named.get("past_key_values"))
+        mask = _seen_by_themselves(mask, shape, [*named.values()])
     if not isinstance(mask, Tensor) or mask.dim() != 2 or len(shape) != 2:
         lengths = (shape[1],) * shape[0] if len(shape) == 2 else (torch.Size(shape).numel(),)
         return ModelCall(shape, None, lengths)
@@ -87,16 +89,26 @@ def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return ModelCall(shape, None if sum(lengths) == real.numel() else real.reshape(-1), lengths)
 
 
-def _seen_by_themselves(mask: Tensor, shape: tuple[int, ...], cache: Any) -> Tensor:
-    """(B, S) of a mask (B or 1, heads or 1, S, keys), which is bool or is added to scores; ``cache``: what holds earlier keys."""
+def _seen_by_themselves(mask: Tensor, shape: tuple[int, ...], arguments: list[Any]) -> Tensor:
+    """(B, S) of a mask (B or 1, heads or 1, S, keys), which is bool or is added to scores; ``arguments``: of the call."""
     queries, keys = mask.shape[2:]
     if mask.shape[0] not in (1, shape[0]) or queries != shape[1] or keys < queries:
         raise InputError(f"the attention mask is {list(mask.shape)}, and the tokens are {list(shape)}")
-    length = getattr(cache, "get_seq_length", None)  # behind it, a static cache has room for more keys
-    start = keys - queries if length is None else min(int(length()), keys - queries)
+    start = 0 if keys == queries else min(_keys_before(mask, arguments), keys - queries)
     own = mask[..., start : start + queries].diagonal(dim1=2, dim2=3)
     seen = own > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else own != 0
     return seen.any(1).expand(shape)
+
+
+def _keys_before(mask: Tensor, arguments: list[Any]) -> int:
+    """How many keys a cache among the arguments holds; behind them, a static one has room for more."""
+    lengths = [value.get_seq_length for value in arguments if hasattr(value, "get_seq_length")]
+    if len(lengths) != 1:
+        raise InputError(
+            f"the attention mask is {list(mask.shape)}, and which of its keys belong to this call is unknown: {len(lengths)} "
+            "arguments are caches with get_seq_length(), and it takes one; pass an attention mask of (batch, tokens)"
+        )
+    return int(lengths[0]())
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def in_backward() -> bool:
     """Whether autograd runs a backward here: a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 class EndedReplay:
@@ -131,7 +143,7 @@ class EndedReplay:
         """The calls of a context that has ended."""
         starts = [start for call in calls if (start := call.start_of_graph) is not None]
         if starts:
-            self.calls.append((min(starts), max(torch._C._autograd._get_sequence_nr(), *(call.last for call in calls))))
+            self.calls.append((min(starts), max(_get_sequence_nr(), *(call.last for call in calls))))
 
     def __call__(self) -> None:
         """To be called before a block.
@@ -184,5 +196,5 @@ def _is_below(method: str, within: CodeType | None = None) -> bool:
 
 def _number() -> int:
     """Autograd's sequence number of the node in which backward is."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = _current_autograd_node()
     return int(node._sequence_nr())

@@ -13,6 +13,7 @@ from hexa_fx.ir import RoutingSite
 from hexa_fx.routing.log import RoutingLog
 from hexa_fx.routing.sites import modules_around
 from hexa_fx.runtime.install import HexaForward, installed_forward
+from hexa_fx.runtime.preflight import check_module
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     Raises:
         InputError: there is none, or it is not known where the experts of one are chosen.
     """
+    check_module(model)
     found, reasons = [], []
     for path, module in model.named_modules():
         forward = installed_forward(module)

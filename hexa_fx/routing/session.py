@@ -22,6 +22,7 @@ from hexa_fx.routing.calls import EndedReplay, ModelCall, in_backward, is_nested
 from hexa_fx.routing.layers import Layer, check_fit, layers_of
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
 from hexa_fx.routing.tap import RoutingTap
+from hexa_fx.torch_private import _get_sequence_nr
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ class _Session:
         call = self.current
         if self._depth or call is None:
             return
-        self.current, call.last = None, torch._C._autograd._get_sequence_nr()
+        self.current, call.last = None, _get_sequence_nr()
         if sys.exc_info()[1] is not self._handled:  # the call failed, and may be tried again
             self.position = call.start
             return

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.choices import ChoiceCounter, ChoosingCall, choosing_call, with_groups
 from hexa_fx.routing.calls import ModelCall
+from hexa_fx.torch_private import _get_current_function_mode_stack
 
 
 class RoutingTap(TorchFunctionMode):

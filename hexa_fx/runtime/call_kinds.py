@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.overrides import _get_current_function_mode_stack
 
 from hexa_fx.isolation.users_code import is_users
+from hexa_fx.torch_private import (
+    TransformType,
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+    _get_current_function_mode_stack,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _top_saved_tensors_default_hooks,
+    get_interpreter_stack,
+    is_forward_mode,
+)
 
 _TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
 _TRANSFORMED = "torch.func.grad, torch.vmap and forward-mode derivatives go through its own code only"
@@ -53,7 +60,7 @@ def reason_for_own_code(block: nn.Module, weights: Sequence[str]) -> str:
             return f"{path} is {said_of(weight)}"
     if is_compiling():
         return ""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return _TRANSFORMED
     stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
     if any(level.key() in _TRANSFORMS for level in stack or ()):
@@ -79,9 +86,9 @@ def said_of(weight: Any) -> str:
 
 def why_not_analysed(block: nn.Module) -> str:
     """Why a call cannot be analysed while it runs, which another one may be; empty if it can."""
-    if torch._C._current_graph_task_id() != -1:
+    if _current_graph_task_id() != -1:
         return "backward runs it again, as a checkpoint does, which has to do what was done before"
-    if torch._C._get_tracing_state() is not None or _len_torch_dispatch_stack():
+    if _get_tracing_state() is not None or _len_torch_dispatch_stack():
         return "it is traced"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is recorded; call the model once before"

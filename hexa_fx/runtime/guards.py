@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 
 from hexa_fx.ir import InputGuard
+from hexa_fx.torch_private import _is_any_autocast_enabled, _len_torch_function_stack
 
 _TORCHS = ("torch", "hexa_fx")
 

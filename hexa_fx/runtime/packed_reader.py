@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from hexa_fx.ops.formed import PackedStack
@@ -18,6 +17,7 @@ from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import MOVING, WeightReader
 from hexa_fx.sources.packed_parameters import packed_parameters
+from hexa_fx.torch_private import _len_torch_dispatch_stack
 
 _readers: WeakValueDictionary[int, PackedReader] = WeakValueDictionary()
 _numbers = count()

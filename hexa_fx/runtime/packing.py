@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled, nn
-from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from hexa_fx.contexts import set_to
@@ -35,6 +34,12 @@ from hexa_fx.runtime.guards import AGAIN, GuardMiss
 from hexa_fx.runtime.paths import MOVING, WeightReader
 from hexa_fx.runtime.saved_alone import save_alone
 from hexa_fx.runtime.shared_storage import SharedStorage
+from hexa_fx.torch_private import (
+    DisableTorchFunction,
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +188,7 @@ class PackedExperts(WeightReader):
         packed = self._packed
         if packed is None or list(map(id, parameters)) != self._ids:
             return False
-        with torch._C.DisableTorchFunction():  # a mode would be told of every parameter
+        with DisableTorchFunction():  # a mode would be told of every parameter
             pointers = list(map(torch.Tensor.data_ptr, parameters))
             if pointers != self._pointers:
                 # The whole storage may have moved as one, e.g. into shared memory.
@@ -206,7 +211,7 @@ class PackedExperts(WeightReader):
         if not reason and not shared_storage.same_kind(parts):
             raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
         # A repack may happen inside inference_mode or a device context; the parameters must stay ordinary tensors.
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
             packed = None if reason else shared_storage.adopt(parts)
             if packed is None:
                 if reason := reason or self._why_not_move(tensors):
@@ -273,7 +278,7 @@ def _is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return sum(map(_version, tensors))
 
 

@@ -11,15 +11,20 @@ from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.runtime.install import is_installed
 
 
+def check_module(model: object) -> None:
+    """Raises `InputError` unless it is an `nn.Module`."""
+    if not isinstance(model, nn.Module):
+        hint = "; call the class to make a model" if isinstance(model, type) else ""
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}{hint}")
+
+
 def check_model(model: nn.Module) -> None:
     """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values.
 
     Raises:
         InputError: the object is no model, or it is already optimized, compiled, scripted, lazy, or made in inference mode.
     """
-    if not isinstance(model, nn.Module):
-        hint = "; call the class to make a model" if isinstance(model, type) else ""
-        raise InputError(f"expected an nn.Module, got {type(model).__name__}{hint}")
+    check_module(model)
     _check_compiled(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from hexa_fx.isolation.host_memory import owns_its_storage
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 def save_alone(owners: Iterable[nn.Module]) -> None:
@@ -74,6 +75,6 @@ def with_own_storage(value: Tensor) -> Tensor:
     if value.is_meta:
         return value
     start = value.storage_offset() * value.element_size()
-    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
         part: UntypedStorage = value.untyped_storage()[start : start + value.numel() * value.element_size()]
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(part, 0, value.shape, value.stride())

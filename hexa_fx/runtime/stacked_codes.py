@@ -21,6 +21,7 @@ from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packed_reader import PackedReader
 from hexa_fx.runtime.paths import first_parameter
 from hexa_fx.sources import linear4bit
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 class StackedCodes(PackedReader):
@@ -77,7 +78,7 @@ class StackedCodes(PackedReader):
             parameters
         ):
             raise GuardMiss("the experts' 4-bit weights differ in shape or device, or are shared")
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
             codes = torch.empty((count, rows, columns // 2), dtype=torch.uint8, device=first.device)
             scales = torch.empty((count, rows * columns // NF4.block), dtype=torch.float32, device=first.device)
             begin = 0

@@ -2,8 +2,8 @@
 
 PEFT puts a wrapper around the module of the experts. When it is called, it registers a parametrization for as long as the module
 runs. Where that module is a rewritten block, the wrapper hands over the factors instead. Nothing of PEFT is imported, and nothing
-but one attribute of each wrapper's instance is changed; what a wrapper says is asked at every call, so that adapters may be added,
-switched, disabled and merged at any time.
+but one attribute of each wrapper's instance, and of the tuner's around them all, is changed; what a wrapper says is asked at every
+call, so that adapters may be added, switched, disabled and merged at any time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops.adapted_weight import say_once
 from hexa_fx.ops.library import without_autocast
+from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.sources.adapters import Adapter, Adapters
 
 _METHOD = "_activate_lora"
+_ASKED = "_check_merge_allowed"  # before anything is merged
 _NEEDED = (_METHOD, "get_delta_factors", "get_base_layer", "parameter_name", "lora_A", "num_experts")
 _SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,6 +73,29 @@ class HandOver:
         return reason
 
 
+class MergeCheck:
+    """Stands for a tuner's method that says whether its adapters may be merged, and asks that first.
+
+    PEFT merges module after module and takes each merged one out, so that an error at a packed weight would leave half a model.
+
+    Args:
+        tuner: PEFT's module around a whole model.
+    """
+
+    def __init__(self, tuner: nn.Module) -> None:
+        self.tuner = tuner
+
+    def __call__(self) -> None:
+        getattr(type(self.tuner), _ASKED)(self.tuner)
+        for path, layer in self.tuner.named_modules():
+            held = layer.get_base_layer() if hasattr(layer, "base_layer") and hasattr(layer, "get_base_layer") else None
+            if held is not None and any(isinstance(p, QuantizedWeight) for p in held.parameters(recurse=False)):
+                raise InputError(
+                    f"the adapter at {path} is on packed weights, into which adapters cannot be merged without rounding off what "
+                    "they learnt, and nothing was merged; load the adapters on the dense model, merge, and pack it then"
+                )
+
+
 def hand_over(wrapper: Any) -> bool:
     """Makes a module hand its factors over, if it is such a wrapper around a rewritten block. Returns whether it is."""
     if not isinstance(wrapper, nn.Module) or not all(hasattr(wrapper, name) for name in _NEEDED):
@@ -88,6 +114,7 @@ def hand_over_in(model: nn.Module) -> dict[tuple[int, str], int]:
     """
     ranks = {}
     for wrapper in model.modules():
+        _check_merges(wrapper)
         if hand_over(wrapper):
             made: Any = wrapper
             active = [name for name in made.active_adapters if name in made.lora_A]
@@ -112,6 +139,7 @@ def watch() -> None:
 
 def _registered(wrapper: Any, name: str, inner: Any) -> None:
     """Told of every module that becomes a part of another one."""
+    _check_merges(inner)
     if name != "base_layer" or not hasattr(type(wrapper), _METHOD):
         return
     block = inner
@@ -121,10 +149,16 @@ def _registered(wrapper: Any, name: str, inner: Any) -> None:
         wrapper.__dict__[_METHOD] = HandOver(wrapper)
 
 
+def _check_merges(tuner: Any) -> None:
+    if hasattr(type(tuner), _ASKED):
+        tuner.__dict__.setdefault(_ASKED, MergeCheck(tuner))
+
+
 def take_back(module: nn.Module) -> None:
-    """Gives a wrapper its own method back."""
-    if isinstance(module.__dict__.get(_METHOD), HandOver):
-        del module.__dict__[_METHOD]
+    """Gives a wrapper or tuner its own method back."""
+    for name, kind in ((_METHOD, HandOver), (_ASKED, MergeCheck)):
+        if isinstance(module.__dict__.get(name), kind):
+            del module.__dict__[name]
 
 
 def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor, float]:

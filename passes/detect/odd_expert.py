@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hexa_fx.passes.detect.tags import expert_groups
+from hexa_fx.torch_private import _ConvNd
 
 _Kinds: TypeAlias = dict[str, Hashable]
 """What the modules of one expert are, by path in it, and its settings, by path and name."""
@@ -35,7 +36,7 @@ def experts_in_groups(block: nn.Module) -> str:
         lists = isinstance(module, nn.ModuleList) and len(module) > 1
         if lists and all(isinstance(child, nn.ModuleList) for child in module):
             where = f"{path} is a list of lists"
-        if not isinstance(module, nn.modules.conv._ConvNd):
+        if not isinstance(module, _ConvNd):
             wide = [(name, p.shape[:2]) for name, p in module.named_parameters(recurse=False) if p.dim() == 4]
             alike = Counter(shape for _, shape in wide)
             several = (f"{path}.{name}".lstrip(".") for name, shape in wide if alike[shape] > 1)

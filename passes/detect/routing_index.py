@@ -158,7 +158,7 @@ def _index_from_columns(
     refuse_numpy(end.graph)
     if renamed := _renamed(wanted, known):
         raise OtherNumbers(renamed, end)
-    raise NoRouting(_why_not(wanted), end)
+    raise NoRouting(_why_not(wanted), next((node for node in end.graph.nodes if _decides(node, wanted)), end))
 
 
 def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
@@ -183,6 +183,20 @@ def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
             other = [(int(numbers[n]), int(e)) for n, e in zip(same.int().argmax(0), used) if int(numbers[n]) != int(e)]
             return _OTHER_NUMBERS.format(*other[0]) if other else ""
     return ""
+
+
+def _decides(node: torch.fx.Node, wanted: torch.Tensor) -> bool:
+    """Whether it gives tokens to experts (T, E): a comparison, or the tokens that each expert takes."""
+    value = record_of(node).value if "hexa" in node.meta else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return False
+    for each in (value, value.t()):
+        if value.dtype == torch.bool and each.shape == wanted.shape and torch.equal(each, wanted):
+            return True
+        fits = value.dtype == torch.int64 and each.shape[1] == wanted.shape[1] and value.numel() == int(wanted.sum())
+        if fits and 0 <= int(value.min()) <= int(value.max()) < len(wanted):
+            return torch.equal(torch.zeros_like(wanted).scatter_(0, each, True), wanted)
+    return False
 
 
 def _why_not(wanted: torch.Tensor) -> str:

@@ -22,6 +22,7 @@ from hexa_fx.capture.observe import Observation
 from hexa_fx.passes.detect.combine import APART, PADDED
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
+from hexa_fx.torch_private import _ConvNd
 
 FEW = 4
 """Fewer tokens than this may show too little of the block."""
@@ -168,7 +169,7 @@ def number_of_experts(block: nn.Module) -> int | None:
     """The most frequent length of lists of like-shaped parameters and of stacked ones, filters aside; None if there are none."""
     parameters = dict(block.named_parameters(remove_duplicate=False))
     lengths = [len(names) for names in expert_groups(parameters).members.values()]
-    owners = (module for module in block.modules() if not isinstance(module, nn.modules.conv._ConvNd))
+    owners = (module for module in block.modules() if not isinstance(module, _ConvNd))
     lengths += [own.shape[0] for module in owners for own in module.parameters(recurse=False) if own.dim() >= 3]
     return max(Counter(lengths).items(), key=lambda item: item[::-1])[0] if lengths else None
 

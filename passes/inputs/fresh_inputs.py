@@ -36,10 +36,10 @@ class _Draw:
     rows: int = 0
     known: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
-    def chosen(self, *key: int) -> torch.Tensor:
+    def chosen(self, tokens: int, experts: int, k: int) -> torch.Tensor:
         """The experts (tokens, k) of so many tokens, of so many experts, and so many a token."""
+        key = tokens, experts, k
         if key not in self.known:
-            tokens, experts, k = key
             random = torch.rand(tokens, experts, generator=self.generator, device="cpu").argsort(-1)[:, :k]
             self.known[key] = random if self.routing is None else self.routing.choose(*key)
         return self.known[key]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.choices import ChoosingCall, choosing_call
+from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class LogitsOverride(TorchFunctionMode):
         return raised(result, self.routing, self.top_k)
 
     def _are_logits(self, result: Any, operands: tuple[Any, ...]) -> bool:
-        with torch._C.DisableTorchFunction():  # an outer mode would be told of every product
+        with DisableTorchFunction():  # an outer mode would be told of every product
             if not isinstance(result, torch.Tensor) or result.dim() < 2 or result.shape[-1] != self.num_experts:
                 return False
             return any(self._is_router_weight(operand) for operand in operands)

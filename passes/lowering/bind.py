@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.fx import GraphModule
 
 from hexa_fx.ops import library
 from hexa_fx.passes.lowering.graph_pass import GraphPass
+from hexa_fx.torch_private import OpOverload
 
 SAVED = ("h",)
 """Operands of the backward program that come in a list."""
@@ -32,7 +32,7 @@ class BindKernels(GraphPass):
         bound = 0
         for node in gm.graph.nodes:
             target = node.target
-            if isinstance(target, torch._ops.OpOverload) and target.namespace == library.NAMESPACE:
+            if isinstance(target, OpOverload) and target.namespace == library.NAMESPACE:
                 node.target = library.kernel_for(target._opname, self.device)
                 bound += node.target is not target
         return bound

@@ -9,63 +9,10 @@ FSDP2           3 f P s                              the same, as it hides with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+from hexa_fx.allocation import Measured
 from hexa_fx.plan import ExpertShape, LayerCost, Mode, Reduce
 
 _ID_BYTES = 8  # top_k_index is int64
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured times in seconds, which must be the same on all ranks.
-
-    Args:
-        bandwidth: bytes a second that one rank receives in a large collective.
-        latency: seconds of one collective of a few bytes.
-        attention: forward time of what runs between two MoE layers (attention and router) on a rank's own tokens, on the
-            slowest rank.
-        expert: forward time of the layer's experts on a rank's own tokens, on the slowest rank.
-        experts_model_centric: forward and backward time of the experts with all tokens and a slice of the channels.
-        experts_data_centric: the same with a rank's tokens and all channels, read from and packed into rows. Equal in
-            arithmetic to the other, but not in time: model-centric moves N times the token rows through memory,
-            data-centric copies weights and their gradients.
-        contention: by how many seconds a second of concurrent communication slows down compute. Communication kernels take
-            multiprocessors and memory bandwidth, so hidden communication is not free.
-        exchange: forward and backward time of the collectives of a model-centric layer, the host's included; None if it was
-            not measured. Then it follows from bytes and latency.
-        experts_fsdp: as ``experts_data_centric``, with weights as the model stores them and FSDP2's copies; None where FSDP2 is no
-            choice.
-    """
-
-    bandwidth: float
-    latency: float = 0.0
-    attention: float = 0.0
-    expert: float = 0.0
-    experts_model_centric: float = 0.0
-    experts_data_centric: float = 0.0
-    contention: float = 0.0
-    exchange: float | None = None
-    experts_fsdp: float | None = None
-
-    def without_fsdp(self) -> Measured:
-        """The same where FSDP2 is no choice."""
-        return replace(self, experts_fsdp=None)
-
-    def describe(self) -> str:
-        """The numbers in one line."""
-        milliseconds = {
-            "attention": self.attention,
-            "experts": self.expert,
-            "experts' step model-centric": self.experts_model_centric,
-            "data-centric": self.experts_data_centric,
-        }
-        if self.exchange is not None:
-            milliseconds["exchange model-centric"] = self.exchange
-        if self.experts_fsdp is not None:
-            milliseconds["FSDP2"] = self.experts_fsdp
-        times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in milliseconds.items())
-        return f"{self.bandwidth / 1e9:.3g} GB/s, {times}, contention {self.contention:.2f}"
 
 
 def model_centric_bytes(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.fx as fx
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hexa_fx.distributed.groups import is_axis
 from hexa_fx.distributed.plan_agreement import check_same_weights
@@ -97,11 +98,12 @@ def install_plan(
     layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
     _check_plan(plan, [layer for _, layer in layers])
     check_plain(model, [layer for _, layer in layers])
-    check_cuttable(model, [layer for _, layer in layers if layer.path not in fsdp])
+    if known is None:
+        check_cuttable(model, [layer for _, layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
     if known is None:
         _check_same_weights(model, session)
-    session.hold(model, _cut(model, [layer for _, layer in layers], plan, session.rank, mesh, known))
+    session.hold(model, _cut(model, [layer for _, layer in layers], session, mesh, known))
     placement = Placement(session.rank, session.name, session.groups.main_name)
     done, schedules, whole, traced = [], [], [], {}
     for block in blocks:
@@ -111,7 +113,7 @@ def install_plan(
             whole.append(path)
             done.append({mode: replace(form, small=NEVER_SMALL) for mode, form in forms})
         else:
-            done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
+            done.append({mode: _partition_block(form, here, plan, placement) for mode, form in forms})
             if not is_axis(mesh):
                 traced[path] = {
                     str(mode): _traced(form, str(mode), here, plan, placement, session) for mode, form in forms
@@ -128,19 +130,26 @@ def install_plan(
 
 
 def _cut(
-    model: nn.Module, layers: Sequence[LayerWeights], plan: Plan, rank: int, mesh: Any, known: Known | None
+    model: nn.Module, layers: Sequence[LayerWeights], session: PartitionSession, mesh: Any, known: Known | None
 ) -> dict[str, list[ShardedParameter]]:
-    """Cuts the planned layers to the slices of ``rank``, but for those that FSDP2 keeps."""
+    """Cuts the planned layers to this rank's slices, but for those that FSDP2 keeps. Equal shares become DTensors."""
     shards: dict[str, list[ShardedParameter]] = {}
-    for layer, planned in zip(layers, plan.layers):
+    rank = session.rank
+    for layer, planned in zip(layers, session.plan.layers):
         if planned.mode == "fsdp":
             continue
         if known is not None:
             known.unite(layer.path)
         lo = sum(planned.shards[:rank])
-        axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
-        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], axis)
+        over = _mesh_of(session, model, mesh) if len(set(planned.shards)) == 1 else None
+        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], over)
     return shards
+
+
+def _mesh_of(session: PartitionSession, model: nn.Module, mesh: Any) -> DeviceMesh:
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    return DeviceMesh.from_group(session.groups.main, next(model.parameters()).device.type)
 
 
 def _planned_whole(plan: Plan, mesh: Any) -> set[str]:
@@ -188,13 +197,11 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 
 
 def _partition_block(
-    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement, mesh: Any
+    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
     planned = [plan.layer(layer.path) for layer in layers]
     with at_block(block.path), announced("partition", block.graph) as done:
         done.graph = graph = _on_slices(block, layers, planned, placement)
-        if is_axis(mesh):
-            read_local(graph)
         partition_graph(graph, planned, plan, placement)
     # its own code cannot run on cut weights, however few tokens there are
     return replace(block, graph=graph, small=NEVER_SMALL)
@@ -219,6 +226,7 @@ def _on_slices(
     """A copy of the block's graph that reads this rank's slices."""
     graph = _copy(block.graph)
     follow_cut(graph, layers, planned, placement.rank)
+    read_local(graph)
     return graph
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import torch.fx as fx
@@ -23,12 +24,12 @@ from hexa_fx.distributed import nodes
 from hexa_fx.errors import PlanError
 from hexa_fx.observers import announced
 from hexa_fx.passes.partition.transfer_starts import (
-    NO_TIME,
     TOKENS,
     Starts,
     Times,
     is_movable,
     start_times,
+    takes_no_time,
     timeline_of,
 )
 
@@ -104,7 +105,7 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
 
 
 def _count_calls(node: fx.Node) -> float:
-    return 0.0 if node.op in NO_TIME else 1.0
+    return 0.0 if takes_no_time(node) else 1.0
 
 
 def _ahead_of_transfers(graph: fx.Graph) -> dict[str, int]:
@@ -113,7 +114,7 @@ def _ahead_of_transfers(graph: fx.Graph) -> dict[str, int]:
     for node in graph.nodes:
         if node.target in TOKENS:
             found[node.name] = stay
-        elif not is_movable(node) and node.op not in NO_TIME:
+        elif not is_movable(node) and not takes_no_time(node):
             stay += 1
     return found
 
@@ -133,11 +134,13 @@ def _insert_prefetches(graph: fx.Graph) -> None:
     """Puts a prefetch in front of every data-centric gather. It reads parameters by nodes of its own, which can move with it."""
     for gather in _gathers(graph):
         with graph.inserting_before(gather):
-            weights = [
-                graph.get_attr(str(value.target)) if isinstance(value, fx.Node) and value.op == "get_attr" else value
-                for value in gather.args[:5]
-            ]
+            weights = [_read_again(graph, value) for value in gather.args[:5]]
             graph.call_function(nodes.cache_prefetch, (*weights, *gather.args[-2:]))
+
+
+def _read_again(graph: fx.Graph, value: Any) -> Any:
+    stored = value.args[0] if isinstance(value, fx.Node) and value.target is nodes.local_weight else value
+    return graph.get_attr(str(stored.target)) if isinstance(stored, fx.Node) and stored.op == "get_attr" else value
 
 
 # --- dependencies ----------------------------------------------------------------------------------------------------

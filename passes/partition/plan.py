@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
-from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
+from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts, Measured
 from hexa_fx.distributed.collective_errors import join
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, is_axis, make_groups
@@ -22,7 +22,6 @@ from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.passes.partition.cost_model import Measured
 from hexa_fx.passes.partition.layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
@@ -135,15 +134,7 @@ def _measure(
         if layer.geometry not in known:
             where: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device, "groups": groups}
             modes = measure_modes(layer.geometry, tokens, **where, reduce=config.reduce)
-            times = (
-                modes.forward,
-                modes.model_centric,
-                modes.data_centric,
-                modes.contention,
-                modes.exchange,
-                modes.fsdp,
-            )
-            known[layer.geometry] = Measured(bandwidth, latency, attention, *times)
+            known[layer.geometry] = replace(modes, bandwidth=bandwidth, latency=latency, attention=attention)
     return {layer.path: known[layer.geometry] for layer in layers}
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-from hexa_fx.allocation import DeviceCosts, even
+from hexa_fx.allocation import DeviceCosts, Measured, even
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import Measured, layer_cost
+from hexa_fx.passes.partition.cost_model import layer_cost
 from hexa_fx.plan import DataParallel, ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]

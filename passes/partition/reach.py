@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hexa_fx.allocation import Measured
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import Measured, layer_cost
+from hexa_fx.passes.partition.cost_model import layer_cost
 from hexa_fx.plan import ExpertShape, Mode
 
 _ELEMENT = 2

@@ -22,12 +22,16 @@ Times = Mapping[str, float]
 TOKENS = (all_gather_v, nodes.token_counts, nodes.check_tokens, nodes.to_compute_dtype)
 """What gathers tokens or prepares that."""
 TRANSFERS = (all_gather_v, nodes.cache_prefetch)
-NO_TIME = ("placeholder", "get_attr", "output")
 
 
 def is_movable(node: fx.Node) -> bool:
     """Whether a node starts a transfer or prepares one, and may therefore run earlier."""
     return node.target in TOKENS or node.target is nodes.cache_prefetch
+
+
+def takes_no_time(node: fx.Node) -> bool:
+    """Whether nothing is computed by a node."""
+    return node.op in ("placeholder", "get_attr", "output") or node.target is nodes.local_weight
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Starts:
 
 def timeline_of(graph: fx.Graph, dag: nx.DiGraph, times: Times) -> nx.DiGraph:
     """The dependencies, and that a device runs what does not move one after the other. ``weight`` is the seconds in between."""
-    fixed = [node.name for node in graph.nodes if not is_movable(node) and node.op not in NO_TIME]
+    fixed = [node.name for node in graph.nodes if not is_movable(node) and not takes_no_time(node)]
     timeline = dag.copy()
     timeline.add_edges_from(pairwise(fixed), kind="stream")
     for u, _, edge in timeline.edges(data=True):

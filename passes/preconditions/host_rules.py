@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +15,7 @@ from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.training_mode import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
+from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _HOOKED = (
     "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
@@ -104,7 +104,7 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     several = any(len(tensors) > 1 for tensors in given)
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
-    under = torch._C._is_any_autocast_enabled()  # code that switches it off then does something
+    under = _is_any_autocast_enabled()  # code that switches it off then does something
     if any((on or under) and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hexa_fx.isolation.outcome import Outcome, difference
+from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _CLOSE = 2e-5
 """Relative to a tensor's scale: what a cast to 16 bits loses is more, and what 32 bits lose is less, but where numbers cancel."""
@@ -31,7 +32,7 @@ def lost_precision(
     """
     numbers = (*parameters, *original.values.values(), *other.values.values())
     coarse = any(number.is_floating_point() and number.itemsize < 4 for number in numbers)
-    if coarse or torch._C._is_any_autocast_enabled() or torch.get_float32_matmul_precision() != "highest":
+    if coarse or _is_any_autocast_enabled() or torch.get_float32_matmul_precision() != "highest":
         return ""
     apart = _apart(original, other)
     wanted = exact() if apart[0] > _CLOSE else None

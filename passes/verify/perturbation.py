@@ -19,6 +19,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float, literals, operation
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
+from hexa_fx.torch_private import _debug_has_internal_overlap
 
 _LIMITS = frozenset(
     "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ minimum maximum max min hardtanh hardtanh_ relu6 "
@@ -165,7 +166,7 @@ def _kept(module: nn.Module) -> Iterator[Change]:
 def _in_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, child in module.named_modules():
         for name, value in child.__dict__.items():
-            if isinstance(value, torch.Tensor) and not torch._debug_has_internal_overlap(value):
+            if isinstance(value, torch.Tensor) and not _debug_has_internal_overlap(value):
                 yield f"{path}.{name}".lstrip("."), value
 
 

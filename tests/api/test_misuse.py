@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import api
+from hexa_fx.config import OTHER_VARIABLES
 from hexa_fx.errors import InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.jit.errors import BuildError
 from hexa_fx.runtime.install import is_installed
@@ -195,3 +201,89 @@ def never_runs() -> nn.Module:
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(lambda *call: pytest.fail("the model was run"))
     return model
+
+
+def test_ctrl_c_in_the_first_use_breaks_nothing():
+    code = """
+import os, signal, torch, hexa_fx
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs this in the background switches off
+
+define = torch.library.Library.define
+
+def interrupted(*args, **options):
+    torch.library.Library.define = define
+    found = define(*args, **options)
+    os.kill(os.getpid(), signal.SIGINT)
+    return found
+
+torch.library.Library.define = interrupted
+try:
+    hexa_fx.optimize
+except KeyboardInterrupt:
+    print("interrupted")
+print(hexa_fx.optimize(torch.nn.Linear(2, 2), torch.ones(1, 2)).report)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("interrupted\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_no_model_is_no_model_to_any_function():
+    quantized, recorded = (
+        partial(hexa_fx.quantize_experts_, format="nf4"),
+        lambda model: hexa_fx.record_routing(model).__enter__(),
+    )
+    for call in (hexa_fx.undo_, quantized, recorded):
+        assert sentence(lambda call=call: call(None)) == "expected an nn.Module, got NoneType"
+
+
+def test_a_folder_that_cannot_be_written_to(model, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEXA_FX_DUMP_DIR", str(tmp_path / "file"))
+    assert sentence(lambda: hexa_fx.optimize(model, INPUT)).endswith("File exists; expected a folder to write to")
+
+
+def test_variables_that_are_misspelt_are_said_once(caplog):
+    for _ in range(2):
+        hexa_fx.HexaConfig.from_environment({"HEXA_FX_VERFY": "0", "HEXA_FX_XQZ": "1", "HEXA_FX_NVCC": "nvcc"})
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "HEXA_FX_VERFY is set, and hexa_fx reads no such variable: did you mean HEXA_FX_VERIFY?",
+        "HEXA_FX_XQZ is set, and hexa_fx reads no such variable: docs/environment.md lists those that there are",
+    ]
+
+
+def test_variables_that_are_read_are_known():
+    root = Path(hexa_fx.__file__).parent
+    text = "".join(file.read_text() for folder in (root, root / "passes") for file in folder.rglob("*.py"))
+    fields = {name.upper() for name in hexa_fx.HexaConfig.__dataclass_fields__}
+    assert set(re.findall(r"HEXA_FX_([A-Z_]*[A-Z])", text)) - {"VERFY"} <= fields | {*OTHER_VARIABLES}
+
+
+def test_a_capability_is_a_number(model):
+    block = hexa_fx.optimize(model, INPUT).report.blocks[0]
+    assert "arch='90': expected a compute capability as a whole number" in sentence(lambda: block.kernels_on("90"))
+
+
+def test_a_warning_of_torch_appears_where_the_user_s_code_is():
+    """And not at lines of ours, from which that code is run anew."""
+    code = """
+import torch, hexa_fx
+from tests.inspect.models import INPUT, Model
+
+model = Model()
+kind = type(model.layers[0])
+own = kind.forward
+
+def forward(self, x):
+    x[:1, :1].std(1)
+    return own(self, x)
+
+kind.forward = forward
+hexa_fx.optimize(model, INPUT)
+"""
+    root = Path(hexa_fx.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
+    assert "degrees of freedom" in done.stderr
+    assert not re.search(r"hexa_fx/.*UserWarning", done.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import takewhile
@@ -77,6 +78,23 @@ def test_nothing_recorded_leaves_the_file(tmp_path: Path) -> None:
     assert kept.read_text() == "{}"
 
 
+@pytest.mark.parametrize("script", ["gpu_partition.sh", "gpu_several.sh"])
+def test_tiny_numbers_do_not_go_to_the_records(script: str, tmp_path: Path) -> None:
+    """Where nobody said where to, and with programs that only note that they ran."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python3", "timeout"):
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\necho "$@" >> "$TMPDIR/ran"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    made = environment(SMOKE="1", PATH=path, TMPDIR=str(tmp_path))
+    said = subprocess.run(
+        ["sh", f"benchmarks/{script}"], cwd=ROOT, env=made, capture_output=True, text=True, check=False
+    ).stdout
+    assert f"numbers of tiny sizes go to {tmp_path}" in said
+    assert "--smoke" in (ran := (tmp_path / "ran").read_text())
+    assert "benchmarks/results" not in ran
+
+
 @pytest.mark.slow
 def test_the_whole_script(tmp_path: Path) -> None:
     command = ["sh", "benchmarks/gpu_partition.sh"]
@@ -89,6 +107,13 @@ def test_the_whole_script(tmp_path: Path) -> None:
         found = {r["section"].partition(":")[0] for r in result["records"] if r["question"] == "seconds"}
         assert found == {"correctness", "sweep", "overlap", "memory", "unequal"}
         assert result["ranks"] == ranks
+
+
+def test_records_that_the_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for names, remark in re.findall(r"`([\w*{},]+\.json)`( \(not recorded yet\))?", page):
+        name = re.sub(r"\{.*\}", "*", names)
+        assert bool(list((ROOT / "benchmarks" / "results").glob(name))) != bool(remark), names
 
 
 def test_tables_of_the_page_are_those_of_the_records() -> None:

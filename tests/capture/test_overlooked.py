@@ -32,7 +32,7 @@ class Masked(Listed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, out = self.gate(x).softmax(-1), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            mask = scores[:, number] > 0.3
+            mask = scores[:, number] > 0.3  # here
             out[mask] += expert(x[mask]) * scores[mask, number, None]
         return out
 
@@ -41,7 +41,7 @@ class Where(Listed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, out = self.gate(x).sigmoid(), torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            (token,) = torch.where(scores[:, number].ge(0.5))
+            (token,) = torch.where(scores[:, number].ge(0.5))  # here
             out = out.index_add(0, token, expert(x[token]) * scores[token, number, None])
         return out
 
@@ -286,8 +286,8 @@ def test_it_is_named_with_its_reason(kind: type[nn.Module]) -> None:
     assert "no MoE block was found" not in str(report)
 
 
-@pytest.mark.parametrize("kind", [Parts, ByPlace])
-def test_the_place_is_the_line_that_cuts_or_else_where_the_block_is_written(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Parts, ByPlace, Masked, Where])
+def test_the_place_is_the_line_that_cuts_or_compares_or_else_where_the_block_is_written(kind: type[nn.Module]) -> None:
     (block,) = hexa_fx.explain(Around(kind()), X).blocks
     assert block.location is not None
     with open(block.location.file) as source:

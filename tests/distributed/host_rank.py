@@ -1,12 +1,11 @@
-"""One rank of a job on two hosts.   torchrun's variables; then WHAT as argument: ``links``, ``axes`` or ``lost``.
+"""One rank of a job on two hosts.   torchrun's variables; then WHAT as argument.
 
 ``links`` measures what a rank receives from its own host and from the other. ``axes`` times a training step whose partition stays
-within a host, with replicas on the other, against one over both. ``lost`` trains until somebody ends it.
+within a host, with replicas on the other, against one over both.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -14,7 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 from test_mesh import CONFIG, build, data, loss_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,7 +21,6 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth
-from hexa_fx.errors import RankError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 PATIENCE = timedelta(seconds=20)
@@ -33,7 +30,7 @@ def main(what: str) -> None:
     dist.init_process_group("gloo", timeout=PATIENCE)
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("host", "device"))
-    {"links": links, "axes": axes, "lost": lost}[what](mesh)
+    {"links": links, "axes": axes}[what](mesh)
     dist.destroy_process_group()
 
 
@@ -70,22 +67,6 @@ def axes(mesh: DeviceMesh) -> None:
         want = float(loss_of(build("stacked"), x).detach())
         assert abs(losses[0] - want) < 1e-12, (losses, want)
         say(f"{name} {statistics.median(seconds):.4f}")
-
-
-def lost(mesh: DeviceMesh) -> None:
-    world, rank = dist.get_world_size(), dist.get_rank()
-    plan = make_plan(world, "even", MODES["mixed"], [KINDS["concat"], KINDS["mlp"]])
-    model = Net([KINDS["concat"], KINDS["mlp"]])
-    session = install(model, plan, timeout=PATIENCE).session
-    x, target = (t[own(plan.batch, rank)] for t in batch(sum(plan.batch)))
-    try:
-        with session.guard("a step"):
-            for _ in range(100000):
-                loss_sum(model(x), target).backward()
-                print("stepped", flush=True)
-    except RankError as error:
-        print(f"rank {rank}: {error}", flush=True)
-        os._exit(17)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hexa_fx.ops  # noqa: F401
+from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.partition import Installed, install_plan
@@ -165,6 +166,11 @@ def cut(session: PartitionSession, name: str, whole: Tensor) -> Tensor:
     return whole
 
 
+def held(session: PartitionSession, name: str, tensor: Tensor) -> Tensor:
+    """What `cut` gives of a whole one, of one that the partitioned model has."""
+    return local_part(tensor) if name in {shard.name for shard in session.shards} else full(tensor)
+
+
 def gradient_pairs(
     model: Net, whole: Net, session: PartitionSession, replicated: str = "sum"
 ) -> list[tuple[Tensor, Tensor]]:
@@ -172,7 +178,7 @@ def gradient_pairs(
     experts = {shard.name for shard in session.shards}
     pairs = []
     for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters()):
-        grad = p.grad.clone()
+        grad = local_part(p.grad).clone()
         if name not in experts and replicated == "sum":
             dist.all_reduce(grad)
         pairs.append((grad, cut(session, name, q.grad)))
@@ -196,6 +202,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Largest difference of any pair."""
+    """Largest difference of any pair; of DTensors, of what this rank has."""
+    pairs = [(local_part(a), local_part(b)) for a, b in pairs]
     assert all(a.shape == b.shape for a, b in pairs)
     return max((float((a - b).detach().abs().max()) for a, b in pairs if a.numel()), default=0.0)

@@ -189,7 +189,7 @@ def factored(rank, world, plan):
 
 
 def test_factored_state_of_slices_is_refused():
-    run(2, factored, make_plan(2, "even", MODES["data"], THREE))
+    run(2, factored, make_plan(2, "uneven", MODES["data"], THREE))
 
 
 def test_what_torch_saved_of_the_original_model_loads_and_the_other_way_round(tmp_path):
@@ -290,7 +290,7 @@ def dies_while_loading(rank, world, plan, path):
     checkpoint.load(path, model, session)
 
 
-def test_a_crash_while_loading_is_named(tmp_path):
+def test_a_crash_while_loading_is_an_error(tmp_path):
     path = str(tmp_path / "checkpoint")
     plan = make_plan(2, "uneven", MODES["data"], THREE)
     run(2, saved, plan, path)
@@ -298,8 +298,7 @@ def test_a_crash_while_loading_is_named(tmp_path):
     kind, text = outcomes[0]
     assert kind == "error"
     assert "RankError" in text
-    assert "reading a checkpoint" in text
-    assert "[1]" in text
+    assert "failed in reading a checkpoint on rank 0" in text
 
 
 def test_splits_of_this_file_cover_empty_shards():

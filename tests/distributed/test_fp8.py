@@ -10,6 +10,7 @@ from test_optimize import MIXED, mesh_of
 from test_transformers import build, loss_of
 
 import hexa_fx
+from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.ops import fp8_weights
@@ -42,7 +43,9 @@ def one_step(rank, world):
     for name, p in model.named_parameters():
         expected = cut(session, name, names[name].grad)
         if p.grad is not None and expected.numel() and expected.norm():
-            cosines[name] = torch.nn.functional.cosine_similarity(p.grad.flatten(), expected.flatten(), 0).item()
+            cosines[name] = torch.nn.functional.cosine_similarity(
+                local_part(p.grad).flatten(), expected.flatten(), 0
+            ).item()
     kept = len(fp8_weights._copies)
     fp8_weights.clear()
     return cosines, kept, str(model.report)

@@ -12,10 +12,10 @@ from test_mesh import CONFIG, build, loss_of, trained
 from test_mesh import data as tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import hexa_fx
-from hexa_fx.distributed import checkpoint
+from hexa_fx.distributed import checkpoint, sharded_modules
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
@@ -177,3 +177,47 @@ def wrong(rank: int, world: int) -> None:
 
 def test_not_along_an_axis() -> None:
     run(2, wrong)
+
+
+class NeverRecorded:
+    """An event of a recording that failed: nobody can wait for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("CUDA error: invalid argument")
+
+
+def forgotten(rank: int, world: int) -> float:
+    """A step that fails in the middle of a forward, after which FSDP2 has gathered weights and events that are none."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole, data, loss_of = listed()
+    sharded = copy.deepcopy(whole)
+    for layer in list(sharded)[1:]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    loss_of(sharded, data[rank]).backward()
+    sharded.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("while it is recorded")
+
+    handle = sharded[2].gate.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="while it is recorded"):
+        sharded(data[rank])
+    handle.remove()
+    for group in sharded_modules.sharded_groups(sharded):
+        for name in sharded_modules._EVENTS:
+            setattr(group, name, NeverRecorded())
+        for parameter in group.fsdp_params:
+            gathered = parameter._unsharded_param
+            if gathered.untyped_storage().size():
+                gathered.data.fill_(torch.nan)  # what was gathered never arrived
+    sharded_modules.forget_step(sharded)
+    loss_of(sharded, data[rank]).backward()
+    (sum(loss_of(whole, batch) for batch in data) / world).backward()
+    names = dict(whole.named_parameters())
+    return max(float((p.grad.full_tensor() - names[n].grad).abs().max()) for n, p in sharded.named_parameters())
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13")
+def test_a_step_that_was_not_recorded_is_forgotten() -> None:
+    assert max(run(2, forgotten)) < 1e-12

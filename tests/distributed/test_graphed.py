@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import run
@@ -17,9 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import hexa_fx
+from hexa_fx.distributed import lockstep
+from hexa_fx.distributed import session as sessions
 from hexa_fx.distributed.gradients import sync_gradients
-from hexa_fx.distributed.graphed_step import GraphedStep
+from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from hexa_fx.steps.graphed import GraphedStep
 
 KINDS = {"0": "data", "1": "model"}
 
@@ -121,7 +125,7 @@ class Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
-        logging.getLogger("hexa_fx.distributed.graphed_step").addHandler(self)
+        logging.getLogger("hexa_fx.steps.graphed").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
@@ -218,3 +222,35 @@ def test_what_cannot_be_recorded_runs_as_it_is() -> None:
             alone,
             "the model is on a cpu, which has no graphs",
         ]
+
+
+class AsOnDevice(OnHost):
+    """While it records, hosts tell each other nothing, as where a CUDA graph is captured."""
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (lockstep, sessions):
+                patch.setattr(module, "is_capturing", lambda: True)
+            return super().record(run)
+
+
+def noted(rank: int, world: int) -> Any:
+    """Model-centric layers whose ranks have different numbers of tokens, which are not in the plan."""
+    case = Case(rank, world)
+    case.recorder = AsOnDevice(case.model, case.ours)
+    case.graphed = GraphedStep(case.session, case.step, 2, case.recorder)
+    worst = [case.compare((6, 2), number=i) for i in range(6)]
+    assert case.graphed.replays == 3, case.graphed.reason
+    worst += [case.compare((3, 5), number=i) for i in range(5)]
+    assert case.graphed.replays == 6, case.graphed.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep, "is_capturing", lambda: True)
+        counts = lockstep.NotedCounts()
+        with counts.following([[6, 2]]), pytest.raises(PlanError, match="record the step with"):
+            counts.exchange(case.session.groups, 7)
+    case.session.close()
+    return worst
+
+
+def test_numbers_of_tokens_are_those_of_the_step_before() -> None:
+    assert max(map(max, run(2, noted))) < 1e-12

@@ -497,20 +497,37 @@ def test_a_checkpoint_continues_on_another_mesh(kind: str, tmp_path: Path) -> No
     assert not torch.equal(loss_of(model, x), expected)
 
 
-def mixed_kinds(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "hexa"))
-    model, x = build("separate"), data(4)
-    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh["hexa"], strategy="data", capacities=EVEN)
-    for options in ({"foreach": True}, {"fused": True}):
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
-        loss_of(model, x).backward()
-        with pytest.raises(PlanError, match="each kind a parameter group of its own"):
-            optimizer.step()
-        kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == spread] for spread in (True, False)]
-        torch.optim.AdamW([{"params": kind} for kind in kinds], **options).step()
-    torch.optim.AdamW(model.parameters()).step()
-    model.partition.close()
+def broken_off() -> float:
+    raise RuntimeError("in the middle")
+
+
+def mixed_kinds(rank: int, world: int) -> list[float]:
+    """Optimizers of all parameters in one group, where torch takes DTensors and others only apart, against one device's."""
+    mesh, found = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "hexa")), []
+    for options in ({"foreach": True}, {"fused": True}, {}):
+        model, whole, x = build("separate"), build("separate"), data(8)
+        hexa_fx.optimize_(model, x, CONFIG, mesh=mesh["hexa"], strategy="data", capacities=EVEN)
+        session = model.partition
+        assert {isinstance(shard.parameter, DTensor) for shard in session.shards} == {True}
+        ours, theirs = (torch.optim.AdamW(net.parameters(), lr=1e-2, **options) for net in (model, whole))
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (ours, theirs)]
+        ours.step()  # without gradients
+        with pytest.raises(RuntimeError, match="in the middle"):
+            ours.step(broken_off)
+        for _ in range(3):
+            (loss_of(model, split_batch(x, session.plan, rank)) / world).backward()
+            loss_of(whole, x).backward()
+            sync_gradients(model, session)
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+        assert [len(group["params"]) for group in ours.param_groups] == [len([*model.parameters()])]
+        found.append(difference(model, whole, session, lambda p: p.detach()))
+        session.close()
+    return found
 
 
 def test_optimizers_that_take_one_kind_of_tensor() -> None:
-    run(1, mixed_kinds)
+    for found in run(2, mixed_kinds):
+        assert max(found) < 1e-12

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexa_fx.allocation import Affine, DeviceCosts, allocate, even
+from hexa_fx.allocation import Affine, DeviceCosts, Measured, allocate, even
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import Measured, data_centric_bytes, layer_cost, model_centric_bytes
+from hexa_fx.passes.partition.cost_model import data_centric_bytes, layer_cost, model_centric_bytes
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import hexa_fx
 from hexa_fx.distributed.collectives import count_traffic
 from hexa_fx.distributed.data import CapacityBatchSampler, split_batch
 from hexa_fx.distributed.gradients import (
@@ -100,36 +101,38 @@ def wrapped(rank, world, plan, how):
     return largest(pairs)
 
 
-def wrapped_wrongly(rank, world, plan):
+def wrapped_wrongly(rank, world, listed):
+    """Of lists of experts, which are plain slices, the first forward says it; of DTensors torch does, or averages are said."""
+    from test_mesh import CONFIG, EVEN, build, data
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    x, _ = batch(sum(plan.batch))
     mesh = init_device_mesh("cpu", (world,))
     flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-    for how, said in (
-        (lambda model, _: DistributedDataParallel(model), "gave every rank the slice"),
-        (lambda model, session: ignore_in_ddp(model, session) or DistributedDataParallel(model), "averages gradients"),
-        (lambda model, _: fully_shard(model, mesh=mesh), "fully_shard cut"),
+    for how, said, of_torch in (
+        (lambda model, _: DistributedDataParallel(model), "gave every rank the slice", True),
+        (lambda model, session: ignore_in_ddp(model, session) or DistributedDataParallel(model), "averages", False),
+        (lambda model, _: fully_shard(model, mesh=mesh), "fully_shard cut", True),
         (
             lambda model, session: fully_shard(model, mesh=mesh, ignored_params=expert_parameters(session)),
             "fully_shard averages",
+            False,
         ),
-        (lambda model, _: flat(model, use_orig_params=True), "with the rest of the model"),
-        (lambda model, _: flat(model), "with the rest of the model"),
-        (lambda model, session: flat(model, ignored_states=expert_parameters(session)), "Parallel averages"),
+        (lambda model, _: flat(model, use_orig_params=True), "with the rest of the model", True),
+        (lambda model, session: flat(model, ignored_states=expert_parameters(session)), "Parallel averages", False),
     ):
-        model = Net(THREE)
-        session = install(model, plan).session
-        session.follow(model)
-        outer = how(model, session)
-        with pytest.raises(PlanError, match=said):
-            outer(x)
+        model, x = build("listed" if listed else "stacked"), data(4)
+        hexa_fx.optimize_(model, x, CONFIG, mesh=mesh, strategy="model", capacities=EVEN)
+        session = model.partition
+        refusal = pytest.raises(PlanError, match=said)
+        with pytest.raises((RuntimeError, TypeError, ValueError)) if of_torch and not listed else refusal:
+            how(model, session)(x)
         session.close()
 
 
-def test_wrappers_that_would_mix_slices():
-    run(2, wrapped_wrongly, make_plan(2, "even", MODES["mixed"], THREE))
+@pytest.mark.parametrize("listed", [False, True])
+def test_wrappers_that_would_mix_slices(listed):
+    run(2, wrapped_wrongly, listed)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])

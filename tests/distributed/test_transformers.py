@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run
-from models import cut, full, largest
+from models import cut, held, largest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.distributed.collectives import all_gather_v
@@ -87,7 +87,7 @@ def five_steps(rank, world, name, strategy, capacities):
         ours.step(), theirs.step()
         ours.zero_grad(), theirs.zero_grad()
     names = dict(whole.named_parameters())
-    pairs += [(full(p.detach()), cut(session, n, names[n])) for n, p in model.named_parameters()]
+    pairs += [(held(session, n, p.detach()), cut(session, n, names[n])) for n, p in model.named_parameters()]
     assert [n for n, _ in model.named_parameters()] == list(names)
     return largest(pairs), session.plan.describe()
 

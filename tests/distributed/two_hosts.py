@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,15 +67,6 @@ class Hosts:
         """The exit status of a host's agent."""
         return self._agents[place].wait(seconds)
 
-    def kill(self, place: int) -> None:
-        """Ends everything that runs on a host at once."""
-        for process in _run("ip", "netns", "pids", self.names[place]).split():
-            os.kill(int(process), signal.SIGKILL)
-
-    def cut(self, place: int) -> None:
-        """Takes a host off the net: nobody is told."""
-        _run("ip", "-n", self.names[place], "link", "set", self.links[place], "down")
-
     def close(self) -> None:
         for name in self.names:
             for process in _run("ip", "netns", "pids", name, check=False).split():
@@ -91,17 +81,6 @@ def hosts(megabits: int) -> Iterator[Hosts]:
         yield made
     finally:
         made.close()
-
-
-def until(output: Path, text: str, seconds: float) -> str:
-    """What was put out once ``text`` is there."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        said = output.read_text()
-        if text in said:
-            return said
-        time.sleep(0.1)
-    raise AssertionError(f"{text!r} is not in {output.read_text()[-3000:]}")
 
 
 def _run(*command: str, check: bool = True) -> str:

@@ -28,12 +28,16 @@ def dom(page: Path, place: str, profile: Path) -> str:
 
 
 def evaluate(page: Path, script: str, profile: Path, size: tuple[int, int] = (1440, 900), place: str = "") -> Any:
-    """What a script on the page returns, e.g. ``return boxes("left").length``."""
-    copy = profile / "evaluated.html"
-    call = f"document.body.dataset.result = JSON.stringify((() => {{ {script} }})());"
+    """What a script on the page returns, e.g. ``return boxes("left").length``. In a frame: Chromium's least window is 500 wide."""
+    copy, around = profile / "evaluated.html", profile / "around.html"
+    call = f"parent.postMessage(JSON.stringify((() => {{ {script} }})()), '*');"
     copy.write_text(f"{page.read_text(encoding='utf-8')}<script>{call}</script>", encoding="utf-8")
-    flags = ("--virtual-time-budget=3000", f"--window-size={size[0]},{size[1]}", "--dump-dom")
-    text = _run(f"{copy.as_uri()}#{place}", profile, *flags)
+    style = f"border:0;width:{size[0]}px;height:{size[1]}px"
+    told = "onmessage = event => document.body.dataset.result = event.data"
+    around.write_text(
+        f'<body><script>{told}</script><iframe style="{style}" src="evaluated.html#{place}"></iframe></body>'
+    )
+    text = _run(around.as_uri(), profile, "--virtual-time-budget=3000", "--dump-dom")
     (found,) = re.findall(r'data-result="([^"]*)"', text)
     return json.loads(unescape(found))
 

@@ -9,10 +9,15 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
+import hexa_fx
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
+from tests.inspect.models import INPUT, Model
+from tests.zoo.registry import VARIANTS
 
 _spec = importlib.util.spec_from_file_location("inspect_browser", Path(__file__).with_name("browser.py"))
 browser = importlib.util.module_from_spec(_spec)
@@ -66,7 +71,10 @@ def test_both_graphs_are_there(page, tmp_path):
     assert passes[:4] == ["capture", "rewrite", "lower", "fuse_activation"]
     assert "layers.0 and 1 alike" in text
     assert re.findall(r'<div class="group"><small>([^<]*)', text) == ["the block", "forward ↓", "backward ↑"]
-    assert "11.6 kFLOP" in pane(text, "left")  # 14 tokens, two experts each, 8 x 12 both ways; and the router
+    totals = re.findall(r"([\d.]+ kFLOP|[\d.]+ kB)", text[text.index('<div id="score">') : text.index("</section>")])
+    assert totals[0] == "10.8 kFLOP"  # 14 tokens, two experts each, 8 x 12 both ways; without the router
+    assert f"<b>{totals[0]}</b>" in pane(text, "left")
+    assert f"<b>{totals[1]}</b>" in pane(text, "left")
     assert "10.8 kFLOP" in pane(text, "right")  # where the router is a module
     assert 'class="tok-k">def<' in pane(text, "left")
 
@@ -134,12 +142,27 @@ def test_fit_shows_all_of_a_graph_and_nothing_is_cut_off(page, tmp_path, size):
             }
         }
         return [found, document.documentElement.scrollWidth, innerWidth];"""
-    found, width, window = browser.evaluate(page, script, tmp_path, size)  # Chromium's least window is 500 wide
-    assert width <= window <= max(500, size[0])
+    found, width, window = browser.evaluate(page, script, tmp_path, size)
+    assert width <= window == size[0]
     for name, (over, text) in found.items():
         assert not over, name
         assert text >= 7.5, name
         assert text >= 10 or size[0] < 500, name
+
+
+@needs_chromium
+def test_blocks_that_are_left_are_named_and_nothing_is_wider_than_a_telephone(tmp_path):
+    (refused,) = (variant for variant in VARIANTS if variant.name == "refuse_cumsum_tokens")
+    (x,), _ = refused.inputs(2, 7, torch.float32, 0)
+    both = nn.Sequential(refused.make(0), nn.Linear(x.shape[-1], INPUT.shape[-1]), Model())
+    place = hexa_fx.optimize(both, x).graphs.to_html(tmp_path / "left.html")
+    script = """
+        const widths = data[block].stages.map(stage => { show("right", stage.name); return document.documentElement.scrollWidth; });
+        return [Math.max(...widths), document.getElementById("left-alone").textContent];"""
+    width, said = browser.evaluate(place, script, tmp_path, (390, 844))
+    assert width == 390
+    assert "1 block left as it is" in said
+    assert "cumsum inside the experts mixes rows of different tokens" in said
 
 
 @needs_chromium
@@ -203,3 +226,8 @@ def test_the_picture_is_not_blank(page, tmp_path):
         for left in (0, 400):
             colours = picture.convert("RGB").crop((left, 160, left + 400, 440)).getcolors(2**17)
             assert len(colours) > 30  # boxes in several colours, text, arrows
+
+
+def test_a_kernel_s_key_is_in_its_text(optimized):
+    for kernel in optimized.graphs.kernels(90):
+        assert not kernel.source or f"// key      {kernel.name.split()[-1]};" in kernel.source

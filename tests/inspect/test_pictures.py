@@ -56,6 +56,10 @@ def chain(*ops: str) -> GraphView:
         ("a a a b", [("a", 3), ("b", 1)]),
         ("r a b a b a b z", [("r", 1), ("a", 3), ("b", 3), ("z", 1)]),
         ("a b c d a b c d", [("a", 2), ("b", 2), ("c", 2), ("d", 2)]),
+        (
+            "e b c d e b d e b c d z",
+            [("e", 3), ("b", 3), ("c", 2), ("d", 3), ("z", 1)],
+        ),  # one run leaves out what an if does
         ("", []),
     ],
 )

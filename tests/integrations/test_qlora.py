@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hexa_fx
+from hexa_fx.errors import InputError
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ops import adapted_weight, quantized_weight
 from hexa_fx.ops.quantized_weight import QuantizedWeight
@@ -95,6 +96,19 @@ def test_adapters_are_saved_switched_off_and_loaded(optimized, tmp_path):
     torch.testing.assert_close(packed(ids).logits, loaded(ids).logits)
     with packed.disable_adapter(), loaded.disable_adapter():
         torch.testing.assert_close(packed(ids).logits, loaded(ids).logits)
+
+
+@pytest.mark.parametrize("order", ["packed first", "adapters first"])
+def test_merging_into_packed_weights_is_refused_before_anything_is_merged(optimized, order):
+    packed, _, ids = pair(optimized, "nf4", order)
+    losses(packed, ids, 2)
+    before, modules = packed.eval()(ids).logits, dict(packed.named_modules())
+    for merge in (packed.merge_and_unload, packed.merge_adapter):
+        with pytest.raises(InputError, match=r"at .*layers\.0\.mlp\.experts is on packed weights.*nothing was merged"):
+            merge()
+    assert dict(packed.named_modules()) == modules
+    torch.testing.assert_close(packed(ids).logits, before, rtol=0, atol=0)
+    assert hexa_fx.undo_(packed.unload()).lm_head.weight.dtype == torch.float64
 
 
 def test_transformers_trainer(optimized, tmp_path):

@@ -52,7 +52,7 @@ def test_no_compiler_is_one_sentence_with_every_reason_and_what_to_do(bare: Path
         find()
     message = str(raised.value)
     assert message.count("\n") == 0
-    for part in ("not on PATH", "nvidia-cuda-nvcc", "libnvrtc", "pip install 'hexa-fx[cuda]'", "HEXA_FX_NVCC"):
+    for part in ("not on PATH", "nvidia-cuda-nvcc", "libnvrtc", "pip install '.[cuda]'", "HEXA_FX_NVCC"):
         assert part in message
 
 

@@ -1,4 +1,4 @@
-"""Whether rewritten forwards ran, block by block, by the counts of calls of the report: what it says need not be what runs."""
+"""Whether rewritten forwards ran, block by block, by the report's counts: what it calls rewritten need not be what runs."""
 
 from __future__ import annotations
 

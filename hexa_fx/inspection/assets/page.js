@@ -80,7 +80,7 @@ function show(side, name) {
     made.prepend(element("b", value));
     return made;
   }));
-  document.querySelector(`#sides [data-side=${side}]`).textContent = `${side}: ${stage.name}`;
+  document.querySelector(`#sides [data-side=${side}]`).textContent = `${side}: ${stage.short} ${direction.textContent.slice(-1)}`;
   const template = document.querySelector(`template[data-block="${block}"][data-stage="${name}"]`);
   pane.querySelector(".view").replaceChildren(template.content.cloneNode(true));
   for (const button of document.querySelectorAll("#passes button")) {

@@ -1,26 +1,24 @@
-"""A training step of a partitioned model as a CUDA graph: recorded once with its collectives, replayed by one call of the host.
+"""A training step as a CUDA graph: recorded once, replayed by one call of the host.
 
-Every call does the step exactly once, whichever way, and all ranks the same way: they agree on it before each call. The first calls
-run as they are; so does, with a sentence, whatever a graph cannot repeat.
+Every call does the step exactly once, whichever way; of a partitioned model all ranks the same way, on which they agree before each
+call. The first calls run as they are; so does, with a sentence, whatever a graph cannot repeat.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.distributed.shared_cache import SharedCache
-from hexa_fx.distributed.step_recorder import CudaRecorder, Recording, StepRecorder
-from hexa_fx.distributed.step_signature import Call, HostRandom, Optimizers, difference
-from hexa_fx.errors import PlanError, RankError, first_line
+from hexa_fx.errors import InputError, PlanError, RankError, first_line
+from hexa_fx.steps.context import OneDevice, StepContext
+from hexa_fx.steps.recorder import CudaRecorder, Recording, StepRecorder
+from hexa_fx.steps.signature import Call, HostRandom, Optimizers, difference
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +26,28 @@ _MOST = 8
 _AS_IT_IS, _WARM_UP, _RECORD, _REPLAY = range(4)
 
 
-class StepSession(Protocol):
-    """What a recorded step needs of a `PartitionSession`."""
+def graphed(step: Callable[..., Any], model: nn.Module, warmup: int = 3) -> GraphedStep:
+    """The training step ``step(*tensors)`` as a CUDA graph: the host makes one call in place of thousands.
 
-    cache: SharedCache
+    Where layers are small the host takes longer than the device, which then waits. Rules are those of docs/training.md#cuda-graphs:
+    Python code in the step runs only while it is recorded, so everything that changes between steps is a tensor on the device.
 
-    @property
-    def model(self) -> nn.Module: ...
+    Args:
+        step: forward and backward, and what else of the step is to be in the graph, such as the optimizer.
+        model: whose parameters the step trains, with all of it on one device. On a CPU the step runs as it is.
+        warmup: how often a kind of call runs as it is before it is recorded, 1 or more.
 
-    @property
-    def everyone(self) -> Any: ...
+    Returns:
+        The step, to be called in its place. ``replays`` counts what was replayed, ``reason`` says why nothing is recorded.
 
-    def guard(self, where: str) -> AbstractContextManager[None]: ...
-
-    def check(self, where: str) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def abandon(self) -> None: ...
+    Raises:
+        InputError: ``model`` is no module, or ``warmup`` is below 1.
+    """
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise InputError(
+            f"model is a {type(model).__name__}; expected the nn.Module that the step trains, with parameters"
+        )
+    return GraphedStep(OneDevice(model), step, warmup)
 
 
 @dataclass
@@ -71,16 +73,17 @@ class _Recorded:
 
 @dataclass(eq=False)
 class _Known:
-    """One kind of call: how often it ran, and its recording."""
+    """One kind of call: how often it ran, what hosts told each other in it last, and its recording."""
 
     call: Call
     runs: int = 0
+    notes: list[Any] = field(default_factory=list)
     recorded: _Recorded | None = None
     said: set[str] = field(default_factory=set)
 
 
 class GraphedStep:
-    """A step that is recorded after its first calls and replayed from then on. Made by `PartitionSession.graphed`.
+    """A step that is recorded after its first calls and replayed from then on. Made by `graphed` and `PartitionSession.graphed`.
 
     Args:
         step: does a training step on tensors that are on the device, and returns tensors.
@@ -89,17 +92,20 @@ class GraphedStep:
     """
 
     def __init__(
-        self, session: StepSession, step: Callable[..., Any], warmup: int = 3, recorder: StepRecorder | None = None
+        self, context: StepContext, step: Callable[..., Any], warmup: int = 3, recorder: StepRecorder | None = None
     ) -> None:
+        if warmup < 1:  # what optimizers make in their first step would be made anew in every replay
+            raise InputError(f"warmup is the number of steps before a recording, 1 or more, got {warmup}")
         self.reason = ""
         """Why steps run as they are from now on; empty while they may be recorded."""
         self.replays, self._ended = 0, False
-        self._session, self._step, self._warmup = session, step, warmup
+        self._context, self._step, self._warmup = context, step, warmup
         self._known: list[_Known] = []
-        device = next(session.model.parameters()).device
-        if recorder is None and device.type != "cuda":
-            self._give_up(f"the model is on a {device.type}, which has no graphs")
-        self._recorder = recorder or (None if self.reason else CudaRecorder(device))
+        devices = {parameter.device for parameter in context.model.parameters()}
+        self._device = min(devices, key=str)
+        if recorder is None and (obstacle := _no_place(devices)):
+            self._give_up(obstacle)
+        self._recorder = recorder or (None if self.reason else CudaRecorder(self._device))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Does the step. What a replay returns are copies; gradients lie in memory that the next replay overwrites.
@@ -113,16 +119,17 @@ class GraphedStep:
             )
         if self._recorder is None:
             return self._step(*args, **kwargs)
-        call = Call.of(args, kwargs, self._session.model)
+        call = Call.of(args, kwargs, self._context.model)
         known = self._find(call)
         how = self._agreed(call, known)
         if known is not None and known.recorded is not None and how == _REPLAY:
             return self._replay(call, known.recorded)
         if known is not None and how == _RECORD:
             return self._record(call, known)
-        if known is not None:
-            known.runs += 1
-        with self._recorder.beside():
+        known = known or next((kind for kind in self._known if kind.call is call), _Known(call))
+        known.runs += 1
+        known.notes.clear()
+        with self._recorder.beside(), self._context.following(known.notes):
             return self._step(*args, **kwargs)
 
     def reset(self) -> None:
@@ -163,20 +170,13 @@ class GraphedStep:
     def _agreed(self, call: Call, known: _Known | None) -> int:
         """What all ranks wish; where they differ, the step runs as it is. A kind that is new to all of them gets its number."""
         mine = [self._wish(known), -1 if known is None else self._known.index(known)]
-        wishes = self._gathered(mine)
+        wishes = self._context.gathered(mine)
         if any(other != mine for other in wishes):
             self._say(known, "the ranks' calls are of different kinds")
             return _AS_IT_IS
         if known is None and len(self._known) < _MOST:
-            self._known.append(_Known(call, runs=1))
+            self._known.append(_Known(call))
         return mine[0]
-
-    def _gathered(self, mine: Sequence[int]) -> list[list[int]]:
-        group = self._session.everyone
-        out = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size(group))]
-        with self._session.guard("the agreement on a recorded step"):
-            dist.all_gather(out, torch.tensor(mine, device="cpu"), group=group)
-        return [part.tolist() for part in out]
 
     def _say(self, known: _Known | None, what: str) -> None:
         if known is not None and what and what not in known.said:
@@ -191,16 +191,16 @@ class GraphedStep:
     # --- recording and replaying ------------------------------------------------------------------------------------
 
     def _record(self, call: Call, known: _Known) -> Any:
-        parameters, random = list(self._session.model.parameters()), HostRandom()
+        parameters, random = list(self._context.model.parameters()), HostRandom()
         before = [p.grad for p in parameters]
-        problem = next(filter(None, map(_obstacle, call.tensors)), "")
+        problem = next((said for tensor in call.tensors if (said := _obstacle(tensor, self._device))), "")
         if not problem:
-            problem, known.recorded = self._try(call, parameters, before, random)
-        failed = [rank for rank, (bad,) in enumerate(self._gathered([int(bool(problem))])) if bad]
+            problem, known.recorded = self._try(call, parameters, before, random, known.notes)
+        failed = [rank for rank, (bad,) in enumerate(self._context.gathered([int(bool(problem))])) if bad]
         if not failed:
             assert known.recorded is not None
             return self._replay(call, known.recorded)
-        self._session.abandon()
+        self._context.abandon()
         self.reset()
         for parameter, grad in zip(parameters, before):
             parameter.grad = grad
@@ -210,20 +210,25 @@ class GraphedStep:
         return self._step(*args, **kwargs)
 
     def _try(
-        self, call: Call, parameters: list[nn.Parameter], before: list[Tensor | None], random: HostRandom
+        self,
+        call: Call,
+        parameters: list[nn.Parameter],
+        before: list[Tensor | None],
+        random: HostRandom,
+        notes: list[Any],
     ) -> tuple[str, _Recorded | None]:
         assert self._recorder is not None
-        inputs, optimizers, session = [t.detach().clone() for t in call.tensors], Optimizers(), self._session
+        inputs, optimizers, context = [t.detach().clone() for t in call.tensors], Optimizers(), self._context
         args, kwargs = call.with_tensors(inputs)
 
         def run() -> Any:
             result = self._step(*args, **kwargs)
-            session.settle()
+            context.settle()
             return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
-        session.settle()
+        context.settle()
         try:
-            with optimizers.noted():
+            with optimizers.noted(), context.following(notes):
                 recording, outputs = self._recorder.record(run)
         except RankError:
             raise
@@ -231,8 +236,7 @@ class GraphedStep:
             return f"it cannot be recorded: {first_line(error)}", None
         after = [p.grad for p in parameters]
         added_to = [old if old is new else None for old, new in zip(before, after)]
-        held = [slot.buffer for slot in session.cache.slots]
-        done = _Recorded(recording, inputs, outputs, after, added_to, optimizers, held)
+        done = _Recorded(recording, inputs, outputs, after, added_to, optimizers, context.held())
         if random.drawn():
             return (
                 "the step draws random numbers on the host, which a replay would repeat: draw them on the device",
@@ -241,14 +245,13 @@ class GraphedStep:
         return optimizers.change(), done
 
     def _replay(self, call: Call, recorded: _Recorded) -> Any:
-        parameters = list(self._session.model.parameters())
+        parameters = list(self._context.model.parameters())
         with torch.no_grad():
             for read, given in zip(recorded.inputs, call.tensors):
                 read.copy_(given, non_blocking=True)
             for parameter, kept in zip(parameters, recorded.added_to):
                 if kept is not None and parameter.grad is not None and parameter.grad is not kept:
                     kept.copy_(parameter.grad)
-        self._session.check("the replay of a step")
         recorded.recording.replay()
         self.replays += 1
         for parameter, grad in zip(parameters, recorded.gradients):
@@ -259,7 +262,17 @@ class GraphedStep:
         return pytree.tree_map_only(Tensor, Tensor.clone, recorded.outputs)
 
 
-def _obstacle(tensor: Tensor) -> str:
+def _obstacle(tensor: Tensor, device: torch.device) -> str:
     if tensor.requires_grad:
         return "an argument requires a gradient, which a replay would not deliver"
+    if tensor.device != device:
+        return f"an argument is on {tensor.device} and the model on {device}: move it there before the call"
     return ""
+
+
+def _no_place(devices: set[torch.device]) -> str:
+    """Why no graph can be recorded on these; empty if one can."""
+    if len(devices) > 1:
+        return f"the model is on several devices, {sorted(map(str, devices))}"
+    kind = next(iter(devices)).type
+    return "" if kind == "cuda" else f"the model is on a {kind}, which has no graphs"

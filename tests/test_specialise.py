@@ -1,0 +1,222 @@
+"""Calls are analysed in the middle of a forward, once for each kind, without disturbing it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hexa_fx
+from hexa_fx.runtime.install import HexaForward
+from tests.detect.mixture import D, Mixture
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+
+
+class Block(Mixture):
+    """Biases are zero, as new ones are; ``top_k`` is a setting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x * self.factor)[2]
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def made(layers: int = 2) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    model = Model(layers)
+    return model, hexa_fx.optimize(model, config=CONFIG)
+
+
+def tokens(rows: int = 24) -> torch.Tensor:
+    return torch.randn(rows, D, generator=torch.Generator().manual_seed(rows))
+
+
+def analyses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills with the paths of blocks that go through the passes from now on."""
+    import hexa_fx.analysis as analysis
+
+    seen: list[str] = []
+    plain = analysis.analyse
+    monkeypatch.setattr(analysis, "analyse", lambda o, c: (seen.append(o.path), plain(o, c))[1])
+    return seen
+
+
+def test_identical_layers_are_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, (model, opt) = analyses(monkeypatch), made(3)
+    for _ in range(2):
+        torch.testing.assert_close(opt(tokens()), model(tokens()))
+    assert seen == ["layers.0"]
+    for layer in (*model.layers, *opt.layers):
+        layer.factor = 0.5
+    torch.testing.assert_close(opt(tokens()), model(tokens()))
+    assert seen == ["layers.0", "layers.0"]
+    assert all(block.calls == (3, 0, {}, 2) for block in opt.report.blocks)
+
+
+def test_a_first_call_leaves_the_user_s_state_as_it_is() -> None:
+    model, opt = made()
+    outcomes = []
+    for each in (model, opt):
+        torch.manual_seed(3)
+        each.zero_grad()
+        x = tokens().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            y = each(x)
+        y.square().sum().backward()
+        outcomes.append([y, x.grad, torch.rand(3), *(p.grad for p in each.parameters())])
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+    for one, other in zip(*outcomes):
+        torch.testing.assert_close(other, one)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_first_call_without_gradients_holds_with_them(mode: Any) -> None:
+    model, opt = made()
+    with mode():
+        torch.testing.assert_close(opt(tokens()), model(tokens()))
+    opt(tokens()).sum().backward()
+    assert all(block.calls == (2, 0, {}, 1) for block in opt.report.blocks)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_takes_the_same_way_twice(reentrant: bool) -> None:
+    model, opt = made(1)
+    found = []
+    for each in (model, opt.train()):
+        x = tokens().requires_grad_()
+        y = checkpoint(each.layers[0], x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        found.append((y, x.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_nothing_is_analysed_under_a_mode_that_sees_operations_and_then_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model, opt = made()
+    with Seeing():
+        torch.testing.assert_close(opt(tokens()), model(tokens()))
+    assert "is analysed in its next call" in caplog.text
+    torch.testing.assert_close(opt(tokens()), model(tokens()))
+    assert all(block.calls.rewritten == 1 for block in opt.report.blocks)
+
+
+def test_past_the_limit_it_runs_its_own_code_and_says_once_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Model(1)
+    opt = hexa_fx.optimize(
+        copy.deepcopy(model), config=hexa_fx.HexaConfig(own_code_when_small=False, specialisations=2)
+    )
+    for number in range(5):
+        model.layers[0].factor = opt.layers[0].factor = 1.0 + number
+        torch.testing.assert_close(opt(tokens()), model(tokens()))
+    said = [r.getMessage() for r in caplog.records if "it was analysed for 2 kinds of calls" in r.getMessage()]
+    assert len(said) == 1
+    assert "factor" in said[0]
+    (block,) = opt.report.blocks
+    assert (block.calls.rewritten, sum(block.calls.own.values())) == (2, 3)
+
+
+def test_a_block_that_mostly_runs_its_own_code_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    opt = hexa_fx.optimize(Model(1), tokens(), CONFIG)
+    opt.layers[0].experts[0].register_forward_hook(lambda *call: None)
+    for _ in range(120):
+        opt(tokens(4))
+    said = [r.getMessage() for r in caplog.records if "ran its own code in 100 of 100 calls" in r.getMessage()]
+    assert len(said) == 1
+    assert "model.report" in said[0]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("called", [True, False])
+def test_copies_of_a_model(again: Any, called: bool) -> None:
+    model, opt = made()
+    if called:
+        opt(tokens())
+    copied = again(opt)
+    torch.testing.assert_close(copied(tokens()), model(tokens()))
+    assert all(isinstance(layer.forward, HexaForward) for layer in copied.layers)
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy])
+def test_first_calls_of_several_threads(again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, (model, opt) = analyses(monkeypatch), made()
+    opt = again(opt)
+    inputs = list(torch.randn(6, 24, D, generator=torch.Generator().manual_seed(1)))
+    expected, start = [model(x) for x in inputs], threading.Barrier(len(inputs))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        start.wait()
+        return opt(x)
+
+    for number in range(3):
+        with ThreadPoolExecutor(len(inputs)) as pool:
+            for found, wanted in zip(pool.map(call, inputs), expected):
+                torch.testing.assert_close(found, wanted)
+        for layer in (*model.layers, *opt.layers):
+            layer.factor = 0.5 + number
+        expected = [model(x) for x in inputs]
+    assert len(seen) == 3
+
+
+def test_a_replica_runs_its_own_weights() -> None:
+    from torch.nn.parallel.replicate import _replicatable_module
+
+    _, opt = made(1)
+    opt(tokens())
+    block = opt.layers[0]
+    assert _replicatable_module(block)
+    replica = block._replicate_for_data_parallel()
+    assert "forward" not in vars(replica)
+    assert "_replicate_for_data_parallel" not in vars(replica)
+    assert isinstance(block.forward, HexaForward)
+
+
+def test_undo_and_a_report_that_was_kept() -> None:
+    model, opt = made()
+    opt(tokens())
+    report = opt.report
+    hexa_fx.undo_(opt)
+    assert "rewritten" in str(report)
+    torch.testing.assert_close(opt(tokens()), model(tokens()))
+
+
+def test_blocks_that_are_left_out_and_everything_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    one = hexa_fx.optimize(Model(), tokens(), hexa_fx.HexaConfig(own_code_when_small=False, skip="layers.1"))
+    assert [block.status for block in one.report.blocks] == ["rewritten", "refused"]
+    monkeypatch.setenv("HEXA_FX_SKIP", "*")
+    for off in (hexa_fx.optimize(Model(), tokens()), hexa_fx.optimize(Model())):
+        off(tokens())
+        assert not off.report.blocks
+        assert not any("forward" in vars(module) for module in off.modules())
