@@ -73,7 +73,7 @@ def ess_cpu(o: Ess) -> Tensor:
 
 def _setup_ess(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     o, needs = Ess._make(inputs), Ess.marks(ctx.needs_input_grad)
-    ctx.save_for_backward_of_ess(o.g if needs.scale else None, o.v, o.offs, o.scale)
+    ctx.save_for_backward(o.g if needs.scale else None, o.v, o.offs, o.scale)
     ctx.static = (o.top_k, row_count(o.g, o.v))
 
 

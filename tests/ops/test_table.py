@@ -109,3 +109,10 @@ def test_wrappers_are_documented_and_take_names_and_defaults() -> None:
     torch.testing.assert_close(ops.activate(h, glu="concat", activation="silu"), ops.activate(h, "silu", "concat", []))
     with pytest.raises(TypeError, match="missing a required argument: 'glu'"):
         ops.activate(h, "silu")
+
+
+@pytest.mark.parametrize("name", ["activate", "combine", "esmm", "esmm_act", "ess", "estmm", "moe_ffn"])
+def test_gradients_pass_the_checks_of_torch(name: str) -> None:
+    for args in [args for of, args in CALLS if of == name][:2]:
+        given = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), args)
+        torch.library.opcheck(library.overload(name), given)
