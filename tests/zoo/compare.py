@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +124,7 @@ def operators_run(
 
     Zero means that the original code ran, and a comparison says nothing.
     """
-    kept = [value for module in model.modules() for value in vars(module).values()]  # a loss with a gradient, say
-    memo = {id(v): v for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf}
+    memo = {id(v): v for v in gc.get_objects() if isinstance(v, torch.Tensor) and v.grad_fn is not None}  # a loss that is kept, say
     count, copied = _CountHexa(), copy.deepcopy(model, memo)
     with torch.set_grad_enabled(gradients), torch.random.fork_rng():
         copied(*args, **(kwargs or {}))
