@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.analysis import ModelAnalysis, analyse_model
-from hexa_fx.attached import attach
+from hexa_fx.attached import attach, attached
 from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.capture.sharing_copy import sharing_copy
 from hexa_fx.config import HexaConfig
@@ -140,13 +140,23 @@ def optimize_(
     if example_inputs is not None or mesh is not None:
         _optimize(model, example_tokens(model) if example_inputs is None else example_inputs, config, spread)
         return model
-    put_on(called_in(model), _at_first_call, config)
+    called = called_in(model)
+    put_on(called, _at_first_call if called is model else partial(_at_first_call, wrapper=model), config)
     attach(model, "report", OptimizationReport((), waiting=True))
     return model
 
 
-def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig) -> None:
-    """Analyses a model on its first call: on its shadow, as other threads may call its parts, if its weights are all here."""
+def _at_first_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: HexaConfig,
+    wrapper: nn.Module | None = None,
+) -> None:
+    """Analyses a model on its first call: on its shadow, as other threads may call its parts, if its weights are all here.
+
+    ``wrapper``: what was optimized, if the model is inside of a data parallel wrapper.
+    """
     beside = None
     if is_elsewhere(model):
         take_off(model)
@@ -154,6 +164,9 @@ def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         beside = shadow_of(model, frozenset({*PUT_ON, "report"}), own_forward(model))
     with undisturbed(), collections_are_cheap(), compiled_as_python():
         _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None), beside)
+    if wrapper is not None:
+        attach(wrapper, "report", attached(model, "report"))
+        attach(wrapper, "graphs", attached(model, "graphs"))
 
 
 def _optimize(
