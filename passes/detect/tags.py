@@ -220,9 +220,7 @@ def _tag_node(
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
         return _tag_selection(node, tags, counts)
-    by_expert = (
-        bool(weights) and operation(node) in _LAYING_OUT and record_of(weights[0]).value.shape[:1].numel() in counts
-    )
+    by_expert = bool(weights) and operation(node) in _LAYING_OUT and _has_a_part_each(weights[0], counts)
     if by_expert and len(weights) < len([n for n in inputs if is_tensor(n)]):
         return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
@@ -237,6 +235,14 @@ def _tag_node(
 
 _LAYING_OUT = frozenset({"repeat_interleave", "embedding"})
 """Operations that give rows the parts of a weight that ids or counts of rows say: of experts, if it has as many parts as these."""
+
+
+def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
+    """Whether a weight has a part for each expert, and is no matrix that tokens are multiplied with, as a router's is."""
+    if record_of(weight).value.shape[:1].numel() not in counts:
+        return False
+    alike = weight.graph.find_nodes(op="get_attr", target=weight.target, sort=False) if weight.op == "get_attr" else []
+    return not any(operation(user) in CONTRACTIONS for read in (weight, *alike) for user in read.users)
 
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
