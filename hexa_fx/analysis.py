@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
-from hexa_fx.errors import InputError
+from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
@@ -43,16 +43,6 @@ from hexa_fx.runtime.stacked_codes import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
-
-
-class Call(NamedTuple):
-    """Arguments of a call."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -329,27 +319,3 @@ def _dtype_of_rows(observation: Observation) -> torch.dtype | None:
     """Of the first floating tensor that a block is given."""
     leaves = pytree.tree_leaves((observation.args, observation.kwargs))
     return next((t.dtype for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
-
-
-def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the call that ``example_inputs`` stands for.
-
-    Raises:
-        InputError: it is text, or something that yields examples, such as a data loader.
-    """
-    if isinstance(example_inputs, torch.utils.data.DataLoader | Iterator):
-        raise InputError(
-            f"example_inputs is a {type(example_inputs).__name__}; expected what the model is called with once, such as "
-            "next(iter(loader))"
-        )
-    if isinstance(example_inputs, str):
-        raise InputError(
-            f"example_inputs is {example_inputs!r}; expected a tensor, a tuple of positional arguments, or a mapping of keywords"
-        )
-    if isinstance(example_inputs, Call):
-        return example_inputs
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from hexa_fx.analysis import Call, ExampleInputs, ModelAnalysis, analyse_model
-from hexa_fx.attached import attach
-from hexa_fx.capture.copies import copied, deepcopied
+from hexa_fx.analysis import ModelAnalysis, analyse_model
+from hexa_fx.attached import attach, attached
 from hexa_fx.capture.scripted import compiled_as_python
+from hexa_fx.capture.sharing_copy import sharing_copy
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, VerificationError
+from hexa_fx.example_inputs import Call, ExampleInputs
 from hexa_fx.example_tokens import example_tokens
 from hexa_fx.first_call import own_forward, put_on, take_off
 from hexa_fx.graphs import Graphs
@@ -24,9 +25,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock, RoutingSite
-from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.garbage import collections_are_cheap
-from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.shadow import shadow_of
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -84,7 +83,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
         Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
-    made = optimize_(_sharing_copy(model), example_inputs, config)
+    made = optimize_(sharing_copy(model), example_inputs, config)
     follow(model, made)
     return made
 
@@ -141,13 +140,23 @@ def optimize_(
     if example_inputs is not None or mesh is not None:
         _optimize(model, example_tokens(model) if example_inputs is None else example_inputs, config, spread)
         return model
-    put_on(called_in(model), _at_first_call, config)
+    called = called_in(model)
+    put_on(called, _at_first_call if called is model else partial(_at_first_call, wrapper=model), config)
     attach(model, "report", OptimizationReport((), waiting=True))
     return model
 
 
-def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig) -> None:
-    """Analyses a model on its first call: on its shadow, as other threads may call its parts, if its weights are all here."""
+def _at_first_call(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: HexaConfig,
+    wrapper: nn.Module | None = None,
+) -> None:
+    """Analyses a model on its first call: on its shadow, as other threads may call its parts, if its weights are all here.
+
+    ``wrapper``: what was optimized, if the model is inside of a data parallel wrapper.
+    """
     beside = None
     if is_elsewhere(model):
         take_off(model)
@@ -155,6 +164,9 @@ def _at_first_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         beside = shadow_of(model, frozenset({*PUT_ON, "report"}), own_forward(model))
     with undisturbed(), collections_are_cheap(), compiled_as_python():
         _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None), beside)
+    if wrapper is not None:
+        attach(wrapper, "report", attached(model, "report"))
+        attach(wrapper, "graphs", attached(model, "graphs"))
 
 
 def _optimize(
@@ -310,28 +322,6 @@ def _checked(config: HexaConfig | None) -> HexaConfig:
     if not isinstance(config, HexaConfig | None):
         raise InputError(f"config is a {type(config).__name__}; expected a hexa_fx.HexaConfig")
     return config or HexaConfig.from_environment()
-
-
-def _sharing_copy(model: Model) -> Model:
-    """A copy that shares parameters, buffers, and whatever cannot be copied (process groups, locks) with ``model``."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    # Gradients do not reach the parameters of a copied one.
-    shared |= {id(module): module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)}
-    # What a quantiser keeps beside its weights is set up with them, by the first call of either model.
-    for module in model.modules():
-        if any(is_of_other_library(p) for p in module._parameters.values() if p is not None):
-            kept = (value for name, value in vars(module).items() if name not in MODULE_STATE)
-            shared |= {id(value): value for value in kept if is_object(value)}
-    try:
-        return deepcopied(model, dict(shared))
-    except Exception as error:  # whatever an object raises that cannot be copied
-        log.info("copying the model: %s; what cannot be copied is shared", error)
-    held = [value for module in model.modules() for value in vars(module).values()]
-    shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
-    try:
-        return deepcopied(model, shared)
-    except Exception as error:
-        raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
 
 
 def _complaint(found: ModelAnalysis) -> HexaError | None:

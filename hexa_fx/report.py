@@ -31,7 +31,7 @@ class OptimizationReport:
         found: one report per block, as it was when the model was analysed.
         seconds: how long the analysis took.
         plan: how the blocks are spread over devices, with the numbers behind it; None on one device.
-        later: reports of blocks that were analysed when they were called, by path.
+        later: reports of blocks that were first analysed, or first rewritten, when they were called, by path.
         waiting: whether the model is analysed in its first call, which did not come yet.
     """
 

@@ -71,7 +71,7 @@ class Specialiser:
     ) -> None:
         self.config, self.finish, self.cache = config, finish, cache
         self.reports: dict[str, BlockReport] = {}
-        """Of blocks that had not been analysed before they were called, by path."""
+        """Of blocks that were first analysed, or first rewritten, when they were called, by path."""
         self._inspector = Inspector()
 
     def specialise(
@@ -113,12 +113,12 @@ class Specialiser:
         kwargs: dict[str, Any],
         missed: str,
     ) -> str:
-        first, analysis, reason = not forward.specialisations and not forward.refused, None, ""
+        first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
         try:
             with undisturbed():
                 analysis, same_as = self._analyse(forward, module, args, kwargs)
                 self.cache.forget_runs()
-                if first:
+                if first and (analysis.rewritten is not None or not left):
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:

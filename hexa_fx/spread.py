@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from hexa_fx.analysis import ExampleInputs, ModelAnalysis, call_arguments
+from hexa_fx.analysis import ModelAnalysis
 from hexa_fx.attached import note_session
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError, PlanError
+from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept

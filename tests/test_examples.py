@@ -22,6 +22,7 @@ SAYS = {
     "grpo_replay": "on the sampler's routing",
     "grpo_trl": "trained by TRL on the sampler's routing",
     "handwritten_moe": "same weights after training",
+    "train_small_moe": "'own_calls': 0}",
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
     "all_to_all_experts": "equal to one device",

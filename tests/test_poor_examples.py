@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import hexa_fx
-from hexa_fx.analysis import ModelAnalysis, analyse_model, call_arguments
+from hexa_fx.analysis import ModelAnalysis, analyse_model
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
+from hexa_fx.example_inputs import call_arguments
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes.inputs.distinct_tokens import examples, number_alike, number_of_experts
 from tests.zoo import families, pattern_table, poor_examples

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.swin_moe.contestants import Contestant, Setting
 from benchmarks.swin_moe.journal import GIVE_UP, Journal, write_document
 from benchmarks.swin_moe.libraries import NotInstalled
+from hexa_fx.distributed.axes import local_part
 
 GIB = 2.0**30
 
@@ -220,7 +221,7 @@ class Bench:
 
 def saved_bytes(entrant: Contestant, images: Tensor) -> int:
     """Bytes of distinct storages that a forward keeps for backward, parameters left out."""
-    known = {p.untyped_storage().data_ptr() for p in entrant.model.parameters()}
+    known = {local_part(p).untyped_storage().data_ptr() for p in entrant.model.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: s
 
 def model_runs(inputs: Any) -> list[tuple[str, Run]]:
     """Forward, and forward with backward, of a model on its inputs."""
-    from hexa_fx.analysis import call_arguments
+    from hexa_fx.example_inputs import call_arguments
 
     args, kwargs = call_arguments(inputs)
     return _both(lambda model: model(*args, **kwargs))

@@ -50,6 +50,11 @@ def _check_optimized(path: str, module: nn.Module) -> None:
 
 def check_values(model: nn.Module) -> None:
     """Raises `InputError` if a model cannot be run on an example, since weights have no values yet."""
+    if any(is_unit_of_fsdp(module) for _, module in named_modules(model)):
+        raise InputError(
+            "the model is sharded by FSDP2, whose weights are there in its calls only: leave the example out, and it is analysed "
+            "in its first call, or optimize it before it is sharded"
+        )
     away = {id(p) for _, module in named_modules(model) if is_offloaded(module) for p in module.parameters()}
     for path, parameter in named_tensors(model, "_parameters").items():
         if parameter.is_meta and id(parameter) not in away:
@@ -70,6 +75,11 @@ def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate keeps the module's weights elsewhere and brings them to the device for each call."""
     hook = vars(module).get("_hf_hook")
     return any(bool(getattr(part, "offload", False)) for part in (hook, *getattr(hook, "hooks", ())))
+
+
+def is_unit_of_fsdp(module: nn.Module) -> bool:
+    """Whether torch's `fully_shard` was applied to this module itself. Asks without an import of torch.distributed.fsdp."""
+    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 
 def _check_parameters(model: nn.Module) -> None:

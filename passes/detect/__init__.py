@@ -45,7 +45,6 @@ from hexa_fx.passes.detect.projections import (
     without_scores,
 )
 from hexa_fx.passes.detect.routing import Routing, find_routing, how_tokens_pass
-from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
@@ -66,6 +65,7 @@ from hexa_fx.passes.detect.several import (
     find_several,
     of_several_routings,
 )
+from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import (
     ALL,

@@ -26,7 +26,6 @@ from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import Contraction
 from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
-from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
     decided_anew,
@@ -37,6 +36,7 @@ from hexa_fx.passes.detect.rules import (
     refuse_stored_intermediates,
     stored_outside_calls,
 )
+from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import StepReader
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag

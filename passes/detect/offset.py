@@ -12,8 +12,8 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.combine import Combine
 from hexa_fx.passes.detect.graph import ancestors, is_float
-from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.rows import Instance
+from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse

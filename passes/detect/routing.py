@@ -21,9 +21,7 @@ from hexa_fx.passes.detect.capacity import Capacity, find_capacity
 from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import (
-    Pairs,
     RoutingSource,
-    Slots,
     counts_of_choices,
     covered,
     find_factor,
@@ -32,6 +30,7 @@ from hexa_fx.passes.detect.routing_factors import (
 )
 from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
 from hexa_fx.passes.detect.size_decisions import NUMBERS
+from hexa_fx.passes.detect.slots import Pairs, Slots
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,10 +10,10 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.chosen_twice import TWICE, is_factor
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.rules import is_constant
+from hexa_fx.passes.detect.slots import Slots
 from hexa_fx.passes.detect.verdict import Refuse
 
 Reading = Literal[
@@ -36,32 +35,6 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The (token, expert) pairs in which an expert's output reaches a token, with the factors on the way.
-
-    before: factor on the token before the first projection. after: product of the factors between and after the projections.
-    """
-
-    token: torch.Tensor
-    expert: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
-
-    @property
-    def effective(self) -> torch.Tensor:
-        """Mask of the pairs whose factors are not zero, so that they change the token."""
-        return (self.before * self.after).abs() > 0
-
-    def taken(self, mask: torch.Tensor) -> Pairs:
-        """The pairs that a mask selects."""
-        return Pairs(self.token[mask], self.expert[mask], self.before[mask], self.after[mask])
-
-    def without(self, experts: Sequence[int]) -> Pairs:
-        """The pairs of other experts."""
-        return self.taken(~torch.isin(self.expert, torch.tensor(experts, device=self.expert.device)))
-
-
-@dataclass(frozen=True)
 class RoutingSource:
     """A routing quantity: the nodes that hold it and how they are read.
 
@@ -71,63 +44,6 @@ class RoutingSource:
     nodes: tuple[torch.fx.Node, ...]
     reading: Reading = "token_slot"
     groups: bool = False
-
-
-class Slots:
-    """The pairs laid out on (T, k): where each pair's slot is, and which slots no expert output belongs to."""
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        pairs: Pairs,
-        tokens: int,
-        experts: int,
-        value: Callable[[torch.fx.Node], torch.Tensor],
-        apart: bool = False,
-    ) -> None:
-        """``value``: a node's numbers, floating point in float64. ``apart``: whether two slots may be of the same expert."""
-        self.apart = apart
-        self.ids, self.pairs, self.tokens, self.experts, self.value = ids, pairs, tokens, experts, value
-        self.top_k = ids.shape[1]
-        self.slot = self.slot_of(pairs)
-        taken = torch.zeros_like(ids, dtype=torch.bool)
-        taken[pairs.token, self.slot] = True
-        sentinel = (ids < 0) | (ids >= experts)
-        self._drop(~taken & ~sentinel)
-
-    def slot_of(self, pairs: Pairs) -> torch.Tensor:
-        """The slot of every pair. Rows of a token that an expert is given several times are in the order of its slots."""
-        ids, (token, expert) = self.ids, (pairs.token, pairs.expert)
-        count = self.experts + 2
-        of_token = torch.arange(self.tokens, device=ids.device)[:, None] * count
-        rank = rank_among_equals((of_token + ids.clamp(-1, self.experts) + 1).flatten()).reshape(ids.shape)
-        same = (ids[token] == expert[:, None]) & (rank[token] == rank_among_equals(token * count + expert)[:, None])
-        return same.int().argmax(1)
-
-    def _drop(self, dropped: torch.Tensor) -> None:
-        self.dropped_token, self.dropped_slot = torch.nonzero(dropped, as_tuple=True)
-        self.dropped_expert = self.ids[self.dropped_token, self.dropped_slot]
-
-    @property
-    def dropped(self) -> int:
-        return len(self.dropped_token)
-
-    def without_rows(self, rows: Pairs) -> Slots:
-        """As this one, but of the slots without an expert output only those count as dropped for which no expert gave a row."""
-        return self._dropped_if(rows, False)
-
-    def with_rows(self, rows: Pairs) -> Slots:
-        """As this one, but of the slots without an expert output only those count as dropped for which an expert gave a row."""
-        return self._dropped_if(rows, True)
-
-    def _dropped_if(self, rows: Pairs, wanted: bool) -> Slots:
-        given = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=self.ids.device)
-        given[rows.token, rows.expert] = True
-        found = copy.copy(self)
-        dropped = torch.zeros_like(self.ids, dtype=torch.bool)
-        dropped[self.dropped_token, self.dropped_slot] = given[self.dropped_token, self.dropped_expert.long()] == wanted
-        found._drop(dropped)
-        return found
 
 
 def of_each_token(value: torch.Tensor, tokens: int, most: int) -> torch.Tensor | None:

@@ -10,7 +10,8 @@ import torch.fx
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.in_numpy import refuse_numpy
-from hexa_fx.passes.detect.routing_factors import Pairs, Reading, RoutingSource, of_each_token
+from hexa_fx.passes.detect.routing_factors import Reading, RoutingSource, of_each_token
+from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
 
 _NO_IDS = "no tensor holds the expert ids of every token"

@@ -220,7 +220,8 @@ def _tag_node(
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
         return _tag_selection(node, tags, counts)
-    if weights and operation(node) in _LAYING_OUT and len(weights) < len([n for n in inputs if is_tensor(n)]):
+    by_expert = bool(weights) and operation(node) in _LAYING_OUT and _has_a_part_each(weights[0], counts)
+    if by_expert and len(weights) < len([n for n in inputs if is_tensor(n)]):
         return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
         return _tag_weight_operation(node, weights, tags)
@@ -233,7 +234,15 @@ def _tag_node(
 
 
 _LAYING_OUT = frozenset({"repeat_interleave", "embedding"})
-"""Operations that give rows the parts of a weight that ids or counts of rows say."""
+"""Operations that give rows the parts of a weight that ids or counts of rows say: of experts, if it has as many parts as these."""
+
+
+def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
+    """Whether a weight has a part for each expert, and is no matrix that tokens are multiplied with, as a router's is."""
+    if record_of(weight).value.shape[:1].numel() not in counts:
+        return False
+    alike = weight.graph.find_nodes(op="get_attr", target=weight.target, sort=False) if weight.op == "get_attr" else []
+    return not any(operation(user) in CONTRACTIONS for read in (weight, *alike) for user in read.users)
 
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:

@@ -7,7 +7,7 @@ from torch import nn
 
 from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.isolation.module_tree import modules_of, named_modules, named_tensors
-from hexa_fx.runtime.preflight import is_offloaded
+from hexa_fx.runtime.preflight import is_offloaded, is_unit_of_fsdp
 from hexa_fx.sources import linear4bit
 
 OFFLOADED = (
@@ -24,6 +24,10 @@ QUANTISED = (
     "as they are (llm_int8_skip_modules, modules_to_not_convert); hexa_fx.quantize_experts_ packs dense experts after "
     "hexa_fx.optimize_"
 )
+UNIT = (
+    "{} is a unit of FSDP2 of its own, which cannot be copied to compare it; apply fully_shard to a module around the block, or "
+    "optimize the model before it is sharded"
+)
 SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
     "one as it is written (functions that torch.jit.script compiled are no hindrance)"
@@ -38,6 +42,9 @@ def why_unreadable(block: nn.Module) -> str:
     """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
     if hidden := why_hidden(block):
         return hidden
+    unit = next((path for path, module in named_modules(block) if is_unit_of_fsdp(module)), None)
+    if unit is not None:
+        return UNIT.format(repr(unit) if unit else "the block")
     devices = {parameter.device for parameter in named_tensors(block, "_parameters").values()}
     if any(device.type == "meta" for device in devices):
         return OFFLOADED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +67,8 @@ def mixtral() -> tuple[nn.Module, object, object]:
     return model, data, lambda m, batch: m(**batch).loss
 
 
-def compare(rank: int, world: int, name: str, late: bool = False) -> str:
+def compare(rank: int, world: int, name: str, late: str = "") -> str:
+    """``late``: what takes the experts once the model is sharded, ``optimize`` or transformers' own setting."""
     mesh = init_device_mesh("cpu", (world,))
     build = {"mixtral": mixtral, "listed": listed}[name]
     whole, data, loss_of = build()
@@ -78,9 +80,11 @@ def compare(rank: int, world: int, name: str, late: bool = False) -> str:
     for layer in sharded.model.layers if build is mixtral else list(sharded)[1:]:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
-    if late:
-        with pytest.raises(InputError, match="set transformers' experts_implementation='hexa'"):
+    if late == "optimize":
+        with pytest.raises(InputError, match="leave the example out"):
             hexa_fx.optimize_(sharded, example)
+        hexa_fx.optimize_(sharded, config=CONFIG)
+    if late == "setting":
         hexa_fx.patch_transformers()
         sharded.set_experts_implementation("hexa")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, sharded)]
@@ -97,6 +101,10 @@ def compare(rank: int, world: int, name: str, late: bool = False) -> str:
             optimizer.step()
     for (label, a), b in zip(whole.named_parameters(), sharded.parameters()):
         torch.testing.assert_close(b.full_tensor(), a, rtol=1e-8, atol=1e-10, msg=label)
+    if late == "optimize" and build is mixtral:
+        assert [block.calls.rewritten for block in sharded.report.rewritten] == [3, 3]
+    if late == "optimize" and build is listed:
+        assert ["the block is a unit of FSDP2 of its own" in b.reason for b in sharded.report.blocks] == [True, True]
     return "equal"
 
 
@@ -109,7 +117,31 @@ def test_loss_gradients_and_steps_equal_one_device(name: str) -> None:
 
 def test_experts_of_ours_in_a_model_that_was_sharded_before() -> None:
     pytest.importorskip("transformers.integrations.moe")
-    assert run(2, compare, "mixtral", True) == ["equal", "equal"]
+    assert run(2, compare, "mixtral", "setting") == ["equal", "equal"]
+
+
+@pytest.mark.parametrize("name", ["listed", "mixtral"])
+def test_a_model_that_was_sharded_before_is_analysed_in_its_first_call(name: str) -> None:
+    if name == "mixtral":
+        pytest.importorskip("transformers")
+    assert run(2, compare, name, "optimize") == ["equal", "equal"]
+
+
+def wrapped_before(rank: int, world: int) -> str:
+    whole, data, loss_of = listed()
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(whole))
+    hexa_fx.optimize_(wrapped, config=replace(CONFIG, own_code_when_small=False))
+    torch.stack([loss_of(whole, batch) for batch in data]).mean().backward()
+    loss_of(wrapped, data[rank]).backward()
+    for (label, a), b in zip(whole.named_parameters(), wrapped.parameters()):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-8, atol=1e-10, msg=label)
+    assert [block.calls.rewritten for block in wrapped.report.rewritten] == [1, 1]
+    return "equal"
+
+
+def test_a_model_in_ddp_is_analysed_in_its_first_call() -> None:
+    """And says so where it was asked: on the wrapper."""
+    assert run(2, wrapped_before) == ["equal", "equal"]
 
 
 def planned(rank: int, world: int, kind: str, strategy: Any, around: str, folder: str) -> Any:

@@ -48,7 +48,7 @@ def test_costs_are_said_to_be_of_the_whole_block(models, tmp_path):
     shape = ExpertShape(4, 8, 12)
     plan = Plan(2, (LayerPlan("layers.0", "model_centric", shape, (8, 4)),), batch=(2, 1))
     report = with_plan(model.report, plan, {})
-    report = replace(report, blocks=(replace(report.blocks[0], collectives=cut), *report.blocks[1:]))
+    report = replace(report, found=(replace(report.blocks[0], collectives=cut), *report.blocks[1:]))
     page = report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
     for text in (str(report), page):
         assert "(before it was spread over 2 devices)" in text

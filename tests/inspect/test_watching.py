@@ -33,12 +33,12 @@ def test_dump_directory(models, monkeypatch, tmp_path):
     folder = tmp_path / "000"
     names = sorted(path.name for path in folder.glob("*.txt"))
     assert names[:4] == [
-        f"00{i}-layers.0-eval-{p}.txt" for i, p in enumerate(("capture", "canonicalize", "detect", "rewrite"))
+        f"00{i}-layers.0-train-{p}.txt" for i, p in enumerate(("capture", "canonicalize", "detect", "rewrite"))
     ]
     assert [name for name in names if "verify" in name]
     assert [name for name in names if "fuse_activation" in name]
     text = (folder / names[3]).read_text(encoding="utf-8")
-    assert text.startswith("# after rewrite, layers.0 (eval): 16 operators\n# changed: ")
+    assert text.startswith("# after rewrite, layers.0 (train): 16 operators\n# changed: ")
     assert "torch.ops.hexa.moe_ffn" in text
     assert "# operators: {" in text
     assert "# nodes" in text
@@ -54,9 +54,7 @@ def test_dump_directory(models, monkeypatch, tmp_path):
 def test_a_refused_model_is_dumped_too(models, monkeypatch, tmp_path):
     monkeypatch.setenv("HEXA_FX_DUMP_DIR", str(tmp_path))
     hexa_fx.optimize(*models.refused())
-    detect = next((tmp_path / "000").glob("*experts-eval-detect.txt"), None) or next(
-        (tmp_path / "000").glob("*eval-detect.txt")
-    )
+    detect = next((tmp_path / "000").glob("*train-detect.txt"))
     assert "# says: refused: mean inside the experts" in detect.read_text(encoding="utf-8")
 
 
@@ -68,10 +66,10 @@ def test_debug_prints_and_keeps(models, capsys):
     with hexa_fx.debug(before=["rewrite"], after=["rewrite", "fuse_activation"]) as seen:
         hexa_fx.optimize(*models.factory())
     out = capsys.readouterr().out
-    assert "# before rewrite, layers.0 (eval)" in out
-    assert "# after rewrite, layers.0 (eval)" in out
+    assert "# before rewrite, layers.0 (train)" in out
+    assert "# after rewrite, layers.0 (train)" in out
     names = [(s.when, s.name, s.mode) for s in seen]
-    assert names[:2] == [(w, "rewrite", "eval") for w in ("before", "after")]  # it asks for no mode: once for both
+    assert names[:2] == [(w, "rewrite", "train") for w in ("before", "after")]  # the mode that the model is in
     assert {s.name for s in seen[2:]} == {"fuse_activation"}
     after = seen[1]
     assert after.graph.counts["hexa.moe_ffn"] == 1
@@ -107,7 +105,7 @@ def test_graphs_in_the_log(models, caplog):
     with caplog.at_level(logging.DEBUG, logger="hexa_fx"):
         hexa_fx.optimize(*models.factory())
     text = "\n".join(record.getMessage() for record in caplog.records if record.name == "hexa_fx.passes.graphs")
-    assert "# after rewrite, layers.0 (eval)" in text
+    assert "# after rewrite, layers.0 (train)" in text
 
 
 def test_a_level_that_is_none_is_named():
@@ -124,10 +122,10 @@ def test_torch_logs_and_traces(tmp_path):
     )
     environment = {**os.environ, "TORCH_LOGS": "+hexa_fx", "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "# after rewrite, layers.0 (eval)" in done.stderr
+    assert "# after rewrite, layers.0 (train)" in done.stderr
     (trace,) = tmp_path.glob("*.log")
     text = trace.read_text()
-    assert '"name": "hexa_fx_layers_0_eval_rewrite"' in text
+    assert '"name": "hexa_fx_layers_0_train_rewrite"' in text
     assert "torch.ops.hexa.moe_ffn" in text
 
 
@@ -229,7 +227,7 @@ def test_a_bar_names_the_block_the_pass_and_the_kernels_left(models, monkeypatch
     assert len(report.rewritten) == 2, [block.reason for block in report.blocks]
     assert said[0] == "the model runs on the example inputs; 2 kernels left"
     for name in ("capture", "canonicalize", "detect", "rewrite", "verify"):
-        assert f"layers.0: {name} (eval); 2 kernels left" in said
+        assert f"layers.0: {name} (train); 2 kernels left" in said
 
 
 def test_kernels_that_build_are_remarked(monkeypatch):

@@ -47,14 +47,31 @@ def html(report: OptimizationReport) -> str:
 
 
 def test_a_block_that_trains_with_its_own_code_saves_nothing_for_backward() -> None:
+    """It is reported as left as it is until a call in eval mode; then what ran its own code, and why, is said beside."""
     torch.manual_seed(0)
-    report = hexa_fx.explain(Dropping(), torch.randn(40, 8), QUICK)
-    assert re.fullmatch(r"1 of 1 MoE blocks rewritten in .* s; 1 of them in eval mode only", report.summary())
-    for text in (str(report), html(report)):
-        assert "rewritten in eval mode only" in text or "is rewritten to hexa::moe_ffn in eval mode only" in text
-        assert "what is kept for backward is that of its own code, which train mode runs" in text
-        assert "runs its own code in train mode: alpha_dropout is active" in text
+    x = torch.randn(40, 8)
+    model = hexa_fx.optimize(Dropping(), x, replace(QUICK, own_code_when_small=False))
+    for text in (str(model.report), html(model.report)):
+        assert "0 of 1 MoE blocks rewritten" in text
+        assert "left as it is" in text
+        assert "alpha_dropout is active" in text
         assert "B kept for backward" not in text
+    model(x)
+    model.eval()(x)
+    for text in (str(model.report), html(model.report)):
+        assert "1 of 1 MoE blocks rewritten" in text
+        assert re.search("is rewritten( to hexa::moe_ffn)?", text)
+        assert "calls: 1 rewritten, 1 by its own code (alpha_dropout is active" in text
+    assert "(the model itself): ran its own code in some calls: alpha_dropout is active" in str(model.report)
+
+
+def test_what_a_later_kind_of_call_is_refused_for_leaves_the_report_of_the_first() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 8)
+    model = hexa_fx.optimize(Dropping().eval(), x, replace(QUICK, own_code_when_small=False))
+    model.train()(x)
+    assert model.report.summary().startswith("1 of 1 MoE blocks rewritten")
+    assert "ran its own code in some calls: alpha_dropout is active" in str(model.report)
 
 
 def test_errors_have_labels(optimized) -> None:
@@ -78,19 +95,19 @@ def test_small_inputs_are_counted_in_tokens(models, monkeypatch) -> None:
         assert "(if they did not run its own code)" in text
 
 
-def test_a_report_knows_that_an_expert_was_exchanged(models) -> None:
+def test_a_report_knows_that_an_expert_was_hooked(models) -> None:
+    """Which is said at once, since no analysis helps there; what a call would be analysed anew for is not."""
     model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
     assert "own code now" not in str(model.report)
-    model.layers[0].experts[2] = models.Expert(8, 12)
+    model.layers[0].experts[2].register_forward_hook(lambda *_: None)
     assert "1 of them runs the original code now" in model.report.summary()
     for text in (str(model.report), html(model.report), model.report.to_json()):
-        assert "was exchanged after the block was rewritten" in text
-    assert "layers.0: runs its own code now: the submodule 'experts.2' was exchanged" in str(model.report)
+        assert "an expert has hooks, which only its own code calls" in text
+    assert "layers.0: runs its own code now: an expert has hooks" in str(model.report)
     assert "was rewritten to hexa::moe_ffn" in str(model.report)
     assert "is rewritten to hexa::moe_ffn" in str(model.report)  # layers.1, which was like it
     states = re.findall(r'<section class="(\w+)">\s*<h2><span class="state">(.*?)</span>([\w.]+)', html(model.report))
     assert states == [("own", "runs its own code now", "layers.0"), ("rewritten", "rewritten", "layers.1")]
-    assert "call hexa_fx.undo_ and hexa_fx.optimize_" in str(model.report)
     alone = pickle.loads(pickle.dumps(model.report))  # no model comes with it
     assert alone.blocks[0].now == ""
     assert copy.deepcopy(model).report.summary().startswith("2 of 2")
@@ -135,6 +152,8 @@ def registered():
 def test_blocks_that_are_on_the_operators_already_are_not_called_refused(registered, caplog) -> None:
     registered.set_experts_implementation("hexa")
     model = hexa_fx.optimize(registered)
+    assert model.report.waiting
+    model(torch.randint(3, 60, (2, 9)))
     assert model.report.summary() == "1 MoE block already runs on hexa_fx's operators"
     assert "left as it is: its experts run on hexa_fx's operators already" in str(model.report)
     assert "what helps" not in str(model.report)
@@ -144,15 +163,20 @@ def test_blocks_that_are_on_the_operators_already_are_not_called_refused(registe
 
 
 def test_an_experts_implementation_that_is_set_later_takes_effect_and_is_said(registered, caplog) -> None:
-    model = hexa_fx.optimize(registered, config=QUICK)
-    model.set_experts_implementation("eager")
-    assert "1 of them runs the original code now" in model.report.summary()
+    """The new code is analysed when it is called; what is left as it is there is logged once and counted."""
     ids = torch.randint(3, 60, (2, 9))
+    model = hexa_fx.optimize(registered, ids, replace(QUICK, own_code_when_small=False))
+    model.set_experts_implementation("eager")
     torch.testing.assert_close(model(ids).logits, registered(ids).logits)
-    model(ids)
-    (said,) = [record.message for record in caplog.records if "experts_implementation" in record.message]
-    assert "runs its original forward" in said
-    assert "call hexa_fx.undo_ and hexa_fx.optimize_" in said
+    (block,) = model.report.blocks
+    assert (block.calls.rewritten, block.calls.kinds) == (1, 2)
+    assert not caplog.records
+    model.set_experts_implementation("hexa")
+    for _ in range(2):
+        torch.testing.assert_close(model(ids).logits, registered(ids).logits)
+    (said,) = [record.message for record in caplog.records if "runs its original forward" in record.message]
+    assert said.endswith("runs its original forward: its experts run on hexa_fx's operators already")
+    assert "calls: 1 rewritten, 2 by its own code (its experts run on hexa_fx's operators already)" in str(model.report)
 
 
 def test_progress_inside_a_single_block(models, monkeypatch) -> None:
@@ -169,7 +193,7 @@ def test_progress_inside_a_single_block(models, monkeypatch) -> None:
     monkeypatch.setattr("hexa_fx.analysis.progress", shown)
     hexa_fx.explain(models.make().layers[0], models.INPUT)
     assert said[0] == "the model runs on the example inputs"
-    assert {f"the model: {name} (eval)" for name in ("capture", "detect", "rewrite", "verify")} <= {*said}
+    assert {f"the model: {name} (train)" for name in ("capture", "detect", "rewrite", "verify")} <= {*said}
 
 
 def test_a_report_outlives_its_model(models) -> None:
