@@ -124,13 +124,21 @@ def operators_run(
 
     Zero means that the original code ran, and a comparison says nothing.
     """
-    memo = {id(v): v for v in gc.get_objects() if isinstance(v, torch.Tensor) and v.grad_fn is not None}  # a loss that is kept, say
+    memo = {id(v): v for v in gc.get_objects() if isinstance(v, torch.Tensor) and v.requires_grad and not _is_parameter(v)}
     count, copied = _CountHexa(), copy.deepcopy(model, memo)
     with torch.set_grad_enabled(gradients), torch.random.fork_rng():
         copied(*args, **(kwargs or {}))
         with count:
             copied(*args, **(kwargs or {}))
     return count.calls
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """A leaf; views that torch forbids to be asked, and losses that a module keeps, are not."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 class _CountHexa(TorchDispatchMode):
