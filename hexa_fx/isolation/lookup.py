@@ -169,9 +169,7 @@ def own_names(holder: Any) -> frozenset[str]:
     return frozenset(
         name
         for name, value in getattr_plain(holder).items()
-        if name not in MODULE_STATE
-        and not (isinstance(holder, type) and name.startswith("__"))
-        and not _is_ours(value)
+        if name not in MODULE_STATE and not (isinstance(holder, type) and name.startswith("__")) and not _is_ours(value)
     )
 
 
