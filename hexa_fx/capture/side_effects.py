@@ -19,7 +19,7 @@ from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.closures import functions_of, keeps, kept_by_functions
+from hexa_fx.isolation.closures import functions_of, globals_of_held, keeps, kept_by_functions
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import LITERALS, MISSING, MODULE_STATE, is_object, items, objects_in
 from hexa_fx.isolation.lookup import CALLED, Answer, lookup
@@ -46,7 +46,9 @@ class SideEffects:
     """
 
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
-        self._block, self._namespaces = block, _with_homes(namespaces)
+        self._block, self._by_code = block, _with_homes(namespaces)
+        known = set(map(id, self._by_code))
+        self._namespaces = [*self._by_code, *(each for each in globals_of_held(block) if id(each) not in known)]
         inside = [*held_by_modules(block), *_of_outside_modules(block)]
         outside = [*_reached(self._namespaces, block)]
         self._held, self._global = Contents(inside), Contents(outside)
@@ -75,7 +77,7 @@ class SideEffects:
         The latter count as read (`hexa_fx.capture.python_reads`) until their stand-ins show that they are not, in eval mode say.
         """
         wanted = {id(value) for value in (*(holder.value for holder in in_place), *read) if type(value) in KINDS}
-        return access_paths_to(wanted, self._block, self._namespaces)
+        return access_paths_to(wanted, self._block, self._by_code)
 
     def drawn(self) -> list[str]:
         """Streams of random numbers, beside torch's own, that the run drew from."""

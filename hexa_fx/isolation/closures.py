@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ from torch import nn
 from hexa_fx.isolation.contents import Holder, contents
 from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.users_code import is_users
+from hexa_fx.isolation.users_code import is_users, module_name
 
 Named: TypeAlias = tuple[str, Any]
 
@@ -52,6 +52,20 @@ def functions_of(block: nn.Module) -> Iterator[Named]:
     for cls in classes:
         for name, member in list(vars(cls).items()) if is_users(cls.__module__) else ():
             yield name, getattr(member, "__func__", getattr(member, "fget", member))
+
+
+def globals_of_held(block: nn.Module) -> list[dict[str, Any]]:
+    """Globals of the user's functions that modules hold as attributes and as hooks, each once."""
+    found: dict[int, dict[str, Any]] = {}
+    for module in modules_of(block):
+        for value in vars(module).values():
+            for item in value.values() if type(value) is OrderedDict else (value,):
+                while isinstance(item, functools.partial):
+                    item = item.func
+                function = getattr(item, "__func__", item)
+                if isinstance(function, types.FunctionType) and is_users(module_name(function.__globals__)):
+                    found[id(function.__globals__)] = function.__globals__
+    return list(found.values())
 
 
 def keeps(value: Any) -> bool:

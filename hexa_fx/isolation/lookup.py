@@ -169,7 +169,11 @@ def own_names(holder: Any) -> frozenset[str]:
     return frozenset(
         name
         for name, value in getattr_plain(holder).items()
-        if name not in MODULE_STATE
-        and not (isinstance(holder, type) and name.startswith("__"))
-        and not type(value).__module__.startswith("hexa_fx.")
+        if name not in MODULE_STATE and not (isinstance(holder, type) and name.startswith("__")) and not _is_ours(value)
     )
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether `hexa_fx` put this on a module: an object of its own, or a method of one."""
+    holder = value.__self__ if type(value) is types.MethodType else value
+    return type(holder).__module__.startswith("hexa_fx.")

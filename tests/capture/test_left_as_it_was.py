@@ -545,7 +545,8 @@ def test_what_a_router_counts_in_outside_of_modules_is_as_it_was_where_a_block_i
     optimized = hexa_fx.optimize_(block, x)
     assert optimized.report.rewritten, optimized.report
     assert str(kept(block.router)) == str(before)
-    assert operators_run(optimized, (x,))
+    optimized(x)
+    assert optimized.report.blocks[0].calls.rewritten == 1
     assert str(kept(block.router)) != str(before)
 
 
@@ -618,6 +619,20 @@ def test_what_functions_that_a_router_holds_count_in(way: Callable[..., None]) -
     assert told() == before
     assert operators_run(optimized, (x,))
     assert told() != before
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_hook_of_another_file_collects_there(whole: bool) -> None:
+    """As hooks in a notebook do on a library's block: only calls of the user's are collected."""
+    elsewhere: dict[str, Any] = {"__name__": "elsewhere", "heard": []}
+    exec("def hear(module, args, result):\n    heard.append(result)", elsewhere)
+    block, x = Block(lambda m, load: None), torch.randn(24, D)
+    optimized = hexa_fx.optimize_(block, config=hexa_fx.HexaConfig(own_code_when_small=False))
+    (block if whole else block.router).register_forward_hook(elsewhere["hear"])
+    for calls in (1, 2):
+        optimized(x)
+        assert len(elsewhere["heard"]) == calls
+    assert optimized.report.blocks[0].calls == (2, 0, {}, 1)
 
 
 OFFSETS = np.zeros(E)

@@ -1,4 +1,4 @@
-"""Whatever a block's code reads from Python may change: the original runs then, or the block is refused, or both agree."""
+"""Whatever code reads from Python may change: it is analysed again, or its own code runs, or it is refused; both agree."""
 
 from __future__ import annotations
 
@@ -621,12 +621,19 @@ def x(rows=24):
     return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+def calls(model):
+    (block,) = model.report.blocks
+    return block.calls
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_change_is_noticed(name, monkeypatch):
     kind, change = VARIANTS[name]
     model = kind().double().eval()
     optimized = hexa_fx.optimize(copy.deepcopy(model), x())
     assert operators_run(optimized, (x(),)), optimized.report
+    optimized(x())
+    assert calls(optimized) == (1, 0, {}, 1)
     before = model(x())
     for m in (model, optimized):
         change(m, monkeypatch)
@@ -635,7 +642,9 @@ def test_a_change_is_noticed(name, monkeypatch):
     torch.manual_seed(1)
     torch.testing.assert_close(optimized(x()), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
     assert name in ("requires_grad", "another_type_of_number") or not torch.equal(before, expected)
-    assert not operators_run(optimized, (x(),)), "its own code runs"
+    rewritten, _, own, kinds = calls(optimized)
+    assert (rewritten, sum(own.values()), kinds) in ((2, 0, 2), (1, 1, 1)), "it was analysed again, or its own code ran"
+    assert bool(operators_run(optimized, (x(),))) is (kinds == 2)
 
 
 @pytest.mark.parametrize(

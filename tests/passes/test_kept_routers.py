@@ -94,19 +94,23 @@ def test_schedules_of_a_router_stay_on_the_rewritten_path(gate):
 
 
 @pytest.mark.parametrize("gate", [Scheduled, Quiet])
-def test_results_of_another_form_run_the_original_without_another_call_of_the_router(gate):
+def test_results_of_another_form_run_the_original_once_without_another_call_of_the_router(gate):
+    """The router has been called by then, so that the next call runs what was made of it."""
     model, optimized = (m.double() for m in pair(gate))
     optimized = hexa_fx.optimize(hexa_fx.undo_(optimized), inputs().double())
     hooked: list[Any] = []
     optimized.gate.register_forward_hook(lambda *call: hooked.append(call))
-    for setting in ({"top_k": 1}, {"top_k": 3}, {"top_k": K, "full": False}):
+    (block,) = optimized.report.blocks
+    for number, setting in enumerate(({"top_k": 1}, {"top_k": 3}, {"top_k": K, "full": False}), 1):
         for m in (model, optimized):
             vars(m.gate).update(setting)
         for train in (True, False):
             before = len(hooked)
             assert compare(model, optimized, (inputs().double(),), train=train).within(1e-6)
             assert len(hooked) == before + 1
-            assert not operators_run(copy.deepcopy(optimized).train(train), (inputs().double(),))
+            assert (sum(block.calls.own.values()), block.calls.kinds) == (number, number + 1)
+            assert operators_run(copy.deepcopy(optimized).train(train), (inputs().double(),))
+            assert (block.calls.rewritten == number) is not train
     assert model.gate.seen == optimized.gate.seen
     assert "_compiled_call_impl" not in vars(optimized.gate)
     model.gate.full = optimized.gate.full = True
@@ -258,7 +262,15 @@ def test_what_the_form_of_a_result_does_not_tell_is_a_condition(block, gate, nam
     torch.manual_seed(0)
     model = block(gate())
     optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
-    assert operators_run(copy.deepcopy(optimized), (inputs(),))
+    called = copy.deepcopy(optimized)
+    called(inputs())
+    assert called.report.blocks[0].calls == (1, 0, {}, 1)
+    before = model(inputs())
+    vars(model.gate).update(seen=0)
     setattr(model.gate, name, value)
     setattr(optimized.gate, name, value)
+    assert not torch.allclose(model(inputs()), before)
+    vars(model.gate).update(seen=0)
     assert compare(model, optimized, (inputs(),)).within(1e-5)
+    calls = optimized.report.blocks[0].calls
+    assert calls.kinds == 2 or calls.own
