@@ -22,7 +22,7 @@ from torch import nn
 import hexa_fx
 from benchmarks.bench_optimize import StackOfLists, versions
 from benchmarks.kept_rows import options_of
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 
 _SIZES = {
     "hidden_size": 32,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from tests.zoo import by_sorting, common, loops
 from tests.zoo.registry import VARIANTS
 

@@ -38,10 +38,12 @@ from hexa_fx.passes.preconditions.unreadable import is_elsewhere
 from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.install import PUT_ON, HexaForward, install, installed_forward, uninstall
+from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.install import install, installed_forward, uninstall
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
 from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.saved_alone import as_before, follow
+from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded

@@ -14,9 +14,8 @@ from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.inspection.stages import FfnCase
-from hexa_fx.ir import Small, SourceLocation
+from hexa_fx.ir import RUNS_ALREADY, Small, SourceLocation
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.detect import RUNS_ALREADY
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.inputs.routing_override import ROUTINGS
 

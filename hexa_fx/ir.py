@@ -275,6 +275,9 @@ class Small(NamedTuple):
 
 NEVER_SMALL = Small()
 
+RUNS_ALREADY = "its experts run on hexa_fx's operators already"
+"""Why a block is left as it is though its operators are what is wanted."""
+
 
 @dataclass(frozen=True)
 class RewrittenBlock:

@@ -14,8 +14,9 @@ from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN
-from hexa_fx.runtime.install import HexaForward, installed_forward
+from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.preflight import check_module
 from hexa_fx.runtime.readers import reader_of

@@ -17,7 +17,7 @@ from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.plan import Plan
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -39,9 +39,10 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.bounded import NO_MEMORY
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import why_not_analysed
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss
-from hexa_fx.runtime.install import PUT_ON, HexaForward
 from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Specialiser:
     def specialise(
         self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
     ) -> str:
-        """See `hexa_fx.runtime.install.Analyst`."""
+        """See `hexa_fx.runtime.forward.Analyst`."""
         # What context variables say is of the user's forward: hooks that collect what modules give collect nothing here.
         run: Callable[[], str] = functools.partial(
             contextvars.Context().run, self._specialise, forward, args, kwargs, miss, tried

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hexa_fx
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from tests.zoo import families
 
 NAMES = (

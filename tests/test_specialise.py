@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from tests.detect.mixture import D, Mixture
 
 CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
@@ -220,3 +220,21 @@ def test_blocks_that_are_left_out_and_everything_switched_off(monkeypatch: pytes
         off(tokens())
         assert not off.report.blocks
         assert not any("forward" in vars(module) for module in off.modules())
+
+
+def test_experts_that_are_exchanged_again_and_again_are_read_anew() -> None:
+    """More often than there may be specialisations: those that read what is gone make room."""
+    model, opt = made(1)
+    opt(tokens())
+    for seed in range(CONFIG.specialisations + 2):
+        for each in (model, opt):
+            torch.manual_seed(seed)
+            experts = each.layers[0].experts
+            other = copy.deepcopy(experts[0])
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.normal_()
+            experts[seed % len(experts)] = other
+        torch.testing.assert_close(opt(tokens()), model(tokens()))
+    calls = opt.report.blocks[0].calls
+    assert (calls.rewritten, calls.kinds, calls.own) == (CONFIG.specialisations + 3, 1, {})

@@ -16,7 +16,7 @@ from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter, adapted
 from hexa_fx.distributed.slice_states import SliceStates
 from hexa_fx.errors import PlanError
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.program import Program
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from hexa_fx.errors import KernelError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.passes.kernel_requests import device_of
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.packed_reader import packed_weights
 
 log = logging.getLogger(__name__)

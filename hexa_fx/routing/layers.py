@@ -12,7 +12,8 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import RoutingSite
 from hexa_fx.routing.log import RoutingLog
 from hexa_fx.routing.sites import modules_around
-from hexa_fx.runtime.install import HexaForward, installed_forward
+from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.preflight import check_module
 
 

@@ -25,7 +25,7 @@ from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.routing.trial import Reached, Trial
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 
 log = logging.getLogger(__name__)
 

@@ -168,6 +168,14 @@ class ParameterPaths:
         owner = self.block.get_submodule(".".join(path[:-1]))
         return self._bases.get(id(owner), owner)
 
+    def are_elsewhere(self) -> bool:
+        """Whether another module is on the way than at the first walk."""
+        if not self._ready:
+            return False
+        with MOVING:
+            self._walk_again()
+        return [parent.get(key) for parent, key in zip(self._parents, self._keys)] != self._children
+
     def _said_of_exchanged(self) -> str:
         edges = zip(self._places, self._parents, self._keys, self._children)
         place, now = next(
@@ -200,6 +208,14 @@ class WeightReader:
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """See `ParameterPaths.see_through`."""
         self._paths.see_through(bases)
+
+    def reads_exchanged(self) -> bool:
+        """Whether an expert was replaced since the weight was first read."""
+        return self._paths.are_elsewhere()
+
+    def walk_anew(self) -> None:
+        """Reads the experts that are there now."""
+        self._bind(self._paths.block)
 
     def in_parts(self, tensors: Sequence[T]) -> list[Sequence[T]]:
         """What is in the order of the paths as parts of the weight, each of all experts."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.ops import main_grad
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.results import state_of
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from hexa_fx.runtime.forward import SMALL, HexaForward
 from hexa_fx.runtime.guards import OwnCodeOnly
-from hexa_fx.runtime.install import SMALL, HexaForward, installed_forward
+from hexa_fx.runtime.install import installed_forward
 
 
 class Calls(NamedTuple):

@@ -23,7 +23,7 @@ import torch.fx
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.overlooked import SOFT
 from hexa_fx.capture.replay import Replay
-from hexa_fx.ir import Refusal
+from hexa_fx.ir import RUNS_ALREADY, Refusal
 from hexa_fx.passes.detect.beside_experts import beside_experts
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import APART, Combine, find_combine
@@ -79,13 +79,11 @@ from hexa_fx.passes.detect.tags import (
 )
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
 
-__all__ = ["RUNS_ALREADY", "MoEMatch", "detect"]
+__all__ = ["MoEMatch", "detect"]
 
 Form = Literal["any", "steps", "free"]
 """How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
 steps on single rows before and after the products; only as any steps on rows."""
-
-RUNS_ALREADY = "its experts run on hexa_fx's operators already"
 
 
 def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:

@@ -32,7 +32,8 @@ from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
 from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
-from hexa_fx.runtime.install import HexaForward, install, uninstall
+from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.packing import moving_copies
 
 log = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.passes.verify.tried_calls import missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
-from hexa_fx.runtime.install import HexaForward
 
 _LARGE = 1 << 23
 """Elements of a result up to which a case takes tenths of a second."""

@@ -28,8 +28,8 @@ from hexa_fx.passes.verify.perturbation import argument_names, perturbations
 from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
 from hexa_fx.passes.verify.tried_calls import missing_early, tried
 from hexa_fx.runtime import results
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss
-from hexa_fx.runtime.install import HexaForward
 
 _TINY, _NOTHING = 1e-300, 1e100
 _CHAOTIC = 100.0

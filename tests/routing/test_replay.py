@@ -14,8 +14,8 @@ from hexa_fx import HexaConfig, RoutingLog
 from hexa_fx.errors import InputError
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ir import Small
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.install import HexaForward
 
 CONFIG = HexaConfig(own_code_when_small=False)
 

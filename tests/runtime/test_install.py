@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hexa_fx.errors import InputError
 from hexa_fx.passes.verify import verify
-from hexa_fx.runtime.install import HexaForward, install, is_installed, uninstall
+from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.install import install, is_installed, uninstall
 from tests.runtime.handmade import D, ListMoE, StackedExperts, list_rewritten, routing, stacked_rewritten
 
 

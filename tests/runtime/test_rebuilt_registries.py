@@ -51,7 +51,7 @@ def test_experts_are_exchanged_after_one_was_taken_out(kind, caplog):
     assert_same(both, caplog)
     for block in both:
         block.experts.insert(0, block.experts.pop(-1))
-    assert_same(both, caplog, own_code=True)
+    assert_same(both, caplog)
     for block in both:
         block.experts.append(block.experts.pop(0))
     assert_same(both, caplog)

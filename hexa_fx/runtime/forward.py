@@ -1,0 +1,330 @@
+"""What an instance runs in place of its forward: the specialisation that a call is for, a new one, or the original."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import CodeType
+from typing import Any, Protocol
+
+from torch import nn
+from torch.compiler import is_compiling
+
+from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
+from hexa_fx.runtime.answered_calls import answered
+from hexa_fx.runtime.call_kinds import saving_is_counted
+from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, SizeMiss, say_in_trace
+from hexa_fx.runtime.readers import readers
+from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
+from hexa_fx.runtime.slots import take_off
+from hexa_fx.runtime.specialisation import Specialisation
+from hexa_fx.sources import peft
+from hexa_fx.sources.adapters import Adapters
+
+logger = logging.getLogger(__name__)
+
+SMALL = "its own code is faster for inputs this small"
+"""The reason of calls that run a block's own code by choice."""
+
+FOR_THE_NEXT = "its router had been called before the call was found to be of another kind; the next one runs rewritten"
+_UNSAID = (SMALL, FOR_THE_NEXT, RUNS_ALREADY)
+
+_WARN_AFTER = 100
+_REMEDY = "print(model.report) says what every block ran, and why"
+
+
+class Analyst(Protocol):
+    """Analyses calls of a kind that a block was not rewritten for (`hexa_fx.specialise`)."""
+
+    def specialise(
+        self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
+    ) -> str:
+        """Adds a specialisation, or a kind that is refused, to ``forward``, of which the first ``tried`` do not take the call.
+
+        Returns why there is none; empty if there is.
+        """
+
+
+class HexaForward:
+    """A module's rewritten forwards, with the signature of the original.
+
+    A call runs the first specialisation whose conditions hold. A call of another kind is analysed, once, and then runs what was
+    made of it, or else the original forward; each reason is logged once, and all calls are counted.
+
+    Args:
+        module: the user's module, referenced weakly (the module owns this object).
+        blocks: what was made of it for several kinds of calls.
+        original: the forward that the instance had of its own; None if it had the class's.
+        path: the block's path in its model.
+        analyst: analyses calls of other kinds; None if these run the original.
+    """
+
+    __signature__ = SignatureOfOriginal()
+    __globals__ = NoGlobals()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[RewrittenBlock] = (),
+        original: Callable[..., Any] | None = None,
+        path: str = "",
+        analyst: Analyst | None = None,
+    ) -> None:
+        self.specialisations = tuple(Specialisation(module, block, original) for block in blocks)
+        self.refused: tuple[RefusedKind, ...] = ()
+        self.path, self.analyst = next((block.path for block in blocks), path), analyst
+        self.sites: dict[bool, RoutingSite | str] = {}
+        self.adapters = Adapters()
+        self.why = ""  # ... the original ran when it last did
+        self.exhausted = ""  # why no more kinds of calls are analysed
+        self._own_original = original
+        self._forget_calls()
+        self._bind(module)
+
+    def _forget_calls(self) -> None:
+        self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
+        self.ran, self.own = 0, Counter[str]()
+        self._warned = False
+        self._latest = next(iter(self.specialisations), None)
+
+    def _bind(self, module: nn.Module) -> None:
+        peft.watch()
+        self._module = weakref.ref(module)
+        for made in self.specialisations:
+            made.bind(module)
+        for kind in self.refused:
+            kind.bind(module)
+        self.__name__ = "forward"
+        self.__doc__ = type(module).forward.__doc__
+        self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module; raises `ReferenceError` once it is gone."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
+        return module
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's code object, after which torch.export names its trace."""
+        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
+        return code
+
+    def in_mode(self, training: bool) -> Specialisation | None:
+        """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
+        latest = self._latest
+        if latest is not None and latest.holds_in(training):
+            return latest
+        return next((each for each in self.specialisations if each.holds_in(training)), None)
+
+    @property
+    def own_forward(self) -> Callable[..., Any] | None:
+        """The forward that the instance had of its own; None if it had the class's."""
+        return self._own_original
+
+    @property
+    def arguments(self) -> ArgumentNames:
+        """Names of the arguments of the original."""
+        return self._arguments
+
+    def reads_under(self) -> set[str]:
+        """Names of attributes of the module under which stacked weights are read."""
+        return {name for each in self.specialisations for name in each.packed_names}
+
+    def add(self, block: RewrittenBlock) -> None:
+        """Adds a specialisation, which the next call of its kind runs.
+
+        Raises:
+            InputError: it reads other weights under a name than one that is there.
+        """
+        module = self.module
+        if exchanged := [each for name in self.reads_under() if (each := vars(module)[name]).reads_exchanged()]:
+            self.specialisations = ()  # all were made of what is gone
+            for reader in exchanged:
+                reader.walk_anew()
+        module.__dict__.update(readers(module, block))
+        made = Specialisation(module, block, self._own_original)
+        made.look_anew(module)
+        self.specialisations, self._latest = (*self.specialisations, made), made
+
+    def refuse(self, kind: RefusedKind) -> None:
+        """Leaves a kind of call to the original."""
+        self.refused = (*(each for each in self.refused if not each.is_over), kind)
+
+    def replica(self) -> nn.Module:
+        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
+        module: Any = self.module
+        made: nn.Module = type(module)._replicate_for_data_parallel(module)
+        take_off(made, self, self._own_original)
+        self._say("a replica of nn.DataParallel runs its own code; DistributedDataParallel runs the rewritten one")
+        return made
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
+        for told in self.restarted:
+            told()
+        return self._original(*args, **kwargs)
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
+        with self.adapters.in_place() if self.adapters else nullcontext():
+            if self._own_original is not None:
+                return self._own_original(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for told in self.called:
+            told()
+        if is_compiling():
+            return self._in_trace(args, kwargs)
+        latest, there, miss = self._latest, len(self.specialisations), None
+        if latest is not None:
+            if latest.prefers_own_code(self.module, args, kwargs):
+                return self._own(SMALL, args, kwargs)
+            try:
+                result = self.rewritten(*args, **kwargs)
+                self.ran += 1
+                return result
+            except GuardMiss as found:
+                miss = found
+        if miss is not None and miss.called:
+            reason = miss.args[0]
+            if self.analyst is not None:  # for the next call: in this one submodules have been called
+                reason = self.analyst.specialise(self, args, kwargs, miss, there) or FOR_THE_NEXT
+            with answered(self.module, miss.called):
+                return self._own(reason, args, kwargs, restart=False)
+        return self._analysed(args, kwargs, miss, there)
+
+    def rewritten(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the rewritten forward that a call is for, without falling back.
+
+        Raises:
+            GuardMiss: there is none, or none was made for these inputs.
+        """
+        latest, made = self._latest, self.specialisations
+        if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
+            made = (latest, *(each for each in made if each is not latest))
+        return self._first_of(made, args, kwargs, None)
+
+    def _first_of(
+        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None
+    ) -> Any:
+        """Runs the first of some specialisations that takes a call.
+
+        Raises:
+            GuardMiss: none does; why the last one for this mode does not, else ``miss``.
+        """
+        module = self.module
+        training = bool(module.training)
+        for each in made:
+            try:
+                result = each.run(module, self._arguments, self.adapters, args, kwargs)
+            except GuardMiss as found:
+                miss = found if each.holds_in(training) or miss is None else miss
+                if found.called:
+                    break
+                self._restart()
+                continue
+            self._latest = each
+            return result
+        raise miss or GuardMiss("nothing was made of the block yet")
+
+    def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
+        """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes."""
+        training, missed = bool(self.module.training), str(miss) if isinstance(miss, SizeMiss) else ""
+        known = next((kind for kind in self.refused if kind.holds(training, args, kwargs, missed)), None)
+        if known is not None:
+            reason = known.reason
+        elif self.analyst is None or isinstance(miss, OwnCodeOnly):
+            reason = str(miss or "it was not analysed")
+        else:
+            reason = self.analyst.specialise(self, args, kwargs, miss, tried)
+        if reason:
+            return self._own(reason, args, kwargs)
+        self._restart()
+        added = self.specialisations[
+            min(tried, len(self.specialisations) - 1) :
+        ]  # `add` may have taken the others away
+        try:
+            result = self._first_of(added, args, kwargs, None)
+        except GuardMiss as found:
+            with answered(self.module, found.called):
+                return self._own(found.args[0], args, kwargs, restart=not found.called)
+        self.ran += 1
+        return result
+
+    def _in_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that a compiler traces: nothing is counted or analysed."""
+        module, reason = (
+            self.module,
+            "it was not analysed before; call the model once, or give hexa_fx.optimize an example",
+        )
+        for each in self.specialisations:
+            try:
+                return each.run(module, self._arguments, self.adapters, args, kwargs)
+            except GuardMiss as miss:
+                reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
+        say_in_trace(self.path or type(module).__name__, reason)
+        return self.original(*args, **kwargs)
+
+    def _restart(self) -> None:
+        for told in self.restarted:
+            told()
+
+    def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], restart: bool = True) -> Any:
+        self.own[reason] += 1
+        if reason not in _UNSAID:
+            self._say(reason)
+        return self.original(*args, **kwargs) if restart else self._original(*args, **kwargs)
+
+    def _say(self, reason: str) -> None:
+        """Logs each reason once, and that a block mostly runs its own code."""
+        self.why = f": {reason}"
+        name = self.path or type(self.module).__name__
+        if self.own[reason] == 1:
+            latest = self._latest
+            if latest is not None and latest.has_main_grad(self.module):
+                reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
+            logger.warning("%s runs its original forward: %s", name, reason)
+        missed = sum(self.own.values()) - self.own[SMALL]
+        if missed >= _WARN_AFTER and missed > self.ran and not self._warned:
+            self._warned = True
+            logger.warning("%s ran its own code in %d of %d calls; %s", name, missed, missed + self.ran, _REMEDY)
+
+    def takes_adapters(self) -> bool:
+        """Whether all that was made runs an operator that takes weights and their adapters apart."""
+        return len(self.specialisations) > 0 and all(each.takes_adapters() for each in self.specialisations)
+
+    def never_small(self) -> None:
+        """Has inputs of any size run the rewritten forwards."""
+        for each in self.specialisations:
+            each.small = NEVER_SMALL
+
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """A context in which calls are neither analysed nor counted."""
+        analyst, ran, own = self.analyst, self.ran, self.own.copy()
+        self.analyst = None
+        try:
+            yield
+        finally:
+            self.analyst, self.ran, self.own = analyst, ran, own
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _UNPICKLED}
+        return {**state, "module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module = state.pop("module")
+        self.__dict__.update(state)
+        self._forget_calls()
+        self._bind(module)
+
+
+_NO_CODE = HexaForward.__call__.__code__
+_UNPICKLED = frozenset("_module _arguments restarted called ran own _warned _latest __doc__ __name__".split())
