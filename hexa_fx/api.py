@@ -172,11 +172,7 @@ def _at_first_call(
 
 
 def _optimize(
-    model: nn.Module,
-    example_inputs: ExampleInputs,
-    config: HexaConfig,
-    spread: Spread,
-    beside: nn.Module | None = None,
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, spread: Spread, beside: nn.Module | None = None
 ) -> None:
     """Analyses a model, or another one that is like it, and installs what was found."""
     adopt_loaded(model)

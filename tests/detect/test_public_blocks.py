@@ -53,7 +53,8 @@ class GivenWeights(nn.Module):
 @pytest.mark.parametrize("train", [False, True])
 def test_around_a_part_that_chooses_in_one_mode_only_both_modes_are_rewritten(train: bool) -> None:
     torch.manual_seed(0)
-    block = GivenWeights().double().eval()  # in train mode the inner module is rewritten, which runs its own code in eval mode
+    # In train mode the inner module would be rewritten, which runs its own code in eval mode.
+    block = GivenWeights().double().eval()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     for x in (_tokens(3, 5), _tokens(1, 1)):
         assert operators_run(optimized.train(train), (x,))
