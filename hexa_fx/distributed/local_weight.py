@@ -21,9 +21,9 @@ class LocalWeight(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> DTensor | None:
-        return None if grads[0] is None else as_gradient(grads[0], ctx.parameter)
+        return None if grads[0] is None else as_gradients(ctx.parameter, grads[0])[0]
 
 
-def as_gradient(local: Tensor, parameter: Any) -> DTensor:
+def as_gradients(parameter: Any, local: Tensor) -> tuple[DTensor]:
     """The gradient of a rank's slice, complete for its channels, as one of the parameter."""
-    return DTensor(local, parameter._spec, requires_grad=False)  # what from_local makes, after a dozen checks
+    return (DTensor(local, parameter._spec, requires_grad=False),)  # what from_local makes, after a dozen checks

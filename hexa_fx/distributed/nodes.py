@@ -121,9 +121,8 @@ def cache_prefetch(
     w1: Tensor, b1: Tensor | None, w3: Tensor | None, b3: Tensor | None, w2: Tensor, layer: str, session: str
 ) -> None:
     """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
-    w1, b1, w3, b3, w2 = (None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2))  # type: ignore[assignment]
-    cache = find_session(session).cache
-    cache.prefetch(layer, (w1, b1, w3, b3, w2), autocast_dtype(w1))
+    w1, b1, w3, b3, w2 = [None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2)]  # type: ignore[assignment]
+    find_session(session).cache.prefetch(layer, (w1, b1, w3, b3, w2), autocast_dtype(w1))
 
 
 def cache_gather(

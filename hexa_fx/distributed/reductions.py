@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.collectives import Works, start_scatter
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.local_weight import LocalWeight, as_gradient
+from hexa_fx.distributed.local_weight import LocalWeight, as_gradients
 from hexa_fx.runtime import packing
 
 
@@ -85,8 +87,11 @@ class Destination:
         for parameter, part in zip(self.parameters, self.split(grad)):
             if not parameter.requires_grad:
                 continue
-            if parameter.grad is None:
+            kept = parameter.grad
+            if kept is None:
                 parameter.grad = part
+            elif type(part) is DTensor and type(kept) is DTensor and kept._spec is part._spec:
+                kept._local_tensor += part._local_tensor  # DTensor's own addition is thirty calls of Python functions
             else:
                 parameter.grad += part
 
@@ -102,7 +107,7 @@ def _destination(weight: Tensor) -> Destination | None:
         return Destination((weight,))
     if isinstance(node, _LOCAL):
         parameter = node.parameter
-        return Destination((parameter,), lambda grad: (as_gradient(grad, parameter),)) if parameter.is_leaf else None
+        return Destination((parameter,), partial(as_gradients, parameter)) if parameter.is_leaf else None
     if not isinstance(node, _READ_PACKED) or node.index is not None:
         return None
     return Destination(tuple(node.parameters), node.storage.views)
@@ -143,6 +148,6 @@ def _has_hooks(parameter: Tensor) -> bool:
 def _will_run(source: Any) -> bool:
     leaves = [node for node, _ in source.next_functions if node is not None] or [source]
     try:
-        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+        return all(map(torch._C._will_engine_execute_node, leaves))
     except RuntimeError:  # torch.autograd.grad was asked for the gradient of a parameter
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -171,7 +172,7 @@ def _lies_in_parameters(weight: Tensor, target: Destination | None) -> bool:
 
 def _origins(weights: Weights) -> Weights | None:
     found = [None if w is None else origin(w) for w in weights]
-    if any(w is not None and o is None for w, o in zip(weights, found)):
+    if list(map(type, found)).count(NoneType) != list(map(type, weights)).count(NoneType):
         return None
     w1, b1, w3, b3, w2 = found
     return w1, b1, w3, b3, w2

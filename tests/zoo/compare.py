@@ -125,7 +125,9 @@ def operators_run(
     Zero means that the original code ran, and a comparison says nothing.
     """
     memo = {
-        id(v): v for v in gc.get_objects() if isinstance(v, torch.Tensor) and v.requires_grad and not _is_parameter(v)
+        id(v): v
+        for v in gc.get_objects()
+        if issubclass(type(v), torch.Tensor) and v.requires_grad and not _is_parameter(v)
     }
     count, copied = _CountHexa(), copy.deepcopy(model, memo)
     with torch.set_grad_enabled(gradients), torch.random.fork_rng():
