@@ -93,7 +93,7 @@ class Destination:
             elif type(part) is DTensor and type(kept) is DTensor and kept._spec is part._spec:
                 kept._local_tensor += part._local_tensor  # DTensor's own addition is thirty calls of Python functions
             else:
-                parameter.grad += part
+                kept.add_(part)
 
 
 def destinations(weights: Sequence[Tensor | None]) -> tuple[Destination | None, ...]:
