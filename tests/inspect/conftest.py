@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +15,16 @@ from torch import nn
 import hexa_fx
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def other_modules_stay() -> Iterator[None]:
+    """The command line loads this folder's `models.py` under its name, which is also that of a module of `tests/distributed`."""
+    before = sys.modules.get("models")
+    yield
+    sys.modules.pop("models", None)
+    if before is not None:
+        sys.modules["models"] = before
 
 
 @pytest.fixture(scope="session")
