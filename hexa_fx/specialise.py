@@ -40,8 +40,8 @@ from hexa_fx.passes.memory.bounded import NO_MEMORY
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.forward import HexaForward
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss
-from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
 from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
 
@@ -94,8 +94,7 @@ class Specialiser:
         if reason := why_not_analysed(module):
             return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
         with _analysing:
-            training, missed = bool(module.training), str(miss) if isinstance(miss, SizeMiss) else ""
-            known = next((kind for kind in forward.refused if kind.holds(training, args, kwargs, missed)), None)
+            known = forward.refusal_of(args, kwargs, miss)
             if known is not None:  # by another thread meanwhile
                 return known.reason
             if any(_takes(each, forward, args, kwargs) for each in forward.specialisations[tried:]):
@@ -104,7 +103,7 @@ class Specialiser:
             if count >= most:
                 forward.exhausted = _TOO_MANY.format(most, miss or "a call of another kind")
                 return forward.exhausted
-            return self._analysed(forward, module, args, kwargs, missed)
+            return self._analysed(forward, module, args, kwargs, said_of_sizes(miss))
 
     def _analysed(
         self,

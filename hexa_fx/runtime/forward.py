@@ -15,10 +15,10 @@ from torch.compiler import is_compiling
 
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.runtime.answered_calls import answered
-from hexa_fx.runtime.call_kinds import saving_is_counted
-from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, SizeMiss, say_in_trace
+from hexa_fx.runtime.call_kinds import call_kind, saving_is_counted
+from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
 from hexa_fx.runtime.readers import readers
-from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.slots import take_off
 from hexa_fx.runtime.specialisation import Specialisation
@@ -153,6 +153,13 @@ class HexaForward:
         made.look_anew(module)
         self.specialisations, self._latest = (*self.specialisations, made), made
 
+    def refusal_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None) -> RefusedKind | None:
+        """The kind of a call that is left to the original, counted; None if no such kind is known."""
+        if not self.refused:
+            return None
+        kind = call_kind(bool(self.module.training), args, kwargs)
+        return next((each for each in self.refused if each.holds(kind, args, kwargs, said_of_sizes(miss))), None)
+
     def refuse(self, kind: RefusedKind) -> None:
         """Leaves a kind of call to the original."""
         self.refused = (*(each for each in self.refused if not each.is_over), kind)
@@ -236,8 +243,7 @@ class HexaForward:
 
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
         """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes."""
-        training, missed = bool(self.module.training), str(miss) if isinstance(miss, SizeMiss) else ""
-        known = next((kind for kind in self.refused if kind.holds(training, args, kwargs, missed)), None)
+        known = self.refusal_of(args, kwargs, miss)
         if known is not None:
             reason = known.reason
         elif self.analyst is None or isinstance(miss, OwnCodeOnly):

@@ -10,7 +10,7 @@ from torch import nn
 from hexa_fx.ir import PythonRead
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.call_kinds import call_kind, call_tokens
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss
 
 
 class RefusedKind:
@@ -55,9 +55,9 @@ class RefusedKind:
         """Watches ``module`` from now on."""
         self.attributes.bind(module)
 
-    def holds(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
-        """Whether a call is of this kind. Counts it if it is."""
-        if self.is_over or self.missed not in ("", missed) or self.kind != call_kind(training, args, kwargs):
+    def holds(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
+        """Whether a call, of which ``kind`` is what it is like, is of this kind. Counts it if it is."""
+        if self.is_over or self.missed not in ("", missed) or self.kind != kind:
             return False
         if self.tokens is not None and call_tokens(args, kwargs) > self.tokens:
             return False
@@ -67,3 +67,8 @@ class RefusedKind:
             return False
         self._left = None if self._left is None else self._left - 1
         return True
+
+
+def said_of_sizes(miss: GuardMiss | None) -> str:
+    """What the sizes of a call did not meet, if that is why a specialisation does not take it."""
+    return str(miss) if isinstance(miss, SizeMiss) else ""
