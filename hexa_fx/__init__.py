@@ -1,11 +1,13 @@
 """Makes the Mixture-of-Experts layers of PyTorch models fast, without padding and without dropping tokens (HEXA-MoE).
 
 >>> import hexa_fx
->>> opt = hexa_fx.optimize(model, example_inputs)   # doctest: +SKIP
+>>> opt = hexa_fx.optimize(model)                   # doctest: +SKIP
+>>> opt(**inputs)                                   # doctest: +SKIP
 >>> print(opt.report)                               # doctest: +SKIP
 
-`optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
-reports, and `undo_` restores. `patch_transformers` makes ``experts_implementation="hexa"`` known to transformers.
+`optimize` returns a model that is analysed when it is first called, or at once if there is an example. `optimize_` rewrites in
+place and can spread experts over devices, `explain` only reports, and `undo_` restores. `patch_transformers` makes
+``experts_implementation="hexa"`` known to transformers.
 `quantize_experts_` packs the experts of an optimized model into 4 or 8 bits. `record_routing` and `replay_routing` note and repeat
 which experts tokens go to. `graphed` makes a CUDA graph of a training step. Their options are `HexaConfig` and `PartitionConfig`.
 `debug` shows the graphs between passes, and `profile_devices` measures how fast each device is.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hexa_fx.isolation.module_tree import named_modules
 
-_REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+"""Hooks, parameters, buffers and modules."""
 _COPIED_BYTES = 1 << 20
 """Of a single tensor that is copied."""
 _OF_OTHERS = ("_hf_hook", "_old_forward")
@@ -39,16 +40,18 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
         if (shadow := shadows[id(module)]) is module:
             continue
         held = dict(vars(module))
-        for name in _REGISTRIES:
+        for name in _OWN_DICTS:
             held[name] = type(held[name])(held[name])
         held["_modules"] = type(held["_modules"])((k, shadows.get(id(v), v)) for k, v in held["_modules"].items())
         for registry in ("_parameters", "_buffers"):
             for name, tensor in held[registry].items():
-                held[registry][name] = None if tensor is None else tensors.setdefault(id(tensor), _beside(tensor))
+                if tensor is not None and id(tensor) not in tensors:
+                    tensors[id(tensor)] = _beside(tensor)
+                held[registry][name] = None if tensor is None else tensors[id(tensor)]
         hooked = "forward" if "_old_forward" in held else ""
         without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
         for name in held.keys() - without:
-            shadow.__dict__[name] = held[name] if name in _REGISTRIES else _rebound(held[name], shadows)
+            shadow.__dict__[name] = held[name] if name in _OWN_DICTS else _rebound(held[name], shadows)
         if module is block and forward is not None:
             shadow.__dict__["forward"] = _rebound(forward, shadows)
     found: nn.Module = shadows[id(block)]
