@@ -18,12 +18,13 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.memory import number_of_new
+from hexa_fx.operations import operation
 from hexa_fx.passes.canonicalize.whole_products import with_whole_products
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, operation
+from hexa_fx.passes.detect.graph import ancestors, einsum_of
 from hexa_fx.passes.sizes.size_origins import trace_sizes
 
 
-def canonicalize(captured: CapturedBlock) -> CapturedBlock:
+def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
     captured = with_whole_products(captured)
     for node in captured.graph.nodes:

@@ -21,35 +21,29 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
-from hexa_fx.capture.overlooked import SOFT
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import RUNS_ALREADY, Refusal
-from hexa_fx.passes.detect.beside_experts import beside_experts
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
-from hexa_fx.passes.detect.combine import APART, Combine, find_combine
-from hexa_fx.passes.detect.decisions import shape_branches
+from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.decisions import Decisions
 from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
+from hexa_fx.passes.detect.explain import explained, refuse_merged_weights, without_products
 from hexa_fx.passes.detect.free import NotFree, detect_free
-from hexa_fx.passes.detect.graph import ancestors, descendants, operation
-from hexa_fx.passes.detect.looked_up import only_looked_up
+from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merged_weights, without_products
-from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
-from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import (
-    MIXED,
     Contraction,
     find_contractions,
     group_instances,
     without_scores,
 )
-from hexa_fx.passes.detect.routing import Routing, find_routing, how_tokens_pass
+from hexa_fx.passes.detect.routing import Routing, Search, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     decided_anew,
-    given_inside,
     is_constant,
     is_cut_off,
     opaque_nodes,
@@ -58,12 +52,8 @@ from hexa_fx.passes.detect.rules import (
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.several import (
-    REPEATED,
-    SEVERAL_GATES,
-    chooses,
     families_of,
     find_several,
-    of_several_routings,
 )
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
@@ -72,21 +62,19 @@ from hexa_fx.passes.detect.tags import (
     ExpertGroups,
     Tag,
     expert_groups,
-    shared_by_some,
     tag,
-    uneven_experts,
     without_lone_parts,
 )
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
 
-__all__ = ["MoEMatch", "detect"]
+__all__ = ["MoEMatch", "detect_block"]
 
 Form = Literal["any", "steps", "free"]
 """How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
 steps on single rows before and after the products; only as any steps on rows."""
 
 
-def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
+def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
     """The block's MoE region, which refers to further ones, or a sentence that says why there is none to rewrite.
 
     Args:
@@ -114,29 +102,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     try:
         return first_match(partial(look, family) for family in wanted)
     except Refuse as refusal:
-        raise only_looked_up(captured, groups) or _explained(captured, families.repeated or refusal) from None
-
-
-def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
-    """The refusal with a reason that the parameters give, if they do, and the code chooses anything at all."""
-    said = odd_expert(captured.block) or experts_in_groups(captured.block)
-    if (said or refusal.reason == APART) and not chooses(captured):
-        return Refuse(SOFT, refusal.node)
-    if (inside := given_inside(captured)) is not None:
-        return inside
-    parameters = captured.named_tensors()
-    said = said or beside_experts(captured, expert_groups(parameters), refusal.reason == APART)
-    uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
-    odd = f"{said} ({refusal.reason})" if said else None
-    several = None
-    if (refusal.reason == APART or isinstance(refusal, NoRouting)) and of_several_routings(captured):
-        several = SEVERAL_GATES if refusal.reason == APART else REPEATED
-    sliced = multiplies_with_slices(captured)
-    if sliced is not None:
-        return sliced
-    known = shared_by_some(parameters) or uneven or odd or several
-    elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
-    return Refuse(known or refusal.reason, refusal.node, elsewhere)
+        raise explained(captured, families.repeated or refusal) from None
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:
@@ -219,7 +185,7 @@ def _match_of(
     pairs = _pairs(instances, body, combine)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     offset = explain_offset(pairs, added, combine, source, weights, tags, replay)
-    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
+    routing = find_routing(pairs, Search(captured, tags, combine.node, tokens, experts, replay, prefer_earliest))
     if with_steps and routing.constant != 1:
         raise Refuse("a constant on what experts give is not read together with steps on it", combine.node)
     if offset.base is not None:
@@ -230,8 +196,8 @@ def _match_of(
     roots = [source, *routing.nodes, *filter(None, [offset.base])]
     anew = decided_anew(captured, products, combine.node, roots)
     everyone = tag(captured, weights.groups)
-    branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, last, combine.node, experts)
-    refuse_partial_looks(captured.graph, anew, tokens, pairs.token, replay)
+    decisions = Decisions(captured, everyone, set(routing.index.nodes), last, [combine.node], anew)
+    conditions = decisions.conditions()
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags, last)
     return MoEMatch(
@@ -242,7 +208,7 @@ def _match_of(
         body,
         routing,
         passing,
-        branches,
+        conditions,
         _idiom([instance.second for instance in instances], captured),
         stored,
         offset.base,

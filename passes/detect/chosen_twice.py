@@ -10,17 +10,15 @@ from collections.abc import Iterable
 
 import torch.fx
 
-from hexa_fx.passes.detect.graph import operation
-from hexa_fx.passes.detect.operations import MOVES, PRODUCTS
+from hexa_fx import operations as ops
+from hexa_fx.operations import operation
 
 TWICE = (
     "every expert of a token is a choice of its own, and two may be the same; then the weight that the code reads from the "
     "scores of all experts may count once or twice, which one run does not show; a weight gathered for each choice can be "
     "rewritten"
 )
-_PARTS = frozenset(
-    ("getitem", "select", "squeeze", "unbind", "split", "chunk", "reshape", "view", "flatten", "long", "t")
-)
+_is_part = ops.of("getitem select squeeze unbind split chunk reshape view flatten long t")
 
 
 def chosen_apart(ids: Iterable[torch.fx.Node]) -> bool:
@@ -30,7 +28,7 @@ def chosen_apart(ids: Iterable[torch.fx.Node]) -> bool:
 
 def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
     """The operations whose results ids are parts of, or put together from."""
-    while operation(ids) in _PARTS and ids.all_input_nodes:
+    while _is_part(ids) and ids.all_input_nodes:
         ids = ids.all_input_nodes[0]
     if operation(ids) in ("stack", "cat"):
         return [choice for column in ids.all_input_nodes for choice in _choices(column)]
@@ -40,4 +38,4 @@ def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
 def is_factor(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
     """Whether all that becomes of it in ``behind`` is that it is multiplied by something."""
     users = [user for user in node.users if user in behind]
-    return all(operation(n) in PRODUCTS or (operation(n) in MOVES and is_factor(n, behind)) for n in users)
+    return all(ops.scales(n) or ops.contracts(n) or (ops.moves(n) and is_factor(n, behind)) for n in users)

@@ -16,16 +16,15 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
-from hexa_fx.passes.detect.decisions import shape_branches
+from hexa_fx.passes.detect.decisions import Decisions
 from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.mixing import refuse_mixing
 from hexa_fx.passes.detect.offset import check_base, explain_offset
-from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import Contraction
-from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
+from hexa_fx.passes.detect.routing import Search, find_routing, find_row_factor, how_tokens_pass
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
     decided_anew,
@@ -122,8 +121,8 @@ class _Search:
         pairs = _pairs(instances, combine)
         offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
         total = self._experts()
-        search = (count, total, captured, self.tags, combine.node, self.replay)
-        routing = find_routing(pairs, *search, self.prefer_earliest)
+        search = Search(captured, self.tags, combine.node, count, total, self.replay, self.prefer_earliest)
+        routing = find_routing(pairs, search)
         if offset.base is not None:
             check_base(offset.base, routing.weights, instances, combine.node, self.replay)
         passing = how_tokens_pass(offset.identity, pairs, routing, total, combine.node, self.replay)
@@ -138,7 +137,7 @@ class _Search:
             tokens=tokens.rows,
             count=count,
             sources=tuple(self._sources(end, tokens.node)),
-            factor=lambda wanted: find_row_factor(wanted, pairs, routing, *search),
+            factor=lambda wanted: find_row_factor(wanted, pairs, routing, search),
         )
         roles = reader.read(end)
         refuse_mixing(reader)
@@ -148,8 +147,8 @@ class _Search:
         everyone = tag(captured, self.groups)
         roots = [tokens.node, *body.roots, *routing.nodes, *filter(None, [offset.base])]
         anew = decided_anew(captured, everything, combine.node, roots)
-        branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node, total)
-        refuse_partial_looks(captured.graph, anew, count, pairs.token, self.replay)
+        decisions = Decisions(captured, everyone, set(routing.index.nodes), end, [combine.node], anew)
+        conditions = decisions.conditions()
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags, end)
         return MoEMatch(
@@ -160,7 +159,7 @@ class _Search:
             body,
             routing,
             passing,
-            branches,
+            conditions,
             "loop over experts, unusual expert",
             self.stored,
             offset.base,

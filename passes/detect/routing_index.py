@@ -8,8 +8,8 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, operation
-from hexa_fx.passes.detect.in_numpy import refuse_numpy
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors
 from hexa_fx.passes.detect.routing_factors import Reading, RoutingSource, of_each_token
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
@@ -156,7 +156,6 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    refuse_numpy(end.graph)
     if renamed := _renamed(wanted, known):
         raise OtherNumbers(renamed, end)
     raise NoRouting(_why_not(wanted), next((node for node in end.graph.nodes if _decides(node, wanted)), end))

@@ -13,10 +13,11 @@ from typing import Protocol
 
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.overlooked import COMPARISONS
-from hexa_fx.passes.detect.decisions import leaves_decision, size_branches
-from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.operations import kind
+from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
+from hexa_fx.passes.detect.graph import ancestors
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.tags import ExpertGroups, expert_groups, tag
@@ -32,7 +33,9 @@ SEVERAL_GATES = (
     "the same experts run for several routings, each with a result of its own (several gates over one set of experts); a module "
     "for each routing, which holds its gate and is given the experts, can be rewritten"
 )
-_CHOICES = frozenset("topk argmax argsort sort max multinomial".split())
+_picks = ops.of(
+    "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
+)
 
 Family = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
@@ -106,7 +109,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
     members = [name for names in expert_groups(captured.named_tensors()).members.values() for name in names[:1]]
     for read in captured.graph.find_nodes(op="get_attr", sort=False):
         if read.target in members:
-            runs = [{n for n in ancestors([user]) if operation(n) in _CHOICES} for user in read.users]
+            runs = [{n for n in ancestors([user]) if ops.picks_best(n) or kind(n) == "max"} for user in read.users]
             if any(not one & other for one, other in combinations(filter(None, runs), 2)):
                 return True
     return False
@@ -114,8 +117,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
 
 def chooses(captured: CapturedBlock) -> bool:
     """Whether the code picks anything by what it computes, or compares numbers."""
-    picks = _CHOICES | COMPARISONS | {"argmin", "one_hot", "gumbel_softmax", "eq", "__eq__", "scatter", "scatter_"}
-    return any(operation(node) in picks for node in captured.graph.nodes if node.op.startswith("call"))
+    return any(map(_picks, captured.graph.nodes))
 
 
 def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
@@ -134,10 +136,11 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     if leaves_decision(outputs, opaque):
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
-    asked = size_branches(captured, tag(captured, groups), opaque, outputs, routing)
-    known = {branch.condition for region in regions for branch in region.branches}
-    new = [branch for branch in asked if branch.condition not in known]
-    return replace(regions[0], branches=(*regions[0].branches, *new), others=tuple(regions[1:]))
+    # of one region alone, not all that ask for sizes can be asked
+    asked = Decisions(captured, tag(captured, groups), routing, [], outputs, opaque).conditions(of_sizes=True)
+    known = {condition.node for region in regions for condition in region.conditions}
+    new = [condition for condition in asked if condition.node not in known]
+    return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
 def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

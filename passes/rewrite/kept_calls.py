@@ -8,19 +8,10 @@ from itertools import chain
 
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.passes.detect.graph import (
-    RANDOM,
-    ancestors,
-    draws,
-    effects,
-    is_tensor,
-    literals,
-    nodes_in,
-    operation,
-    writes_outside,
-)
-from hexa_fx.passes.detect.size_decisions import SIZES
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.verdict import Refuse
 
 
@@ -108,8 +99,8 @@ def refuse_late_conditions(
 
 def _compares_with_limit(condition: torch.fx.Node) -> bool:
     """Whether it is a condition on sizes, with a number other than 0 and 1."""
-    asked = ancestors([condition], stop=lambda node: operation(node) in SIZES)
-    made = [node for node in asked if operation(node) not in SIZES]
+    asked = ancestors([condition], stop=lambda node: operation(node) in ops.SIZES)
+    made = [node for node in asked if operation(node) not in ops.SIZES]
     return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
@@ -221,7 +212,7 @@ def _inner_needed(
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
     """Whether nodes may run twice: they neither draw random numbers nor write."""
-    return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
+    return not any(ops.is_random(node) or record_of(node).writes for node in nodes)
 
 
 def _effects(

@@ -9,17 +9,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue
-from hexa_fx.capture.captured import ChangedInPlace
 from hexa_fx.passes.detect.graph import ancestors, nodes_in
-from hexa_fx.passes.detect.rules import refusal_of_change
-from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes
 from hexa_fx.runtime.attribute_guards import is_within
-
-_LOST = (
-    "the code keeps {}, in a submodule whose work the rewritten block does itself, without that; what a module around the experts "
-    "keeps, or the block itself, is kept"
-)
 
 
 def replaced(captured: CapturedBlock, kept: KeptNodes) -> frozenset[str]:
@@ -48,28 +40,3 @@ def left_by_opened(
 
     lost = (item for item in captured.stored if not any(is_within(scope, called) for scope in item.scopes))
     return tuple(item for item in lost if id(item) not in known and is_made_here(item))
-
-
-def refuse_lost(
-    captured: CapturedBlock, called: Collection[str], elsewhere: Collection[str], stored: Iterable[Access | StoredValue]
-) -> None:
-    """Refuses what is left beside the output by code that the rewritten graph neither calls wherever it runs nor makes up for.
-
-    Args:
-        called: paths of the submodules that it calls.
-        elsewhere: of those that run in other places too.
-        stored: what it leaves itself.
-
-    Raises:
-        Refuse: something is.
-    """
-    left: list[ChangedInPlace | StoredValue | Access] = [*captured.changed, *captured.stored, *captured.accesses]
-    known = {id(item) for item in stored}
-    for item in left:
-        scopes = frozenset({item.scope}) if isinstance(item, Access) else item.scopes
-        if id(item) in known or all(is_within(scope, called) and scope not in elsewhere for scope in scopes):
-            continue
-        if isinstance(item, ChangedInPlace):
-            raise refusal_of_change(item)
-        if not (isinstance(item, Access) and item.own):
-            raise Refuse(_LOST.format(item))

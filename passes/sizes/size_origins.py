@@ -13,8 +13,9 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, is_tensor, operation
-from hexa_fx.passes.detect.size_decisions import is_size
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.counts import is_size
+from hexa_fx.passes.detect.graph import ancestors, is_tensor
 from hexa_fx.passes.sizes.size_rules import Dim, Origin, copied_from, dims_of
 
 Node = torch.fx.Node

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import einsum_of, is_tensor, operation
-from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
+from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect.graph import einsum_of, is_tensor
 
 Node = torch.fx.Node
 
@@ -29,18 +30,12 @@ Origin = Dim | Node | int
 
 Rule = Callable[[Node, int], Origin | list[Dim] | None]
 
-_WHOLE = (
-    CASTS
-    | frozenset(
-        "clone contiguous detach after dropout softmax log_softmax layer_norm rms_norm cumsum zeros_like empty_like ones_like "
-        "full_like rand_like randn_like index_add scatter scatter_add index_copy index_put requires_grad_ set_item copy_ gelu silu "
-        "relu sigmoid tanh".split()
-    )
-) - {"type"}
+_keeps_shape = ops.of(
+    "to float double half bfloat16 type_as long int cpu cuda clone contiguous detach after dropout softmax log_softmax layer_norm "
+    "rms_norm cumsum zeros_like ones_like empty_like full_like rand_like randn_like index_add scatter scatter_add index_copy "
+    "index_put requires_grad set_item copy gelu silu relu sigmoid tanh"
+)
 """Operations whose result has the shape of the first operand."""
-
-_POINTWISE = (EACH | MULTIPLIED | SUMS) - frozenset("sum cumsum reduce min max".split())
-"""Operations whose operands are broadcast against each other."""
 
 _RESHAPING = frozenset("squeeze_ unsqueeze_ resize_ resize_as_ t_ transpose_ swapaxes_ swapdims_ set_".split())
 
@@ -50,12 +45,12 @@ def copied_from(node: Node, dim: int) -> Origin | list[Dim] | None:
     name, given = operation(node), node.args[0]
     if "out" in node.kwargs or name in _RESHAPING:
         return None
-    if record_of(node).writes or name in _WHOLE:
+    if record_of(node).writes or _keeps_shape(node):
         alike = isinstance(given, Node) and is_tensor(given) and dims_of(given) == dims_of(node)
         return _of_operand(given, dim) if alike else None
-    if name in _POINTWISE:
-        return _broadcast(node, dim)
     rule = _RULES.get(name)
+    if rule is None and ops.works_on_each(node) and kind(node) not in ("min", "max"):
+        return _broadcast(node, dim)
     return None if rule is None else rule(node, dim)
 
 

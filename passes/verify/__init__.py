@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
-from hexa_fx.passes.detect.odd_expert import odd_expert
+from hexa_fx.passes.detect.explain import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
@@ -60,7 +60,7 @@ class VerificationResult:
     all_reached: bool = False
 
 
-def verify(
+def verify_block(
     block: nn.Module,
     rewritten: RewrittenBlock,
     args: tuple[Any, ...],
@@ -197,11 +197,11 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
     return ""
 
 
-def why_refused(result: VerificationResult, block: nn.Module, cause: str) -> str:
-    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, the ``cause``, or what differs."""
+def why_refused(result: VerificationResult, block: nn.Module) -> str:
+    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, or what differs."""
     if all(case.outcome != "different" for case in result.cases):
         return result.reason
-    said = odd_expert(block) or cause or _kept(next(case for case in result.cases if case.outcome == "different"))
+    said = odd_expert(block) or _kept(next(case for case in result.cases if case.outcome == "different"))
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -38,9 +37,6 @@ from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
 
-_LARGE = 1 << 23
-"""Elements of a result up to which a case takes tenths of a second."""
-
 
 class Comparison:
     """Runs both forwards of a subject case by case, and puts its state back."""
@@ -58,8 +54,6 @@ class Comparison:
         (made,) = forward.specialisations
         self.state = results.state_of(subject.module, made.stored, made.changed)
         self.tolerance = tolerance_of(subject.dtype)
-        self._largest = 0
-        """Elements of the largest result in a case."""
 
     def cases(self) -> tuple[VerificationCase, ...]:
         """Up to the first that differs: it is reason enough."""
@@ -87,7 +81,6 @@ class Comparison:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
-        few = self._largest
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
             yield self._case("the example as it was given", given)
@@ -104,25 +97,6 @@ class Comparison:
         for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
             name = f"{tokens} {routing.name.removeprefix('all ')}"
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
-        many = self._many(few)
-        experts = self.inputs.num_experts
-        for routing, rows in self.settings.counts.routings(experts, top_k) if experts else ():
-            for batch, sequence in self.inputs.sizes.ways(rows):
-                make = partial(self.inputs.at, batch, sequence)
-                case = self._forced(routing.name, routing, top_k, make, gradients=False)
-                yield replace(case, outcome="different") if case.detail == NO_ROUTER else case
-        if many:
-            yield self._case(f"{many} tokens", self.inputs.at(1, many, self.subject.dtype), gradients=False)
-
-    def _many(self, few: int) -> int:
-        """Tokens of the last case: fewer where results grow by their square, as masks do that give an expert room for all tokens.
-
-        ``few`` is how large results are on the example. Those of the case before have the most tokens so far.
-        """
-        tokens, most = self.settings.overflow_sizes[-1], self.settings.many
-        if 5 * self._largest * self.inputs.tokens <= 6 * few * tokens:
-            return most
-        return min(most, int(tokens * (_LARGE / self._largest) ** 0.5))
 
     def _cast(self, given: torch.Tensor) -> torch.Tensor:
         return given.detach().to(self.subject.dtype if given.is_floating_point() else given.dtype, copy=True)
@@ -204,7 +178,6 @@ class Comparison:
         gradients: bool = True,
         calls: int = 1,
     ) -> VerificationCase:
-        self._largest = 0
         outcomes = self._outcomes(name, inputs, override, gradients, calls)
         if isinstance(outcomes, VerificationCase):
             return outcomes
@@ -262,8 +235,7 @@ class Comparison:
             if self._may_leave_range(inputs, override):
                 modes.enter_context(no_device_asserts(self.subject.module))
             if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
-                raised = modes.enter_context(InFloat64(self.subject.own))
-                modes.callback(lambda: setattr(self, "_largest", max(self._largest, raised.largest)))
+                modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
             return observe(call, self.subject.module, self.state, inputs, gradients, slices)

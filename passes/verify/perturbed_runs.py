@@ -1,7 +1,7 @@
 """Compares original and rewritten block under perturbations, of which those that keep all numbers finite go backward too.
 
-Where an operation of the original fails, one of the rewritten block has to too. With NaN among the inputs or weights only finite
-results of the original count: one-hot dispatch spreads a NaN to every token, and code that counts where NaN is may fail.
+Where an operation of the original fails, one of the rewritten block has to too. With NaN among the inputs only finite results of
+the original count: one-hot dispatch spreads a NaN to every token, and code that counts where NaN is may fail.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from hexa_fx.isolation.outcome import Outcome, difference, observe, same_fact, u
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import sliced
-from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify.cases import Subject, VerificationCase
-from hexa_fx.passes.verify.perturbation import argument_names, perturbations
-from hexa_fx.passes.verify.trial import Change, Perturbation, Trial
+from hexa_fx.passes.verify.perturbation import Perturbation, perturbations
 from hexa_fx.passes.verify.tried_calls import missing_early, tried
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
@@ -60,115 +58,83 @@ class PerturbedRuns:
     state: ModuleState | None = None
 
     def cases(self) -> Iterator[VerificationCase]:
-        """One for every perturbation. Of one with several changes, the sentence names the change that makes a difference."""
-        module = self.subject.module
-        reads = self.forward.specialisations[0].attributes.reads
-        watched = {read.root for read in reads if not read.is_global and read.steps == ("training",)}
-        for perturbation in perturbations(self.inputs, module, self.factors, watched):
-            case = self._case(perturbation, perturbation.changes)
-            if case.outcome == "equal" or len(perturbation.changes) == 1:
-                yield case
-                continue
-            alone = [self._case(perturbation, (change,)) for change in perturbation.changes]
-            different = [single for single in alone if single.outcome == "different"]
-            yield different[0] if different else case
-
-    def _case(self, perturbation: Perturbation, changes: tuple[Change, ...]) -> VerificationCase:
-        name = Perturbation(changes).name
-        trial, spec = self._trial(perturbation)
-        before = [*trial.leaves]
-        try:
+        """One for every perturbation."""
+        for perturbation in perturbations(self.inputs, self.subject.module, self.factors):
+            args, kwargs = self.inputs.like_example(self.subject.dtype)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             with torch.no_grad():
-                for change in changes:
-                    change.make(trial)
-            if perturbation.by_token and not self._leaves_others(before, trial, spec):
-                return VerificationCase(name, "skipped", detail="the original makes nothing of it")
-            return self._compared(name, trial, spec, perturbation)
+                place = perturbation.at
+                leaves[place] = perturbation.change(leaves[place], torch.Generator().manual_seed(1))
+            yield self._compared(perturbation, leaves, spec)
+
+    def _compared(self, how: Perturbation, leaves: list[Any], spec: pytree.TreeSpec) -> VerificationCase:
+        name, gradients = how.name, how.gradients and self.gradients
+        state = self._state()
+        try:
+            original = self._outcome(self.forward.original, leaves, spec, gradients, state)
+            other = self._outcome(missing_early(self.forward.rewritten), leaves, spec, gradients, state)
+            if isinstance(other, GuardMiss):
+                return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
+            if isinstance(original, Exception) or isinstance(other, Exception):
+                return _errors(name, original, other, how.finite)
+            changed = leaves[how.at]
+            poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == self.inputs.tokens_at() else None
+            reason, error = apart(original, other, how.finite, poisoned)
+            found = difference(original, other)
+            if not reason and max(error, found.gradient) <= self.tolerance:
+                return VerificationCase(name, "equal", error, found.gradient)
+            again = self._outcome(self.forward.original, [*map(_nudged, leaves)], spec, gradients, state)
         finally:
-            trial.undo()
+            state.restore()
+        if not reason and _moved(original, again, how.finite) * _CHAOTIC >= max(error, found.gradient):
+            return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
+        if error <= self.tolerance and not reason:
+            reason = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+        return VerificationCase(name, "different", error, found.gradient, reason or _how_far(error))
 
-    def _leaves_others(self, before: list[Any], trial: Trial, spec: pytree.TreeSpec) -> bool:
-        """Whether the original gives tokens whose ids were not changed what it gave them before."""
-        leaves, original = trial.leaves, self.forward.original
-        one, two = (self._outcome(original, trial, given, spec, gradients=False) for given in (before, leaves))
-        if isinstance(one, Exception) or isinstance(two, Exception) or unlike(one, two):
-            return False
-        old, new = next((old, new) for old, new in zip(before, leaves) if old is not new)
-        kept = (old == new).all(-1).flatten() if old.dim() > 1 else old == new
-        tokens = kept.numel()
-        first, second = one.values.get("output 0"), two.values.get("output 0")
-        if first is None or second is None or not first.dim() or first.shape[:-1].numel() != tokens:
-            return False
-        first, second = (value.reshape(tokens, -1)[kept] for value in (first, second))
-        return bool(torch.allclose(first.double(), second.double(), rtol=1e-6))
-
-    def _trial(self, perturbation: Perturbation) -> tuple[Trial, pytree.TreeSpec]:
-        dtype, size = self.subject.dtype, perturbation.size
-        args, kwargs = self.inputs.like_example(dtype) if size is None else self.inputs.at(*size, dtype)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        generator = torch.Generator().manual_seed(1)
-        names = argument_names(self.subject.module, args, kwargs)
-        return Trial(self.subject.module, leaves, names, generator, self.experts), spec
-
-    def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> VerificationCase:
-        gradients = how.gradients and self.gradients
-        original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients)
-        other = self._outcome(missing_early(self.forward.rewritten), trial, trial.leaves, spec, gradients)
-        if isinstance(other, GuardMiss):
-            return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
-        if isinstance(original, Exception) or isinstance(other, Exception):
-            return _errors(name, original, other, how.finite)
-        reason, error = apart(original, other, how.finite)
-        if reason or error > self.tolerance:
-            if not reason and self._moves(original, trial, spec, how) * _CHAOTIC >= error:
-                return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
-            return VerificationCase(name, "different", error, detail=reason or _how_far(error))
-        found = difference(original, other)
-        if found.gradient > self.tolerance and self._moves(original, trial, spec, how) * _CHAOTIC < found.gradient:
-            detail = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
-            return VerificationCase(name, "different", error, found.gradient, detail)
-        return VerificationCase(name, "equal", error, found.gradient)
+    def _state(self) -> ModuleState:
+        made = self.forward.specialisations[0]
+        known = self.state if self.state is not None and self.state.retaken() else None
+        return known or results.state_of(self.subject.module, made.stored, made.changed)
 
     def _outcome(
-        self, call: Callable[..., Any], trial: Trial, leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
+        self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, gradients: bool, state: ModuleState
     ) -> Outcome | Exception:
-        module, made = trial.module, self.forward.specialisations[0]
-        if trial.state is None:
-            known = self.state if self.state is not None and self.state.retaken() else None
-            trial.state = known or results.state_of(module, made.stored, made.changed)
-        state = trial.state
-
         def run() -> Outcome:
             with ExitStack() as modes:
-                modes.enter_context(no_device_asserts(module))
-                if trial.modes:  # in which code may write to parameters
-                    modes.enter_context(tensors_restored(module))
+                modes.enter_context(no_device_asserts(self.subject.module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 is_original = call == self.forward.original
                 slices = modes.enter_context(sliced(self.experts, gradients and is_original))
-                args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, state, (args, kwargs), gradients, slices)
+                inputs = pytree.tree_unflatten(leaves, spec)
+                return observe(call, self.subject.module, state, inputs, gradients, slices)
 
         return tried(run)
 
-    def _moves(self, original: Outcome, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> float:
-        """How far the original's results move when the inputs do by a few roundings."""
-        moved = [_nudged(leaf) for leaf in trial.leaves]
-        again = self._outcome(self.forward.original, trial, moved, spec, how.gradients and self.gradients)
-        if isinstance(again, Exception):
-            return float("inf")
-        return max(apart(original, again, how.finite)[1], difference(original, again).gradient)
+
+def _moved(original: Outcome, again: Outcome | Exception, finite: bool) -> float:
+    """How far the original's results moved with inputs that moved by a few roundings."""
+    if isinstance(again, Exception):
+        return float("inf")
+    return max(apart(original, again, finite)[1], difference(original, again).gradient)
 
 
 Rows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = torch.max) -> tuple[str, float]:
+def apart(
+    original: Outcome,
+    other: Outcome,
+    finite: bool = True,
+    poisoned: torch.Tensor | None = None,
+    rows: Rows = torch.max,
+) -> tuple[str, float]:
     """A sentence if two outcomes differ in more than numbers, and the largest difference relative to a row's scale.
 
     Args:
         finite: whether NaN and infinite values have to lie in the same places; else only where the original is finite.
+        poisoned: (T,) tokens that were given as NaN, whose own rows say nothing.
         rows: of the differences of a tensor's rows, the one that counts.
     """
     for fact in sorted({*original.facts, *other.facts}):
@@ -184,6 +150,8 @@ def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = t
     for name, one in original.values.items():
         one, two = wide(one), wide(other.values[name])
         usual = one.isfinite()
+        if poisoned is not None and one.shape[:-1].numel() == len(poisoned):
+            usual &= ~poisoned.reshape(*one.shape[:-1], 1)
         if bool((usual & ~two.isfinite()).any()):
             return f"{name} is NaN or infinite where the original is finite", 0.0
         if finite and bool((~usual & two.isfinite()).any()):

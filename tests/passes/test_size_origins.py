@@ -12,7 +12,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture, record_of
-from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.inputs.example_sizes import ExampleSizes
 from tests.detect.mixture import D, E, Mixture
@@ -157,7 +157,7 @@ class Chain(nn.Module):
 
 
 def test_sizes_are_those_of_the_input_only_where_that_is_certain() -> None:
-    graph = canonicalize(capture(Chain(), (torch.randn(6, D), torch.randn(6, D)), {})).graph
+    graph = canonicalize_block(capture(Chain(), (torch.randn(6, D), torch.randn(6, D)), {})).graph
     conditions = [n for n in graph.nodes if n.op != "output" and record_of(n).decision]
     asked = [operation(n.args[0].args[0]) for n in conditions]
     assert asked == ["x"] * 10 + ["add", "squeeze"]
