@@ -21,7 +21,6 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
-from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import ancestors, inside_calls, is_float, is_tensor, literals
 from hexa_fx.passes.detect.routing_factors import (
     RoutingSource,
@@ -32,9 +31,9 @@ from hexa_fx.passes.detect.routing_factors import (
     straight_through,
 )
 from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
-from hexa_fx.passes.detect.slots import Pairs, Slots
+from hexa_fx.passes.detect.slots import Pairs, Slots, chosen_apart
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 
 @dataclass(frozen=True)
@@ -172,12 +171,9 @@ def _find_routing(pairs: Pairs, search: Search) -> Routing:
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
         index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
-    except NoRouting as refusal:
+    except NoRouting:
         asked, dense = search.asked_by_host(), len(pairs.token) == tokens * experts
-        try:
-            index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
-        except NoRouting as of_host:
-            raise (refusal if isinstance(refusal, OtherNumbers) else of_host) from None
+        index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
     slots = Slots(ids, active, tokens, experts, search.replay.value, chosen_apart(index.nodes))
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     given = [n for n in in_order[::-1] if _enters_experts(n, search.tags)] if search.prefer_earliest else []

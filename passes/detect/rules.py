@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, record_of
@@ -15,7 +17,6 @@ from hexa_fx.capture.captured import ChangedInPlace
 from hexa_fx.capture.functional import Applied
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
-from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain, may_be_caught
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -269,3 +270,19 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
                 "probability 0 the block is rewritten in this mode too",
                 node,
             )
+
+
+def gives_plain(call: ModuleCall) -> bool:
+    """Whether a call gives plain values, beside tensors and None."""
+    leaves: list[Any] = pytree.tree_leaves(call.output, is_leaf=lambda item: item is None)
+    return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in leaves)
+
+
+def leaves_plain(captured: CapturedBlock, path: str) -> bool:
+    """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
+    return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
+
+
+def may_be_caught(captured: CapturedBlock, path: str) -> bool:
+    """Whether code around the submodule at ``path`` may catch an error that it raises on other tokens, and go on."""
+    return any(not is_within(scope, {path}) for scope in captured.asks.get("errors", ()))

@@ -37,7 +37,7 @@ _picks = ops.of(
     "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
 )
 
-Family = frozenset[str]
+Members = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 
 
@@ -52,16 +52,16 @@ class Families:
         repeated: the refusal if the same experts run again on their own result.
     """
 
-    side_by_side: tuple[Family, ...] = ()
-    in_a_row: tuple[Family, ...] = ()
-    ordinary: Family = frozenset()
+    side_by_side: tuple[Members, ...] = ()
+    in_a_row: tuple[Members, ...] = ()
+    ordinary: Members = frozenset()
     repeated: Refuse | None = None
 
 
 class Look(Protocol):
     """Finds the region of one family, ignoring the given host decisions."""
 
-    def __call__(self, family: Family, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
+    def __call__(self, members: Members, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
@@ -88,17 +88,17 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
     return Families(repeated=Refuse(IN_TURN if len(set(runs)) == len(runs) else REPEATED, contractions[-1].node))
 
 
-def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Family]:
+def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Members]:
     """The families whose first products are of this level."""
     pair = [replace(c, level=c.level - level + 1) for c in contractions if c.level in (level, level + 1)]
-    runs: dict[Family, int] = {}
+    runs: dict[Members, int] = {}
     for first, second in group_instances(pair):
         bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
         runs[bases] = runs.get(bases, 0) + 1
     return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
 
 
-def _companions(family: Family, groups: ExpertGroups) -> Family:
+def _companions(family: Members, groups: ExpertGroups) -> Members:
     """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
     owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
     return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)

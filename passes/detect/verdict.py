@@ -43,10 +43,6 @@ class NoRouting(Refuse):
     """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""
 
 
-class OtherNumbers(NoRouting):
-    """There is such a tensor, but its numbers are not the places of the experts."""
-
-
 def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] = Refuse) -> Found:
     """What the first of some attempts finds that does not refuse; no more are made after another refusal than ``refusals``.
 

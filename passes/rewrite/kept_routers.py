@@ -18,9 +18,9 @@ from hexa_fx.ir import PythonRead
 from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
-from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.rules import gives_plain, leaves_plain
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, opened
 from hexa_fx.runtime import guards

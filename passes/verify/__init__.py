@@ -30,8 +30,8 @@ from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
 from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
-from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
-from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
+from hexa_fx.passes.verify.perturbed_runs import perturbed_cases
+from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.packing import moving_copies
@@ -88,11 +88,8 @@ def verify_block(
             comparison = Comparison(subject, forward, inputs, settings, experts)
             cases = comparison.cases()
             if not _reason(cases):
-                tolerance = tolerance_of(dtype)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
-                how = tolerance, backward, settings.factors
-                runs = PerturbedRuns(subject, forward, inputs, experts, *how, comparison.state)
-                cases += up_to_different(runs.cases())
+                cases += up_to_different(perturbed_cases(comparison, backward))
         if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
@@ -138,7 +135,8 @@ def _exactly(
     subject = Subject(copied, torch.float64, _own_dtype(block))
     raised = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
     with _installed(copied, _for_dtype(rewritten, torch.float64)) as forward:
-        return Comparison(subject, forward, inputs, settings, ()).original_of(raised)
+        outcome = Comparison(subject, forward, inputs, settings, ()).original_of(raised)
+    return None if isinstance(outcome, Exception) else outcome
 
 
 def _own_dtype(block: nn.Module) -> torch.dtype:

@@ -29,9 +29,18 @@ from hexa_fx.passes.inputs.routing_override import (
     in_turns,
     rows_for_all,
 )
-from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.verify.cases import (
+    NO_ROUTER,
+    SECOND,
+    Subject,
+    VerificationCase,
+    missing_early,
+    repeated,
+    size,
+    tried,
+    up_to_different,
+)
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
-from hexa_fx.passes.verify.tried_calls import missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
@@ -69,13 +78,18 @@ class Comparison:
         finally:
             self.state.restore()
 
-    def original_of(self, example: tuple[Any, Any]) -> Outcome | None:
-        """What the original gives of (args, kwargs), or None if it raises an error."""
-        try:
-            found = tried(lambda: self._original(self.forward.original, example, None, gradients=False))
-        finally:
-            self.state.restore()
-        return None if isinstance(found, Exception) else found
+    def original_of(
+        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
+    ) -> Outcome | Exception:
+        """What the original gives of (args, kwargs), or the error that it raises. Its state is the caller's to restore."""
+        return tried(lambda: self._original(self.forward.original, inputs, None, gradients, may_leave_range))
+
+    def rewritten_of(
+        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
+    ) -> Outcome | Exception:
+        """As `original_of`, of the rewritten block."""
+        call = missing_early(self.forward.rewritten)
+        return tried(lambda: self._run(call, inputs, None, gradients, may_leave_range=may_leave_range))
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
@@ -217,11 +231,16 @@ class Comparison:
         return original, other
 
     def _original(
-        self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
+        self,
+        call: Callable[..., Any],
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None,
+        gradients: bool,
+        may_leave_range: bool = False,
     ) -> Outcome:
         """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
         with sliced(self.experts, gradients) as slices:
-            return self._run(call, inputs, override, gradients, slices)
+            return self._run(call, inputs, override, gradients, slices, may_leave_range)
 
     def _run(
         self,
@@ -230,9 +249,10 @@ class Comparison:
         override: TorchFunctionMode | None,
         gradients: bool,
         slices: WeightSlices | None = None,
+        may_leave_range: bool = False,
     ) -> Outcome:
         with ExitStack() as modes:
-            if self._may_leave_range(inputs, override):
+            if may_leave_range or self._may_leave_range(inputs, override):
                 modes.enter_context(no_device_asserts(self.subject.module))
             if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
                 modes.enter_context(InFloat64(self.subject.own))

@@ -7,110 +7,70 @@ the original count: one-hot dispatch spreads a NaN to every token, and code that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import Outcome, difference, observe, same_fact, unlike, wide
-from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.outcome import Outcome, difference, same_fact, unlike, wide
 from hexa_fx.isolation.users_code import raised_by_user
-from hexa_fx.isolation.weight_slices import sliced
-from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.verify.cases import Subject, VerificationCase
+from hexa_fx.passes.verify.cases import VerificationCase
+from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.perturbation import Perturbation, perturbations
-from hexa_fx.passes.verify.tried_calls import missing_early, tried
-from hexa_fx.runtime import results
-from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss
 
 _TINY, _NOTHING = 1e-300, 1e100
 _CHAOTIC = 100.0
 
 
-@dataclass(frozen=True)
-class PerturbedRuns:
-    """Both forwards of a subject under perturbations.
+def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[VerificationCase]:
+    """One for every perturbation.
 
     Args:
-        subject: what is compared.
-        forward: the rewritten forward that is installed on it.
-        inputs: the example call and fresh ones like it.
-        experts: the weights of the experts.
-        tolerance: largest difference relative to a row's scale.
+        comparison: of the two forwards, whose inputs are changed.
         gradients: whether they are compared at all.
-        factors: see `hexa_fx.passes.verify.perturbation.perturbations`.
-        state: of the subject's module, of which only the values are saved anew where nothing else changed.
     """
-
-    subject: Subject
-    forward: HexaForward
-    inputs: FreshInputs
-    experts: tuple[torch.Tensor, ...]
-    tolerance: float
-    gradients: bool = True
-    factors: tuple[float, ...] = ()
-    state: ModuleState | None = None
-
-    def cases(self) -> Iterator[VerificationCase]:
-        """One for every perturbation."""
-        for perturbation in perturbations(self.inputs, self.subject.module, self.factors):
-            args, kwargs = self.inputs.like_example(self.subject.dtype)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            with torch.no_grad():
-                place = perturbation.at
-                leaves[place] = perturbation.change(leaves[place], torch.Generator().manual_seed(1))
-            yield self._compared(perturbation, leaves, spec)
-
-    def _compared(self, how: Perturbation, leaves: list[Any], spec: pytree.TreeSpec) -> VerificationCase:
-        name, gradients = how.name, how.gradients and self.gradients
-        state = self._state()
+    inputs, subject = comparison.inputs, comparison.subject
+    for how in perturbations(inputs, subject.module, comparison.settings.factors):
+        leaves, spec = pytree.tree_flatten(inputs.like_example(subject.dtype))
+        with torch.no_grad():
+            changed = how.change(leaves[how.at], torch.Generator().manual_seed(1))
+        leaves[how.at] = changed
+        poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == inputs.tokens_at() else None
         try:
-            original = self._outcome(self.forward.original, leaves, spec, gradients, state)
-            other = self._outcome(missing_early(self.forward.rewritten), leaves, spec, gradients, state)
-            if isinstance(other, GuardMiss):
-                return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
-            if isinstance(original, Exception) or isinstance(other, Exception):
-                return _errors(name, original, other, how.finite)
-            changed = leaves[how.at]
-            poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == self.inputs.tokens_at() else None
-            reason, error = apart(original, other, how.finite, poisoned)
-            found = difference(original, other)
-            if not reason and max(error, found.gradient) <= self.tolerance:
-                return VerificationCase(name, "equal", error, found.gradient)
-            again = self._outcome(self.forward.original, [*map(_nudged, leaves)], spec, gradients, state)
+            yield _compared(comparison, how, leaves, spec, gradients and how.gradients, poisoned)
         finally:
-            state.restore()
-        if not reason and _moved(original, again, how.finite) * _CHAOTIC >= max(error, found.gradient):
-            return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
-        if error <= self.tolerance and not reason:
-            reason = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
-        return VerificationCase(name, "different", error, found.gradient, reason or _how_far(error))
+            comparison.state.restore()
 
-    def _state(self) -> ModuleState:
-        made = self.forward.specialisations[0]
-        known = self.state if self.state is not None and self.state.retaken() else None
-        return known or results.state_of(self.subject.module, made.stored, made.changed)
 
-    def _outcome(
-        self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, gradients: bool, state: ModuleState
-    ) -> Outcome | Exception:
-        def run() -> Outcome:
-            with ExitStack() as modes:
-                modes.enter_context(no_device_asserts(self.subject.module))
-                if self.subject.dtype == torch.float64:
-                    modes.enter_context(InFloat64(self.subject.own))
-                is_original = call == self.forward.original
-                slices = modes.enter_context(sliced(self.experts, gradients and is_original))
-                inputs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, self.subject.module, state, inputs, gradients, slices)
-
-        return tried(run)
+def _compared(
+    comparison: Comparison,
+    how: Perturbation,
+    leaves: list[Any],
+    spec: pytree.TreeSpec,
+    gradients: bool,
+    poisoned: torch.Tensor | None,
+) -> VerificationCase:
+    name, tolerance = how.name, comparison.tolerance
+    own = partial(comparison.original_of, gradients=gradients, may_leave_range=True)
+    original = own(pytree.tree_unflatten(leaves, spec))
+    other = comparison.rewritten_of(pytree.tree_unflatten(leaves, spec), gradients=gradients, may_leave_range=True)
+    if isinstance(other, GuardMiss):
+        return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
+    if isinstance(original, Exception) or isinstance(other, Exception):
+        return _errors(name, original, other, how.finite)
+    reason, error = apart(original, other, how.finite, poisoned)
+    found = difference(original, other)
+    if not reason and max(error, found.gradient) <= tolerance:
+        return VerificationCase(name, "equal", error, found.gradient)
+    again = own(pytree.tree_unflatten([*map(_nudged, leaves)], spec))
+    if not reason and _moved(original, again, how.finite) * _CHAOTIC >= max(error, found.gradient):
+        return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
+    if error <= tolerance and not reason:
+        reason = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+    return VerificationCase(name, "different", error, found.gradient, reason or _how_far(error))
 
 
 def _moved(original: Outcome, again: Outcome | Exception, finite: bool) -> float:

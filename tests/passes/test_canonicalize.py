@@ -9,8 +9,7 @@ from torch import nn
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.passes.canonicalize import canonicalize_block
-from hexa_fx.passes.sizes.leading_sizes import leading_sizes
-from hexa_fx.passes.sizes.size_rules import Dim, copied_from
+from hexa_fx.passes.sizes.size_rules import Dim, copied_from, leading_sizes
 
 T, E, I, D = 5, 3, 4, 6  # noqa: E741
 
