@@ -37,7 +37,7 @@ def decided_anew(
 ) -> set[torch.fx.Node]:
     """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
 
-    Not of those that hand over plain values, or errors: what these decide, too, the code around them goes by as it was. Nor of
+    Not of those that give plain values: what these decide, too, the code around them goes by as it was. Nor of
     those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use.
 
     Args:
@@ -48,9 +48,8 @@ def decided_anew(
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
     inside: set[torch.fx.Node] = set()
     for call in _calls_without(captured, taken):
-        hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
         nodes = order[call.start : call.end]
-        if not hands_over and call.start <= taken[-1] and not needed.isdisjoint(nodes):
+        if not gives_plain(call) and call.start <= taken[-1] and not needed.isdisjoint(nodes):
             inside.update(nodes)
     return inside
 
@@ -276,13 +275,3 @@ def gives_plain(call: ModuleCall) -> bool:
     """Whether a call gives plain values, beside tensors and None."""
     leaves: list[Any] = pytree.tree_leaves(call.output, is_leaf=lambda item: item is None)
     return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in leaves)
-
-
-def leaves_plain(captured: CapturedBlock, path: str) -> bool:
-    """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
-    return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
-
-
-def may_be_caught(captured: CapturedBlock, path: str) -> bool:
-    """Whether code around the submodule at ``path`` may catch an error that it raises on other tokens, and go on."""
-    return any(not is_within(scope, {path}) for scope in captured.asks.get("errors", ()))

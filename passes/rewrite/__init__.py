@@ -26,10 +26,10 @@ from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, left_by_opened, refuse_late_conditions, replaced
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
+from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.passes.rewrite.region import RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
-from hexa_fx.passes.sizes.size_rules import leading_sizes
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import ELSEWHERE, is_within
 

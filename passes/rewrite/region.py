@@ -23,9 +23,9 @@ from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
+from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.routing_nodes import RoutingEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
-from hexa_fx.passes.sizes.size_rules import leading_sizes
 from hexa_fx.runtime import guards
 
 
