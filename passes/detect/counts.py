@@ -38,8 +38,8 @@ def sizes_asked(decision: Node) -> set[Node]:
         return set()
     asked = ancestors([decision], stop=is_size)
     sizes = {n for n in asked if is_size(n)}
-    given = any(not n.op.startswith("call") or ops.is_random(n) for n in asked - sizes)
-    return set() if given else sizes
+    reads_values = any(not n.op.startswith("call") or ops.is_random(n) for n in asked - sizes)
+    return set() if reads_values else sizes
 
 
 def depends_on_values(node: Node) -> bool:
@@ -47,7 +47,7 @@ def depends_on_values(node: Node) -> bool:
     if ops.finds(node) or ops.gives_numbers(node):
         return True
     if kind(node) == "repeat_interleave":
-        return any(isinstance(given, Node) and is_tensor(given) for given in node.args[1:])
+        return any(isinstance(repeats, Node) and is_tensor(repeats) for repeats in node.args[1:])
     return kind(node) == "getitem" and _has_mask(node.args[1])
 
 
@@ -98,9 +98,9 @@ def cuts_rows(node: Node) -> bool:
     """
     if not ops.cuts(node) or kind(node) in ("unbind", "split_with_sizes"):
         return False
-    whole, *given = node.args
-    by = (*given, *(node.kwargs.get(name) for name in ("split_size", "split_size_or_sections", "chunks", "sections")))
-    dim = node.kwargs.get("dim", given[1] if len(given) > 1 else 0)
+    whole, *rest = node.args
+    by = (*rest, *(node.kwargs.get(name) for name in ("split_size", "split_size_or_sections", "chunks", "sections")))
+    dim = node.kwargs.get("dim", rest[1] if len(rest) > 1 else 0)
     if isinstance(next(filter(None, by), None), (list, tuple)) or not isinstance(whole, Node):
         return False
     dims = record_of(whole).value.dim()

@@ -168,9 +168,9 @@ class Decisions:
 
     def judged(self, decision: Node) -> tuple[Verdict, str]:
         """The verdict on a decision, and the sentence of a refusal."""
-        given = any(n.op == "placeholder" for n in ancestors([decision]))
+        reads_inputs = any(n.op == "placeholder" for n in ancestors([decision]))
         kept = self._kept_values(decision)
-        if kept and not given:
+        if kept and not reads_inputs:
             return self._of_kept(decision, kept)
         if sizes := self._sizes(decision):
             return self._of_sizes(decision, sizes)
@@ -184,7 +184,7 @@ class Decisions:
             return Verdict.REFUSED, ON_DATA
         if not self.chosen.isdisjoint(ancestors([decision])):
             return (Verdict.REFUSED, _EXACT) if is_exact(decision) else (Verdict.VARIED, "")
-        return self._of_inputs(decision, given and is_bool)
+        return self._of_inputs(decision, reads_inputs, is_bool)
 
     # -- what a decision asks ------------------------------------------------------------------------------------------
 
@@ -221,10 +221,10 @@ class Decisions:
         parameters of these, as where a router runs twice. All others are of the data.
         """
         nodes = [node for node in self.captured.graph.nodes if node.op != "output"]
-        given = [node for node in nodes if self.tags[node].experts and not self.tags[node].weight]
+        computed = [node for node in nodes if self.tags[node].experts and not self.tags[node].weight]
         items = [node for node in nodes if record_of(node).subscript or operation(node) == "__index__"]
         choices = set(filter(_choices, nodes))
-        chosen = choices & ancestors([*given, *items, *self.routing])
+        chosen = choices & ancestors([*computed, *items, *self.routing])
         again = choices & descendants([node for node in ancestors(chosen) if node.op == "get_attr"])
         return descendants(chosen | again) | self.routing
 
@@ -299,11 +299,11 @@ class Decisions:
         inside = [n for n in value.all_input_nodes if not ancestors([n]).isdisjoint(self.ends)]
         return (ops.moves(value) or ops.adds(value)) and bool(inside) and all(map(self._is_moved, inside))
 
-    def _of_inputs(self, decision: Node, is_condition: bool) -> tuple[Verdict, str]:
+    def _of_inputs(self, decision: Node, reads_inputs: bool, is_bool: bool) -> tuple[Verdict, str]:
         """On inputs beside the tokens, if on any; ``len(x)`` of a loop over rows is legitimate inside the experts alone."""
         behind = ancestors([decision])
         floats = (n for n in behind if is_float(n) and n.op != "placeholder")
         if any(operation(user) not in ops.SIZES for n in floats for user in n.users if user in behind):
-            given = any(n.op == "placeholder" for n in behind)
-            return (Verdict.REFUSED, ON_DATA) if given else (Verdict.VARIED, "")
-        return (Verdict.CONDITION if is_condition and operation(decision) not in ops.SIZES else Verdict.VARIED), ""
+            return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")
+        asked = reads_inputs and is_bool and operation(decision) not in ops.SIZES
+        return (Verdict.CONDITION if asked else Verdict.VARIED), ""

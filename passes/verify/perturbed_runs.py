@@ -62,15 +62,15 @@ def _compared(
     if isinstance(original, Exception) or isinstance(other, Exception):
         return _errors(name, original, other, how.finite)
     reason, error = apart(original, other, how.finite, poisoned)
-    found = difference(original, other)
-    if not reason and max(error, found.gradient) <= tolerance:
-        return VerificationCase(name, "equal", error, found.gradient)
+    by_tensor = difference(original, other)
+    if not reason and max(error, by_tensor.gradient) <= tolerance:
+        return VerificationCase(name, "equal", error, by_tensor.gradient)
     again = own(pytree.tree_unflatten([*map(_nudged, leaves)], spec))
-    if not reason and _moved(original, again, how.finite) * _CHAOTIC >= max(error, found.gradient):
+    if not reason and _moved(original, again, how.finite) * _CHAOTIC >= max(error, by_tensor.gradient):
         return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
     if error <= tolerance and not reason:
-        reason = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
-    return VerificationCase(name, "different", error, found.gradient, reason or _how_far(error))
+        reason = f"gradient of {by_tensor.worst_gradient} is off by {by_tensor.gradient:.1e} of its scale"
+    return VerificationCase(name, "different", error, by_tensor.gradient, reason or _how_far(error))
 
 
 def _moved(original: Outcome, again: Outcome | Exception, finite: bool) -> float:
