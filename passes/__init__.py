@@ -150,10 +150,10 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     if first.match is None or first.settled or first.check is None or first.check.ok:
         return first
     assert first.captured is not None
-    if any(case.outcome == "different" and case.gradient_error > case.forward_error for case in first.check.cases):
-        again = _analyse_on(
-            observation, config, probe, prefer_earliest=True
-        )  # one of two with the same numbers is detached
+    different = next((case for case in first.check.cases if case.outcome == "different"), None)
+    if different is not None and (different.raised or different.gradient_error > different.forward_error):
+        # of two tensors with the same numbers one is detached, or is not there in every call
+        again = _analyse_on(observation, config, probe, prefer_earliest=True)
     else:  # so that a capacity that the code names is exceeded
         probe = overflow_inputs(*probe, overflow_sizes(first.captured.graph)[-1])
         again = _analyse_on(observation, config, probe)

@@ -227,7 +227,8 @@ class Comparison:
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(other, Exception):
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {kind_and_line(other)}")
+            detail = f"the rewritten block raises {kind_and_line(other)}"
+            return VerificationCase(name, "different", detail=detail, raised=True)
         return original, other
 
     def _original(

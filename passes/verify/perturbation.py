@@ -94,6 +94,7 @@ def _masks(inputs: FreshInputs, module: nn.Module) -> Iterator[Perturbation]:
         if not isinstance(leaf, torch.Tensor) or not leaf.numel() or number == inputs.tokens_at():
             continue
         mask, integers = f"the mask {names[number]!r} drawn at random", kind in ("integer", "ids")
+        leaf = leaf.detach()
         least, most = float(leaf.min()), float(leaf.max())
         if least == most and (kind == "bool" or (kind == "unsigned" and least == 1 and leaf.numel() > 1)):
             yield Perturbation(mask, number, partial(_drawn, 0, 2), gradients=True)
