@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
-from benchmarks.use_docs import trained, trained_in_short, use, use_in_short
+from benchmarks.use_docs import on_a_cpu, trained, trained_in_short, use, use_in_short
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -251,6 +251,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "use": use,
         "use in short": use_in_short,
         "trained": trained,
+        "on a cpu": on_a_cpu,
         "models": models,
         "layers": summary,
         "other card": other_card,

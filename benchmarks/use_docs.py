@@ -74,6 +74,26 @@ def trained_in_short(folder: Path) -> str:
     return textwrap.fill(said, width=130)
 
 
+def on_a_cpu(folder: Path) -> str:
+    """OLMoE's experts on one thread: milliseconds of hexa_fx, how many times those ``grouped_mm`` takes."""
+    rows = _read(folder / "optimize_cpu_grouped_mm.json")
+    head = ["experts, k, D, I, tokens", "dtype", "forward", "step"]
+    return table(
+        head,
+        [
+            [
+                ", ".join(str(row[size]) for size in ("experts", "top_k", "dim", "hidden", "tokens")),
+                row["dtype"].removeprefix("torch."),
+                *(
+                    f"{row[f'{part}_rewritten_ms']:.1f} ms, {row[f'{part}_speedup']:.2f}×"
+                    for part in ("forward", "step")
+                ),
+            ]
+            for row in rows
+        ],
+    )
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
