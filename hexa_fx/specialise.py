@@ -114,9 +114,12 @@ class Specialiser:
         missed: str,
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
+        gradients = torch.is_grad_enabled()
         try:
             with undisturbed():
                 analysis, same_as = self._analyse(forward, module, args, kwargs)
+                if not gradients and any(read.is_of_gradients for read in analysis.reads):
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
                 self.cache.forget_runs()
                 if first and (analysis.rewritten is not None or not left):
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
@@ -139,12 +142,18 @@ class Specialiser:
         return reason
 
     def _analyse(
-        self, forward: HexaForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: HexaForward,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gradients: bool = True,
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
         config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
         shadow = shadow_of(module, left, forward.own_forward)
-        observation = Observation(forward.path, shadow, *copied_call(args, kwargs, config.probe_tokens))
+        call = copied_call(args, kwargs, config.probe_tokens)
+        observation = Observation(forward.path, shadow, *call, gradients=gradients)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects, relied_on = SideEffects(shadow, namespaces_of(shadow)), tuple[PythonRead, ...]()
@@ -187,16 +196,7 @@ def copied_call(
     """Arguments of a call as an analysis may use them: cut to few tokens, copied, and without a past."""
     with torch.no_grad():
         args, kwargs = probe_inputs(args, kwargs, most_tokens)
-        grads = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
-        args, kwargs = copied(args), copied(kwargs)
-    for tensor, wanted in zip(_tensors((args, kwargs)), grads):
-        if tensor.is_floating_point():
-            tensor.requires_grad_(wanted)
-    return args, kwargs
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return copied(args), copied(kwargs)
 
 
 @contextmanager

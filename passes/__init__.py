@@ -217,6 +217,7 @@ def _rewrite(
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
+            run = partial(run, gradients=observation.gradients)
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))

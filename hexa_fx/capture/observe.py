@@ -31,13 +31,17 @@ from hexa_fx.torch_private import DisableTorchFunction
 
 @dataclass(frozen=True)
 class Observation:
-    """A module's first call during the run, with copies of its arguments; and what was ``given``, once others are in its place."""
+    """A module's first call during the run, with copies of its arguments; and what was ``given``, once others are in its place.
+
+    ``gradients``: whether they are on in it, which counts where the code asks.
+    """
 
     path: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: tuple[Any, Any] | None = None
+    gradients: bool = True
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, func
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_float, operation, writes_outside, written_from
 from hexa_fx.passes.detect.in_numpy import refuse_array
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_generator
-from hexa_fx.passes.detect.size_decisions import SIZES, cuts_rows
+from hexa_fx.passes.detect.size_decisions import cuts_rows
 from hexa_fx.passes.rewrite.far_limits import require_fewer
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
@@ -84,7 +84,7 @@ class _Rewriter:
         self.match = replace(self.match, branches=(*self.match.branches, *cut))
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
-        order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
+        order = sorted(kept.order, key=self._asked_first(kept).__contains__, reverse=True)
         conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
         refuse_late_conditions(conditions, order, kept)
         self.elsewhere = replaced(captured, kept)
@@ -120,13 +120,12 @@ class _Rewriter:
         of_python = routers.reads, None, routers.in_trace
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
 
-    def _asked_first(self) -> set[torch.fx.Node]:
-        """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""
+    def _asked_first(self, kept: KeptNodes) -> set[torch.fx.Node]:
+        """Conditions on what is there before anything is drawn, written or called, which are checked first."""
         conditions = [branch.condition for match in self.match.regions for branch in match.conditions]
-        behind = [ancestors([condition]) for condition in conditions]
-        first = (
-            found for found in behind if not any(n.op == "placeholder" for n in found) or all(map(_is_given, found))
-        )
+        behind = map(ancestors, ([condition] for condition in conditions))
+        last = {*kept.calls, *(match.output for match in self.match.regions)}
+        first = (found for found in behind if last.isdisjoint(found) and not any(map(_draws_or_writes, found)))
         return {n for found in first for n in found if n.op != "placeholder"}
 
     def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
@@ -278,12 +277,8 @@ class _Rewriter:
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
 
-def _is_given(node: torch.fx.Node) -> bool:
-    """Whether it is an input, a size of one that nothing has written to, or a number that is made of such."""
-    if node.op == "placeholder":
-        return True
-    read = [operand for operand in node.all_input_nodes if is_tensor(operand)]
-    return not is_tensor(node) and (not read or (operation(node) in SIZES and all(n.op == "placeholder" for n in read)))
+def _draws_or_writes(node: torch.fx.Node) -> bool:
+    return record_of(node).writes or operation(node) in RANDOM
 
 
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:

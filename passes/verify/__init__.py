@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.outcome import Outcome, unlike
+from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -30,6 +30,7 @@ from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
 from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
+from hexa_fx.passes.verify.perturbation import argument_names
 from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime.forward import HexaForward
@@ -79,6 +80,7 @@ def verify(
     settings = settings or VerifySettings()
     widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
     inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), widths)
+    inputs.asked = _asked(block, rewritten, inputs)
     cases: tuple[VerificationCase, ...] = ()
     dtype = torch.float64
     for subject in _subjects(block, settings):
@@ -103,6 +105,13 @@ def verify(
     if not reason and not all_reached:
         reason = odd_expert(block)
     return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
+
+
+def _asked(block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs) -> AskedGradients:
+    without = {guard.name for guard in rewritten.guards if guard.requires_grad is False}
+    names = argument_names(block, *inputs.example(torch.float64))
+    leaves = frozenset(number for number, name in enumerate(names) if name in without)
+    return AskedGradients(next((read.value[0] for read in rewritten.reads if read.is_of_gradients), None), leaves)
 
 
 def _kinds(
@@ -147,12 +156,12 @@ def _own_dtype(block: nn.Module) -> torch.dtype:
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
-    """The block for a comparison in ``dtype``, in which all inputs want gradients.
+    """The block for a comparison in ``dtype``.
 
     `InFloat64` raises recorded dtypes too, and autocast leaves float64 alone, so guards on them do not apply there.
     """
     exact = dtype != torch.float64
-    guards = (replace(g, exact_dtype=g.exact_dtype and exact, requires_grad=None) for g in rewritten.guards)
+    guards = (replace(g, exact_dtype=g.exact_dtype and exact) for g in rewritten.guards)
     return replace(rewritten, guards=tuple(guards), autocast=rewritten.autocast if exact else None)
 
 

@@ -266,7 +266,7 @@ class Comparison:
                 modes.callback(lambda: setattr(self, "_largest", max(self._largest, raised.largest)))
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, gradients, slices)
+            return observe(call, self.subject.module, self.state, inputs, gradients, slices, self.inputs.asked)
 
     def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
         """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""

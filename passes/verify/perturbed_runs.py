@@ -148,7 +148,7 @@ class PerturbedRuns:
                 is_original = call == self.forward.original
                 slices = modes.enter_context(sliced(self.experts, gradients and is_original))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, state, (args, kwargs), gradients, slices)
+                return observe(call, module, state, (args, kwargs), gradients, slices, self.inputs.asked)
 
         return tried(run)
 
