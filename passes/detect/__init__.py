@@ -110,7 +110,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     if found is not None:
         return found
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
-    wanted = itertools.chain(families.side_by_side or [None], (family for family in narrower if family is not None))
+    wanted = itertools.chain(families.side_by_side, [None], (family for family in narrower if family is not None))
     try:
         return first_match(partial(look, family) for family in wanted)
     except Refuse as refusal:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.passes.detect.graph import descendants, operation
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
@@ -87,7 +88,8 @@ def verify(
         dtype = subject.dtype
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
             experts = _expert_weights(subject.module, rewritten)
-            comparison = Comparison(subject, forward, inputs, settings, experts)
+            beside = _chosen_by_none(subject.module, rewritten)
+            comparison = Comparison(subject, forward, inputs, settings, experts, beside)
             cases = comparison.cases()
             if not _reason(cases):
                 tolerance = tolerance_of(dtype)
@@ -257,6 +259,18 @@ def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.
     """The three-dimensional tensors that the graph reads."""
     read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
     return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
+
+
+def _chosen_by_none(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
+    """The tensors that the graph reads by name and no routing follows from, as the matrices of an adapter on experts' rows."""
+    read = rewritten.graph.find_nodes(op="get_attr")
+    none = [node for node in read if not any(operation(user) in _ROUTED for user in descendants([node]))]
+    found = (_value_at(block, str(node.target)) for node in none)
+    return tuple(value for value in found if isinstance(value, torch.Tensor))
+
+
+_ROUTED = frozenset({"reindex", "moe_ffn"})
+"""Operators that are given a routing."""
 
 
 def _value_at(block: nn.Module, path: str) -> Any:

@@ -52,8 +52,11 @@ class Comparison:
         inputs: FreshInputs,
         settings: VerifySettings,
         experts: tuple[torch.Tensor, ...],
+        beside: tuple[torch.Tensor, ...] = (),
     ) -> None:
+        """``beside``: other weights that nothing is chosen by, though they may be as wide as there are experts."""
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
+        self._no_router = *experts, *beside
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
         (made,) = forward.specialisations
         self.state = results.state_of(subject.module, made.stored, made.changed)
@@ -172,7 +175,7 @@ class Comparison:
         if experts is None or self.inputs.given_routing or self._in_pieces():
             return
         inputs = self.inputs.at(rows_for_all(experts, top_k), 1, self.subject.dtype)
-        overrides = (LogitsOverride(routing, experts, top_k, self.experts), RoutingOverride(routing, experts))
+        overrides = (LogitsOverride(routing, experts, top_k, self._no_router), RoutingOverride(routing, experts))
         for override in overrides:
             if self.untried:
                 yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
@@ -189,7 +192,7 @@ class Comparison:
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
-            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self.experts))
+            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self._no_router))
         for override in overrides:
             case = self._case(name, inputs, override, gradients)
             if override.forced:
