@@ -104,7 +104,8 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(captured.named_tensors())
-    look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
+    options = {"groups": groups, "replay": Replay(captured), "prefer_earliest": prefer_earliest, "form": form}
+    look = partial(_detect_family, **options)
     families = families_of(captured, groups)
     found = find_several(captured, groups, families, look)
     if found is not None:
@@ -112,7 +113,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
     wanted = itertools.chain(families.side_by_side, [None], (family for family in narrower if family is not None))
     try:
-        return first_match(partial(look, family) for family in wanted)
+        return first_match(partial(look, captured, family) for family in wanted)
     except Refuse as refusal:
         raise only_looked_up(captured, groups) or _explained(captured, families.repeated or refusal) from None
 
@@ -147,9 +148,10 @@ def _refuse_own_operators(captured: CapturedBlock) -> None:
 
 def _detect_family(
     captured: CapturedBlock,
+    family: frozenset[str] | None,
+    *,
     groups: ExpertGroups,
     replay: Replay,
-    family: frozenset[str] | None,
     prefer_earliest: bool,
     form: Form,
     passed: frozenset[torch.fx.Node] = frozenset(),
@@ -188,8 +190,9 @@ def _detect_standard(
     weights = WeightTable(captured, groups, tags)
     match_of = partial(_match_of, weights, replay, prefer_earliest, passed, with_steps, stored)
     rows = match_rows(group_instances(contractions), captured, tags, replay, weights)
-    # where rows are given to experts unknown, there may be others, such as those that a mask keeps
-    return first_match((partial(match_of, source, instances) for source, instances in rows), NoRouting)
+    # where rows are given to experts unknown, there may be others, such as those that a mask keeps, or that one run of several gets
+    refusals = Refuse if captured.set_aside else NoRouting
+    return first_match((partial(match_of, source, instances) for source, instances in rows), refusals)
 
 
 def _match_of(

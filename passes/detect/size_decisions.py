@@ -101,9 +101,11 @@ def cuts_rows(node: torch.fx.Node) -> bool:
 
     Those of features, which weights decide, are always as many.
     """
-    if operation(node) not in _CUTS or not node.op.startswith("call"):
+    if not node.op.startswith("call") or operation(node) not in _CUTS | {"unbind"}:
         return False
     whole, *given = node.args
+    if operation(node) == "unbind":
+        given = [1, *given]
     by = (*given, *(node.kwargs.get(name) for name in ("split_size", "split_size_or_sections", "chunks", "sections")))
     dim = node.kwargs.get("dim", given[1] if len(given) > 1 else 0)
     if isinstance(next(filter(None, by), None), (list, tuple)) or not isinstance(whole, torch.fx.Node):
