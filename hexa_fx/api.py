@@ -214,7 +214,7 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> 
     """Installs what was found, and returns the report of it. Refused blocks are analysed again in calls of another kind."""
     if any(not analysis.path for analysis in found.analyses):
         take_off(model)
-    specialiser = Specialiser(config, finished, found.cache)
+    specialiser = Specialiser(config, finished, found.cache, found.written)
     forms, installed, said = _finished_forms(found, config), dict[str, HexaForward](), dict[str, str]()
     for analysis in found.analyses:
         block, form = model.get_submodule(analysis.path), forms.get(analysis.path)

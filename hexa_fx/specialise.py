@@ -65,12 +65,17 @@ class Specialiser:
         config: the options.
         finish: makes of a rewritten block what is installed.
         cache: analyses that hold for identical blocks.
+        written: paths of blocks whose inputs are written to after the call.
     """
 
     def __init__(
-        self, config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], cache: StructureCache
+        self,
+        config: HexaConfig,
+        finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
+        cache: StructureCache,
+        written: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.finish, self.cache = config, finish, cache
+        self.config, self.finish, self.cache, self.written = config, finish, cache, written
         self.reports: dict[str, BlockReport] = {}
         """Of blocks that were first analysed, or first rewritten, when they were called, by path."""
         self._inspector = Inspector()
@@ -153,7 +158,8 @@ class Specialiser:
         config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
         shadow = shadow_of(module, left, forward.own_forward)
         call = copied_call(args, kwargs, config.probe_tokens)
-        observation = Observation(forward.path, shadow, *call, gradients=gradients)
+        written = forward.path in self.written
+        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects, relied_on = SideEffects(shadow, namespaces_of(shadow)), tuple[PythonRead, ...]()
@@ -174,11 +180,13 @@ class Specialiser:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.config, self.finish)
+        return _unpickled, (self.config, self.finish, self.written)
 
 
-def _unpickled(config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock]) -> Specialiser:
-    return Specialiser(config, finish, StructureCache())
+def _unpickled(
+    config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], written: frozenset[str]
+) -> Specialiser:
+    return Specialiser(config, finish, StructureCache(), written)
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

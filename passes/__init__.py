@@ -221,7 +221,7 @@ def _rewrite(
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
-            captured = with_idle_experts(captured)
+            captured = replace(with_idle_experts(captured), written_later=observation.written)
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)

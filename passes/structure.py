@@ -85,6 +85,7 @@ def _key(observation: Observation) -> Hashable:
         _shape(observation.kwargs),
         autocast_state(),
         observation.gradients,
+        observation.written,
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 
