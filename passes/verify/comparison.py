@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hexa_fx.errors import kind_and_line
+from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
@@ -31,6 +31,7 @@ from hexa_fx.passes.inputs.routing_override import (
     rows_for_all,
 )
 from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.verify.lost_precision import FEWER_BITS
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.passes.verify.tried_calls import missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
@@ -243,7 +244,9 @@ class Comparison:
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(other, Exception):
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {kind_and_line(other)}")
+            mixed = self.subject.as_it_is and isinstance(other, InputError)  # dtypes, where the code casts its tokens
+            detail = FEWER_BITS if mixed else f"the rewritten block raises {kind_and_line(other)}"
+            return VerificationCase(name, "different", detail=detail)
         return original, other
 
     def _original(
