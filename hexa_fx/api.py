@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -233,6 +234,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> 
     waiting = tuple(BlockReport(path, "waiting") for path in found.waiting)
     report = with_compute(found.report, said, _never_small(forms))
     report = replace(report, found=(*report.found, *waiting), later=specialiser.reports)
+    for forward in installed.values():
+        forward.within = weakref.ref(model)
     return with_forwards(report, installed)
 
 
