@@ -164,7 +164,7 @@ def _at_first_call(
     if is_elsewhere(model):
         take_off(model)
     else:
-        beside = shadow_of(model, frozenset({*PUT_ON, "report"}), own_forward(model))
+        beside = shadow_of(model, frozenset({*PUT_ON, "report"}), {id(model): own_forward(model)})
     with undisturbed(), collections_are_cheap(), compiled_as_python():
         _optimize(model, Call(args, kwargs), config, Spread(None, "auto", "measure", None, None), beside)
     if wrapper is not None:

@@ -44,7 +44,8 @@ class OptimizationReport:
     @property
     def blocks(self) -> tuple[BlockReport, ...]:
         """One report per block, as it is now."""
-        return tuple(self.later.get(block.path, block) for block in self.found)
+        around = {path: block for path, block in self.later.items() if all(path != known.path for known in self.found)}
+        return (*(self.later.get(block.path, block) for block in self.found), *around.values())
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:

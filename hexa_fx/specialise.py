@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of
-from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.capture.side_effects import SideEffects
@@ -41,6 +41,7 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.install import install, installed_forward
 from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
 from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
@@ -144,7 +145,21 @@ class Specialiser:
         reads = () if analysis is None or analysis.settled else analysis.reads
         kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
+        if forward.specialisations and analysis is not None and not analysis.settled:
+            self._try_around(forward)
         return reason
+
+    def _try_around(self, forward: HexaForward) -> None:
+        """Has the module around a block analysed when it is called next, if it is rewritten in calls of other kinds only: what it
+        misses in this one, such as who chooses the experts, may be there."""
+        model = forward.within() if forward.within is not None else None
+        for path in [*with_ancestors(forward.path)][1:] if model is not None else ():
+            around = model.get_submodule(path)
+            if type(around).forward is nn.Module.forward:  # a list
+                continue
+            if len(installed_in(around)) == 1:
+                install(around, path=path, analyst=self).within = forward.within
+            return
 
     def _analyse(
         self,
@@ -155,8 +170,9 @@ class Specialiser:
         gradients: bool = True,
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
-        config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
-        shadow = shadow_of(module, left, forward.own_forward)
+        config, installed = self.config, installed_in(module)
+        left = frozenset({*PUT_ON, "report", "graphs"}).union(*(each.reads_under() for each in installed.values()))
+        shadow = shadow_of(module, left, {number: each.own_forward for number, each in installed.items()})
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
@@ -187,6 +203,12 @@ def _unpickled(
     config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], written: frozenset[str]
 ) -> Specialiser:
     return Specialiser(config, finish, StructureCache(), written)
+
+
+def installed_in(module: nn.Module) -> dict[int, HexaForward]:
+    """The rewritten forwards of a module and those inside it, by the modules' ids."""
+    found = ((id(each), installed_forward(each)) for each in module.modules())
+    return {number: forward for number, forward in found if forward is not None}
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

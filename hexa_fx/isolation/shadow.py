@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +25,12 @@ _OF_OTHERS = ("_hf_hook", "_old_forward")
 """What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
 
 
-def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn.Module:
+def shadow_of(block: nn.Module, left: frozenset[str] = frozenset(), own: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
     """A tree of modules of the same classes, which hold what the modules of ``block`` hold.
 
     Args:
-        left: names of attributes of ``block`` that are left out: what `hexa_fx` put there.
-        forward: that of the instance, if it has one of its own.
+        left: names of attributes that are left out of those in ``own``: what `hexa_fx` put there.
+        own: the forwards that modules had of their own, or None, by the id of those that have one of `hexa_fx` in its place.
     """
     modules = [module for _, module in named_modules(block)]
     shadows: dict[int, Any] = {}
@@ -49,11 +51,11 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
                     tensors[id(tensor)] = _beside(tensor)
                 held[registry][name] = None if tensor is None else tensors[id(tensor)]
         hooked = "forward" if "_old_forward" in held else ""
-        without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
+        without = {*_OF_OTHERS, hooked, *(left if id(module) in own else ())}
         for name in held.keys() - without:
             shadow.__dict__[name] = held[name] if name in _OWN_DICTS else _rebound(held[name], shadows)
-        if module is block and forward is not None:
-            shadow.__dict__["forward"] = _rebound(forward, shadows)
+        if own.get(id(module)) is not None:
+            shadow.__dict__["forward"] = _rebound(own[id(module)], shadows)
     found: nn.Module = shadows[id(block)]
     return found
 

@@ -20,7 +20,7 @@ from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
 from hexa_fx.runtime.readers import readers
 from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
-from hexa_fx.runtime.slots import take_off
+from hexa_fx.runtime.slots import PutOn, take_off
 from hexa_fx.runtime.specialisation import Specialisation
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
@@ -49,7 +49,7 @@ class Analyst(Protocol):
         """
 
 
-class HexaForward:
+class HexaForward(PutOn):
     """A module's rewritten forwards, with the signature of the original.
 
     A call runs the first specialisation whose conditions hold. A call of another kind is analysed, once, and then runs what was
