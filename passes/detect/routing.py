@@ -45,6 +45,7 @@ class Routing:
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
         constant: a number in the code that the experts' outputs are multiplied by too.
         always: experts that every token is given beside those it chose, with a factor of 1: shared ones in the same list.
+        first: the place of the expert that id 0 stands for, where shared ones come before it.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
@@ -57,6 +58,7 @@ class Routing:
     capacity: Capacity | None = None
     constant: float = 1.0
     always: tuple[int, ...] = ()
+    first: int = 0
 
     @property
     def weights(self) -> list[torch.fx.Node]:
@@ -92,10 +94,11 @@ def find_routing(
         always = _given_all_tokens(pairs, tokens)
         if not always:
             raise
-        routing = _find_routing(pairs.without(always), *search)
+        first = len(always) if always == tuple(range(len(always))) else 0
+        routing = _find_routing(pairs.without(always).counted_from(first), tokens, experts - first, *search[2:])
         if routing.before:
             raise
-        return replace(routing, always=always)
+        return replace(routing, always=always, first=first)
 
 
 def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
@@ -239,7 +242,8 @@ def find_row_factor(
         kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
         if not bool((wanted[~kept] == 1).all()):
             raise Refuse("an expert that every token is given computes with a weight of the token's", end)
-        pairs, wanted = pairs.taken(kept), wanted[kept]
+        pairs, wanted = pairs.taken(kept).counted_from(routing.first), wanted[kept]
+        experts -= routing.first
     effective = pairs.effective
     ids = ids_of(routing.index, tokens, experts)
     # a table among the factors after the experts has what two choices of the same expert come to

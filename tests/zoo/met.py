@@ -68,6 +68,23 @@ class SharedInList(Looped):
         return self.experts[E - 1](flat)
 
 
+class SharedAhead(Looped):
+    """The first two experts of the list work on every token, and the gate's ids begin behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E - 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.route(flat)
+        out = self.experts[0](flat) + self.experts[1](flat)
+        for number, expert in enumerate(self.experts[2:]):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
 class ScaledBefore(nn.Module):
     """Tokens times their weights before the experts, in float32; biases laid out for sorted rows by ``repeat_interleave``."""
 
@@ -251,6 +268,7 @@ VARIANTS: tuple[Variant, ...] = (
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
     variant("router_keeps_drawn_logits", KeptLogits, "a router that draws and keeps its logits, without giving ids"),
     variant("around_shared_in_list", SharedInList, "the shared expert is a member of the list"),
+    variant("around_shared_ahead", SharedAhead, "shared experts come first in the list"),
     variant(
         "weight_before_in_float32",
         ScaledBefore,
