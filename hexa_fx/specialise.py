@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
@@ -31,7 +30,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.isolation.shadow import shadow_of
+from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -41,9 +40,9 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.install import install, installed_forward
+from hexa_fx.runtime.install import install
 from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
-from hexa_fx.runtime.slots import PUT_ON
+from hexa_fx.runtime.slots import FORWARD, PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -66,6 +65,7 @@ class Specialiser:
         config: the options.
         finish: makes of a rewritten block what is installed.
         cache: analyses that hold for identical blocks.
+        reports: of blocks that were first analysed, or first rewritten, when they were called, by path.
         written: paths of blocks whose inputs are written to after the call.
     """
 
@@ -74,11 +74,10 @@ class Specialiser:
         config: HexaConfig,
         finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
         cache: StructureCache,
+        reports: dict[str, BlockReport],
         written: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.finish, self.cache, self.written = config, finish, cache, written
-        self.reports: dict[str, BlockReport] = {}
-        """Of blocks that were first analysed, or first rewritten, when they were called, by path."""
+        self.config, self.finish, self.cache, self.reports, self.written = config, finish, cache, reports, written
         self._inspector = Inspector()
 
     def specialise(
@@ -152,13 +151,18 @@ class Specialiser:
     def _try_around(self, forward: HexaForward) -> None:
         """Has the module around a block analysed when it is called next, if it is rewritten in calls of other kinds only: what it
         misses in this one, such as who chooses the experts, may be there."""
-        model = forward.within() if forward.within is not None else None
-        for path in [*with_ancestors(forward.path)][1:] if model is not None else ():
+        model, block = forward.within() if forward.within is not None else None, forward.module
+        if model is None:
+            return
+        name = next((name for name, module in model.named_modules() if module is block), "")
+        for path in [*with_ancestors(name)][1:]:
             around = model.get_submodule(path)
             if type(around).forward is nn.Module.forward:  # a list
                 continue
-            if len(installed_in(around)) == 1:
-                install(around, path=path, analyst=self).within = forward.within
+            others = (vars(module).get(FORWARD) for module in around.modules() if module is not block)
+            if not any(isinstance(other, InPlace) for other in others):
+                of_model = f"{forward.path.removesuffix(name)}{path}".strip(".")
+                install(around, path=of_model, analyst=self).within = forward.within
             return
 
     def _analyse(
@@ -170,9 +174,8 @@ class Specialiser:
         gradients: bool = True,
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
-        config, installed = self.config, installed_in(module)
-        left = frozenset({*PUT_ON, "report", "graphs"}).union(*(each.reads_under() for each in installed.values()))
-        shadow = shadow_of(module, left, {number: each.own_forward for number, each in installed.items()})
+        config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
+        shadow = shadow_of(module, left, forward.own_forward)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
@@ -202,13 +205,7 @@ class Specialiser:
 def _unpickled(
     config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], written: frozenset[str]
 ) -> Specialiser:
-    return Specialiser(config, finish, StructureCache(), written)
-
-
-def installed_in(module: nn.Module) -> dict[int, HexaForward]:
-    """The rewritten forwards of a module and those inside it, by the modules' ids."""
-    found = ((id(each), installed_forward(each)) for each in module.modules())
-    return {number: forward for number, forward in found if forward is not None}
+    return Specialiser(config, finish, StructureCache(), {}, written)
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -28,11 +28,15 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class StructureCache:
-    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read."""
+    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
+
+    ``prefix``: path in the model of the part that is analysed; analyses are kept by their paths in the model.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
         """With which of the tensors wanted a gradient, which counts only where the code asks."""
+        self.prefix = ""
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
@@ -40,12 +44,15 @@ class StructureCache:
         return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
-        self._known.setdefault(_key(observation), []).append((_wanted(observation), analysis))
+        kept = dataclasses.replace(analysis, path=f"{self.prefix}.{analysis.path}".strip("."))
+        self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
 
     def forget_runs(self) -> None:
         """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
         for known in self._known.values():
-            known[:] = [(wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known]
+            known[:] = [
+                (wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known
+            ]
 
 
 def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:

@@ -60,7 +60,7 @@ class RanCode:
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
         self._told: list[tuple[dict[str, Any], str, Any]] = []
-        """Functions in whose place, for the time of the run, something tells of their calls: where, by which name, and what they are."""
+        """Functions in whose place something tells of their calls while the run lasts: where, by which name, and what they are."""
         self.changed: dict[str, None] = {}
         """Names of parameters that it writes to."""
         self.texts: set[str] = set()
@@ -205,8 +205,12 @@ class RanCode:
 
     def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
         """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
-        function = namespace.get(name)
-        kind = hidden_source(function) if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES else ""
+        function: Any = namespace.get(name)
+        kind = (
+            hidden_source(function)
+            if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES
+            else ""
+        )
         if not kind:
             return False
 

@@ -63,9 +63,9 @@ def capture(
 ) -> CapturedBlock:
     """What one run of ``block`` did.
 
-    Parameters, buffers and the global random state are left unchanged. With ``gradients`` they are on, so that the code's own ``no_grad``
-    shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them alone: adding
-    zero would leave no trace. Code that fails under these conditions is run again without them.
+    Parameters, buffers and the global random state are left unchanged. With ``gradients`` these are on, so that the code's own
+    ``no_grad`` shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them
+    alone: adding zero would leave no trace. Code that fails under these conditions is run again without them.
 
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
@@ -235,9 +235,7 @@ def _trial(
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(gradients),
     ):
-        recorder = Recorder(
-            parameters, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle
-        )
+        recorder = Recorder(parameters, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle)
         try:
             yield recorder, snapshot, replaced
         finally:

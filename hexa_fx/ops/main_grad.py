@@ -58,8 +58,8 @@ def gradients(
     found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
     for place, (operand, buffer) in enumerate(zip(operands, buffers, strict=False), 1):
-        if buffer is not None and hasattr(operand, ADDED):  # Megatron's hooks ask for it, and drop what they find in grad
-            setattr(operand, ADDED, True)
+        if buffer is not None and operand is not None and hasattr(operand, ADDED):
+            setattr(operand, ADDED, True)  # Megatron's hooks ask for it, and drop what they find in grad
             found[place] = torch.zeros((), dtype=operand.dtype, device=operand.device).expand_as(operand)
     return found
 
@@ -108,7 +108,9 @@ def _buffer_of(operand: Tensor | None) -> Any:
 
 @cache
 def _say_hooked() -> None:
-    logger.warning("hexa::moe_ffn: a weight with a main_grad has hooks; they see its gradient in grad, and main_grad is theirs")
+    logger.warning(
+        "hexa::moe_ffn: a weight with a main_grad has hooks; they see its gradient in grad, and main_grad is theirs"
+    )
 
 
 def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:

@@ -14,10 +14,6 @@ PUT_ON = (FORWARD, INSIDE_HOOK, REPLICATE)
 """Names of attributes of a module's instance under which a rewritten forward may lie."""
 
 
-class PutOn:
-    """What runs in place of a module's forward."""
-
-
 def slot_of(block: nn.Module) -> str:
     """Where the forward of a block lies: inside of accelerate's hook, if it has one."""
     own = vars(block)

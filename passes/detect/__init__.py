@@ -104,8 +104,8 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(captured.named_tensors())
-    options = {"groups": groups, "replay": Replay(captured), "prefer_earliest": prefer_earliest, "form": form}
-    look = partial(_detect_family, **options)
+    replay = Replay(captured)
+    look = partial(_detect_family, groups=groups, replay=replay, prefer_earliest=prefer_earliest, form=form)
     families = families_of(captured, groups)
     found = find_several(captured, groups, families, look)
     if found is not None:

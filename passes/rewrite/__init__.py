@@ -129,11 +129,11 @@ class _Rewriter:
         return {n for found in first for n in found if n.op != "placeholder"}
 
     def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
-        """What regions read, or keep for backward, of inputs and buffers that are written to before they end, or of inputs after it."""
+        """What regions read, or keep for backward, of inputs and buffers that are written to before they end; inputs also later."""
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         outputs = {match.output for match in self.match.regions}
         writes = [node for node in kept.order if writes_outside(node)]
-        found = set()
+        found = set[torch.fx.Node]()
         given = self.match.captured.graph.find_nodes(op="placeholder") if self.match.captured.written_later else ()
         written = {record_of(node).storage for node in given}
         for match in self.match.regions:
