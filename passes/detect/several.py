@@ -14,10 +14,11 @@ from typing import Protocol
 
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.overlooked import COMPARISONS
-from hexa_fx.passes.detect.decisions import leaves_decision, size_branches
-from hexa_fx.passes.detect.graph import ancestors, descendants, operation
+from hexa_fx.operations import kind
+from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
+from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, tag
@@ -33,10 +34,12 @@ SEVERAL_GATES = (
     "the same experts run for several routings, each with a result of its own (several gates over one set of experts); a module "
     "for each routing, which holds its gate and is given the experts, can be rewritten"
 )
-_CHOICES = frozenset("topk argmax argsort sort max multinomial".split())
+_picks = ops.of(
+    "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
+)
 
 Node = torch.fx.Node
-Family = frozenset[str]
+Members = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 
 
@@ -51,16 +54,18 @@ class Families:
         repeated: the refusal if the same experts run again on their own result.
     """
 
-    side_by_side: tuple[Family, ...] = ()
-    in_a_row: tuple[Family, ...] = ()
-    ordinary: Family = frozenset()
+    side_by_side: tuple[Members, ...] = ()
+    in_a_row: tuple[Members, ...] = ()
+    ordinary: Members = frozenset()
     repeated: Refuse | None = None
 
 
 class Look(Protocol):
     """Finds the region of one family, or of all, ignoring the given host decisions."""
 
-    def __call__(self, captured: CapturedBlock, family: Family | None, *, passed: frozenset[Node]) -> MoEMatch: ...
+    def __call__(
+        self, members: Members | None, passed: frozenset[Node] = frozenset(), aside: frozenset[Node] = frozenset()
+    ) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
@@ -87,17 +92,17 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
     return Families(repeated=Refuse(IN_TURN if len(set(runs)) == len(runs) else REPEATED, contractions[-1].node))
 
 
-def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Family]:
+def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Members]:
     """The families whose first products are of this level."""
     pair = [replace(c, level=c.level - level + 1) for c in contractions if c.level in (level, level + 1)]
-    runs: dict[Family, int] = {}
+    runs: dict[Members, int] = {}
     for first, second in group_instances(pair):
         bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
         runs[bases] = runs.get(bases, 0) + 1
     return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
 
 
-def _companions(family: Family, groups: ExpertGroups) -> Family:
+def _companions(family: Members, groups: ExpertGroups) -> Members:
     """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
     owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
     return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
@@ -110,7 +115,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
         if read.target in members:
             given = descendants([read])
             meeting = [n for n in given if not given.issuperset(n.all_input_nodes)]
-            runs = [{n for n in ancestors(set(m.all_input_nodes) - given) if operation(n) in _CHOICES} for m in meeting]
+            runs = [{n for n in ancestors(set(m.all_input_nodes) - given) if _chooses(n)} for m in meeting]
             if any(not one & other for one, other in combinations(filter(None, runs), 2)):
                 return True
     return False
@@ -118,20 +123,19 @@ def of_several_routings(captured: CapturedBlock) -> bool:
 
 def chooses(captured: CapturedBlock) -> bool:
     """Whether the code picks anything by what it computes, or compares numbers."""
-    picks = _CHOICES | COMPARISONS | {"argmin", "one_hot", "gumbel_softmax", "eq", "__eq__", "scatter", "scatter_"}
-    return any(operation(node) in picks for node in captured.graph.nodes if node.op.startswith("call"))
+    return any(map(_picks, captured.graph.nodes))
 
 
 def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
     """The first region with the others in it; None unless there are at least two that leave no host decision."""
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
-    parts: list[tuple[CapturedBlock, Family | None]]
-    parts = [(replace(captured, set_aside=others), None) for others in _other_runs(captured, groups)]
-    parts = parts or [(captured, part | families.ordinary) for part in families.side_by_side or families.in_a_row]
+    parts: list[tuple[Members | None, frozenset[Node]]]
+    parts = [(None, others) for others in _other_runs(captured, groups)]
+    parts = parts or [(part | families.ordinary, frozenset()) for part in families.side_by_side or families.in_a_row]
     regions: list[MoEMatch] = []
-    for part, family in parts:
+    for members, aside in parts:
         try:
-            regions.append(replace(look(part, family, passed=decisions), captured=captured))
+            regions.append(replace(look(members, decisions, aside), captured=captured))
         except Refuse:
             continue
     outputs = [region.output for region in regions]
@@ -141,10 +145,11 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     if leaves_decision(outputs, opaque):
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
-    asked = size_branches(captured, tag(captured, groups), opaque, outputs, routing)
-    known = {branch.condition for region in regions for branch in region.branches}
-    new = [branch for branch in asked if branch.condition not in known]
-    return replace(regions[0], branches=(*regions[0].branches, *new), others=tuple(regions[1:]))
+    # of one region alone, not all that ask for sizes can be asked
+    asked = Decisions(captured, tag(captured, groups), routing, [], outputs, opaque).conditions(of_sizes=True)
+    known = {condition.node for region in regions for condition in region.conditions}
+    new = [condition for condition in asked if condition.node not in known]
+    return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
 def _other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[Node]]:
@@ -156,7 +161,7 @@ def _other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset
     choices: dict[Node, frozenset[Node]] = {}
     runs: dict[frozenset[Node], set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
-        own = {node} if node.op.startswith("call") and operation(node) in _CHOICES else set()
+        own = {node} if _chooses(node) else set()
         choices[node] = frozenset(own).union(*(choices[operand] for operand in node.all_input_nodes))
         if node.op != "output" and not tags[node].weight and _weights_of(node, tags):
             runs[choices[node]].add(node)
@@ -165,6 +170,10 @@ def _other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset
     read = [{part for node in run for part in _weights_of(node, tags)} for run in runs.values()]
     same = set.intersection(*read) if len(read) > 1 else set()
     return [readers - {n for n in run if _weights_of(n, tags) & same} for run in runs.values()] if same else []
+
+
+def _chooses(node: Node) -> bool:
+    return ops.picks_best(node) or kind(node) == "max"
 
 
 def _weights_of(node: Node, tags: Mapping[Node, Tag]) -> set[Tag]:
