@@ -18,6 +18,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.memory import number_of_new
 from hexa_fx.operations import operation
+from hexa_fx.passes.canonicalize.sizes_of_rows import ask_given_tensors
 from hexa_fx.passes.canonicalize.whole_products import with_whole_products
 from hexa_fx.passes.detect.graph import ancestors, einsum_of
 
@@ -25,6 +26,7 @@ from hexa_fx.passes.detect.graph import ancestors, einsum_of
 def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
     captured = with_whole_products(captured)
+    ask_given_tensors(captured)
     for node in captured.graph.nodes:
         _as_subscript(node)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
