@@ -75,8 +75,10 @@ class RanCode:
                 yield
         finally:
             while self._told:
-                namespace, name, function = self._told.pop()
-                namespace[name] = function
+                namespace, name, before = self._told.pop()
+                namespace[name] = before
+                if before is MISSING:  # a name of Python's own
+                    del namespace[name]
         if torch.is_grad_enabled() != gradients:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
 
@@ -201,7 +203,7 @@ class RanCode:
 
     def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
         """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
-        function: Any = namespace.get(name)
+        function: Any = namespace.get(name, vars(builtins).get(name))
         kind = (
             hidden_source(function)
             if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES
@@ -220,7 +222,7 @@ class RanCode:
         def note(place: SourceLocation) -> None:
             self.hidden[self._scope()] = function.__name__, kind, place
 
-        self._told.append((namespace, name, function))
+        self._told.append((namespace, name, namespace.get(name, MISSING)))
         namespace[name] = told
         return True
 

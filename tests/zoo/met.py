@@ -149,7 +149,7 @@ class NoisyCapacity(Looped):
         if self.training:
             logits = logits + 0.1 * torch.randn_like(logits) * F.softplus(logits.detach())
         weights, ids = logits.softmax(-1).topk(K, -1)
-        capacity = math.ceil(K * flat.shape[0] / E)
+        capacity = math.ceil(K * logits.shape[0] / E)
         if self.by_tensor:
             capacity = torch.ceil(torch.tensor(K * len(flat) / E)).long()
         if capacity < self.least:
