@@ -221,8 +221,7 @@ def copied_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call as an analysis may use them: cut to few tokens, copied, and without a past."""
-    with torch.no_grad():
-        args, kwargs = probe_inputs(args, kwargs, most_tokens)
+    args, kwargs = probe_inputs(args, kwargs, most_tokens)
     return copied(args), copied(kwargs)
 
 

@@ -104,13 +104,23 @@ class AsksForGradients(Mixture):
 @pytest.mark.parametrize("asked", ["input", "scores", "mode"])
 def test_what_a_block_does_if_gradients_are_wanted(asked: str) -> None:
     model, opt = pair(nn.Sequential(nn.Linear(D, D), AsksForGradients(asked)).double(), tokens().flatten(0, 1))
-    x = tokens().flatten(0, 1)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
-        with mode():
-            torch.testing.assert_close(opt(x), model(x))
-            assert (opt[1].loss is None) == (model[1].loss is None)
+    modes = (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad, torch.no_grad)
+    for x in (tokens().flatten(0, 1), tokens()[0, :2]):  # few tokens are analysed on others
+        for mode in modes:
+            with mode():
+                torch.testing.assert_close(opt(x), model(x))
+                assert (opt[1].loss is None) == (model[1].loss is None)
     calls = opt.report.blocks[0].calls
-    assert (calls.rewritten, calls.own) == (5, {}), opt.report
+    assert (calls.rewritten, calls.own) == (2 * len(modes), {}), opt.report
+
+
+@pytest.mark.parametrize("asked", ["input", "mode"])
+def test_a_first_call_of_few_tokens_wants_gradients(asked: str) -> None:
+    model, opt = pair(nn.Sequential(nn.Linear(D, D), AsksForGradients(asked)).double())
+    x = tokens()[0, :2]
+    for _ in range(2):
+        torch.testing.assert_close(opt(x), model(x))
+    assert opt.report.blocks[0].calls.rewritten == 2, opt.report
 
 
 class Plain(Mixture):

@@ -143,7 +143,7 @@ class FreshInputs:
                 new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
             else:
                 new = _repeated_to(leaf, shape)
-            made.append(new.to(leaf))
+            made.append(new.to(leaf).detach().requires_grad_(leaf.requires_grad))
         args, kwargs = pytree.tree_unflatten(made, self._spec)
         return args, kwargs
 
