@@ -97,9 +97,7 @@ class Resolution:
         if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
-        if isinstance(
-            found.value, InPlace
-        ):  # of a module inside that is rewritten for other calls: as its class has it
+        if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
             found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
         self._seen[id(holder), key] = value

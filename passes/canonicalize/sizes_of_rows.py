@@ -47,13 +47,9 @@ def _with_as_many_rows(tensor: Node) -> Node:
 def _rows_of(node: Node) -> Node | None:
     if not node.op.startswith("call") or record_of(node).writes:
         return None
-    if kind(node) == "getitem" and node.all_input_nodes and not is_tensor(node.all_input_nodes[0]):
-        node = node.all_input_nodes[0]  # a result among several
-        shape = record_of(node).value[0].shape
-    elif is_tensor(node):
-        shape = record_of(node).value.shape
-    else:
-        return None
+    shape = record_of(node).value.shape
+    if kind(node) == "getitem" and node.all_input_nodes and kind(node.all_input_nodes[0]) in ("topk", "sort"):
+        node = node.all_input_nodes[0]  # of which this is one of two results
     if not (keeps_rows_apart(node) or kind(node) in _BY_ROW) or not _is_along_rows(node):
         return None
     operands = node.all_input_nodes[:1] if kind(node) in _BY_ROW else node.all_input_nodes
@@ -64,4 +60,7 @@ def _rows_of(node: Node) -> Node | None:
 def _is_along_rows(node: Node) -> bool:
     """Whether what chooses does so in every row."""
     place = {"topk": 2, "sort": 1}.get(kind(node))
-    return place is None or node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1) == -1
+    if place is None:
+        return True
+    dim: object = node.kwargs.get("dim", node.args[place] if len(node.args) > place else -1)
+    return dim == -1
