@@ -49,6 +49,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.several import (
     families_of,
     find_several,
+    other_runs,
 )
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.tags import (
@@ -95,14 +96,17 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
         return _detect_family(replace(family, captured=part, members=members, passed=passed), form)
 
     families = families_of(captured, groups)
-    found = find_several(captured, groups, families, look)
-    if found is not None:
+    parts = [(part | families.ordinary, frozenset[torch.fx.Node]()) for part in families.apart]
+    if (found := find_several(captured, groups, parts, look)) is not None:
         return found
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
     wanted = itertools.chain(families.side_by_side, [None], (members for members in narrower if members is not None))
     try:
         return first_match(partial(look, members) for members in wanted)
     except Refuse as refusal:
+        runs = [(None, others) for others in other_runs(captured, groups)]
+        if (found := find_several(captured, groups, runs, look)) is not None:
+            return found
         raise explained(captured, families.repeated or refusal) from None
 
 

@@ -59,6 +59,11 @@ class Families:
     ordinary: Members = frozenset()
     repeated: Refuse | None = None
 
+    @property
+    def apart(self) -> tuple[Members, ...]:
+        """Those that there are several of."""
+        return self.side_by_side or self.in_a_row
+
 
 class Look(Protocol):
     """Finds the region of one family, or of all, ignoring the given host decisions."""
@@ -126,12 +131,14 @@ def chooses(captured: CapturedBlock) -> bool:
     return any(map(_picks, captured.graph.nodes))
 
 
-def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
-    """The first region with the others in it; None unless there are at least two that leave no host decision."""
+def find_several(
+    captured: CapturedBlock, groups: ExpertGroups, parts: Sequence[tuple[Members | None, frozenset[Node]]], look: Look
+) -> MoEMatch | None:
+    """The first region with the others in it; None unless there are at least two that leave no host decision.
+
+    ``parts``: the families, or None for all, and what is set aside meanwhile.
+    """
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
-    parts: list[tuple[Members | None, frozenset[Node]]]
-    parts = [(None, others) for others in _other_runs(captured, groups)]
-    parts = parts or [(part | families.ordinary, frozenset()) for part in families.side_by_side or families.in_a_row]
     regions: list[MoEMatch] = []
     for members, aside in parts:
         try:
@@ -152,7 +159,7 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
-def _other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[Node]]:
+def other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[Node]]:
     """For each run of the same experts by a routing of its own, what reads experts' weights in all the others.
 
     What does so before anything is chosen, as a gate among several in one tensor, belongs to none.

@@ -162,6 +162,26 @@ class NoisyCapacity(Looped):
         return out.view(x.shape)
 
 
+class RoundedCapacity(Looped):
+    """Room for a few more tokens than the least, behind noise; cut only where an expert has more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        logits = self.gate(flat)
+        if self.training:
+            logits = logits + torch.randn_like(logits) / E
+        weights, ids = logits.softmax(-1).topk(K, -1)
+        capacity = max(4, int(1.25 * K * len(flat) / E))
+        capacity += capacity % 4
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            if len(token) > capacity:
+                token, slot = token[:capacity], slot[:capacity]
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
 class Switched(Looped):
     """A clock behind a switch that is off, and a loss where somebody asks for gradients."""
 
@@ -277,6 +297,7 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     variant("capacity_least_by_if", NoisyCapacity, "a least capacity by an if, behind a router's noise"),
     variant("capacity_least_of_tensors", NoisyCapacity, "the same of tensors that are made of sizes", by_tensor=True),
+    variant("capacity_rounded_up", RoundedCapacity, "a capacity rounded up, behind noise, cut where there are more"),
     variant("around_switched_off", Switched, "a clock behind a switch that is off, a result if gradients are wanted"),
     variant("body_adapter_beside", Adapted, "one adapter added to every expert's output", where="beside"),
     variant("body_adapter_given", Adapted, "one adapter added to what experts are given", where="given"),
