@@ -42,6 +42,7 @@ from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, installed_forward, uninstall
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
 from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.warmup import request_kernels_of_steps
@@ -229,6 +230,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig) -> 
             installed[analysis.path].refuse(refuse)
     for path in found.waiting:
         installed[path] = install(model.get_submodule(path), path=path, analyst=specialiser)
+    for forward in installed.values() if config.check_every else ():
+        forward.sampled = SampledCheck(config.check_every, config.strict)
     request_kernels_of_steps(model, found.unusual_examples)
     waiting = tuple(BlockReport(path, "waiting") for path in found.waiting)
     report = with_compute(found.report, said, _never_small(forms))

@@ -53,7 +53,7 @@ from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.preconditions.first_call import set_up
-from hexa_fx.passes.preconditions.host_rules import depends_on_mode, only_written, refusal_of_host
+from hexa_fx.passes.preconditions.host_rules import depends_on_mode, refusal_of_host
 from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite
@@ -236,7 +236,7 @@ def _rewrite(
         runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
-        return only_written(match, runs.reads)
+        return match
     with announced("rewrite", match.captured.graph) as done:
         try:
             rewritten = rewrite(match, config.recompute_h, attempt.live, attempt.from_end)

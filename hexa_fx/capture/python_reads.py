@@ -8,13 +8,12 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -22,22 +21,26 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.calls import SETS_DATA, user_location
-from hexa_fx.capture.class_reads import ClassReads
-from hexa_fx.capture.collect import without_stand_in
-from hexa_fx.capture.environment_reads import asking_noted
-from hexa_fx.capture.module_reads import modules_noted
+from hexa_fx.capture.kept import Kept
 from hexa_fx.capture.ran_code import RanCode, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
-from hexa_fx.capture.set_objects import MetObjects
-from hexa_fx.capture.started_functions import of_this_thread as here
 from hexa_fx.capture.started_functions import untold
-from hexa_fx.capture.tensor_attributes import asked_and_set_ones_noted, present_ones
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK, OF_PAST
-from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
+from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, getattr_plain, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, OF_PAST
+from hexa_fx.isolation.read_values import (
+    CACHED,
+    IsA,
+    Keys,
+    Names,
+    Unreadable,
+    caches_collections,
+    is_unreadable,
+    keys_inside,
+    snapshot,
+)
 from hexa_fx.isolation.users_code import is_users, logs, module_name
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
@@ -53,7 +56,10 @@ _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
 """What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
-_BEHIND_NOTHING = "setting of an object ({}) that lies behind no attribute and no global name, and"
+_NEVER = (torch.Tensor, torch.autograd.Function, type, BaseException)
+"""Whose classes torch and Python look into by themselves."""
+_IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+"""Members of classes that run."""
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
@@ -71,11 +77,13 @@ class PythonReads:
         self._block = block
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
-        self.objects = MetObjects()
+        self.objects = Kept()
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
         self.ran = RanCode(self._read, lambda: self.scope())
-        self.classes = ClassReads(self._read, self._patch, self.edges, self.ran)
+        self._classes: dict[type, bool] = {}
+        """Classes of objects that the code came to, and whether it came to the class itself."""
+        self._made: set[int] = set()  # an id may come back, but only of another one that is made
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -84,15 +92,14 @@ class PythonReads:
         gc.disable()
         gc.collect(0)  # what is made from now on is younger than all that is there
         self._running, self._thread = True, get_ident()
-        for cls in (dataclasses.Field, *map(type, modules_of(self._block))):
+        for cls in {*map(type, modules_of(self._block))}:
             self._patch(cls)
+            self._meet_class(cls)
+            for base in cls.__mro__:  # the functions that are called are wrappers, perhaps
+                if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
+                    self._read(vars(base)["forward"], "__closure__", "")
         try:
-            with (
-                asking_noted(self._read, here(self.ran.switches)),
-                asked_and_set_ones_noted(self._met, here(self._read), here(untold(self.note_done))),
-                modules_noted(here(untold(self._read))),
-                self.ran.noted(),
-            ):
+            with self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self._read(self._block, "forward", "")
                 yield
@@ -125,7 +132,6 @@ class PythonReads:
             return vars(holder)
         edge = self._edge(holder, key)
         edge.scopes.add(self.scope() if scope is None else scope)
-        edge.times += 1
         return edge.value
 
     def _edge(self, holder: Any, key: Any) -> Edge:
@@ -133,7 +139,7 @@ class PythonReads:
         if key not in edges:
             busy, self._busy = self._busy, True
             try:
-                value = without_stand_in(lookup(holder, key))
+                value = lookup(holder, key)
                 noted = snapshot(value)
                 edges[key] = Edge(holder, key, value, noted, set(), own=self.was_set(holder, key))
                 if is_unreadable(value, noted):
@@ -149,12 +155,21 @@ class PythonReads:
         if id(value) in self._met:
             return
         self._met[id(value)] = value
-        self.objects.meet(edge.holder, value, edge.own)
-        self.classes.meet(value)
-        for key in keys_inside(value, noted) if edge.key != "__mro__" else ():
+        outside = isinstance(value, nn.Module) and id(value) not in self.edges.modules
+        self.objects.meet(edge.holder, value, edge.own, outside)
+        self._meet_class(value if isinstance(value, type) else type(value), isinstance(value, type))
+        if isinstance(value, types.SimpleNamespace):  # which notes nothing, also what is not there
+            self._whole(value)
+        for key in keys_inside(value, noted):
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
             self._patch(type(value))
+
+    def _meet_class(self, cls: type, is_value: bool = False) -> None:
+        """Sees to it that what is read of a class of the user's is noted, also by way of objects that the run makes."""
+        if is_users(cls.__module__) and not issubclass(cls, _NEVER):
+            self._classes[cls] = is_value or self._classes.get(cls, False)
+            self._patch(cls)
 
     def _patch(self, cls: type) -> None:
         """Makes a class note reads; an object whose class cannot counts as read as a whole."""
@@ -181,10 +196,16 @@ class PythonReads:
     @untold
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
         reader = _reader(frame)
-        made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
-        if made_meanwhile and self._is_new(holder, name, reader):
+        if logs(reader):
+            return
+        of_users, made_meanwhile = (
+            is_users(reader),
+            id(holder) not in self.edges.modules and id(holder) not in self._met,
+        )
+        if made_meanwhile and of_users and name not in MODULE_STATE and not self._is_new(holder):
             made_meanwhile = False
-        if logs(reader) or (made_meanwhile and name not in _OF_MODE):
+        if made_meanwhile and name not in _OF_MODE:
+            self._note_of_class(type(holder), name, getattr_plain(holder))
             return
         if reader.startswith(_MACHINERY):
             # Of a module under torch.compile it is made with the module: what it calls counts, and that is a module again.
@@ -197,23 +218,32 @@ class PythonReads:
                     self._names(module, registry)
         if name in _OF_MODE:
             self.ran.asks["mode"].add(self.scope())
-        if made_meanwhile:
-            return
+        if not made_meanwhile and (of_users or name not in _OF_WHOLE):
+            self._note_of(holder, name)
+
+    def _note_of(self, holder: Any, name: str) -> None:
         if name in _OF_WHOLE:
-            if is_users(reader):
-                self._whole(holder)
-            return
-        if name in REGISTRIES and isinstance(holder, nn.Module):
+            self._whole(holder)
+        elif name in REGISTRIES and isinstance(holder, nn.Module):
             self._names(holder, name)
-        elif name not in MODULE_STATE or name == "training":
+        elif (name not in MODULE_STATE or name == "training") and not self._is_property(type(holder), name):
             self._read(holder, name)
 
-    def _is_new(self, holder: Any, name: str, reader: str) -> bool:
-        """Whether an object that no read has led to so far was there before the run: then its reads count too."""
-        if not is_users(reader) or name in MODULE_STATE or not self.classes.is_new(holder, name, self.scope()):
-            return False
-        self._met[id(holder)] = holder
-        self.objects.meet(None, holder, False)
+    def _is_property(self, cls: type, name: str) -> bool:
+        """Whether an attribute is what a property computes: that is code that runs, and reads by itself."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), object)
+        return cls in self._classes and isinstance(vars(base).get(name), property)
+
+    def _is_new(self, holder: Any) -> bool:
+        """Whether an object that no read has led to so far is made by the run itself. If it was there before, it is met now."""
+        if id(holder) not in self._made:
+            if gc.is_tracked(holder) and not any(other is holder for other in gc.get_objects(generation=0)):
+                self._met[id(holder)] = holder
+                self.objects.meet(None, holder, False, isinstance(holder, nn.Module))
+                return False
+            self._made.add(
+                id(holder)
+            )  # no garbage is collected meanwhile, so that all that is made is of one generation
         return True
 
     def _names(self, module: nn.Module, registry: str) -> None:
@@ -271,20 +301,36 @@ class PythonReads:
 
     # -- after the run --------------------------------------------------------------------------------------------------
 
+    def _note_of_class(self, cls: type, name: str, own: Mapping[str, Any]) -> None:
+        """Of an object that the run made: what its class gives, but for functions, of which it shows whether they run."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if name not in own and is_users(base.__module__) and not isinstance(vars(base)[name], _IN_CLASSES):
+            self._read(base, name)
+
     def _anchor(self) -> None:
-        """Notes what was read of classes, and tensors' attributes; names objects that no read leads to."""
+        """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
+        self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
+        bases = dict[type, bool]()
+        for cls, is_value in self._classes.items():
+            for base in [*cls.__mro__, *type.mro(type(cls))]:
+                if is_users(base.__module__):
+                    bases[base] = bases.get(base, False) or is_value
         for module in modules_of(self._block):
             called = self.edges.get(module, "forward")
-            for scope in called.scopes if called else ():
-                self._read(module, "__class__", scope)
+            for scope in called.scopes if called and is_users(type(module).__module__) else ():
                 self._read(type(module), "__call__", scope)
-        found = {id(edge.value) for edge in self.edges}
-        self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
-        self.classes.anchor(reversed([*modules_of(self._block), *self._met.values()]), found)
-        for read in list(present_ones(self._met.values(), partial(self.ran.mention, of_all=False))):
-            self._read(*read)
-        for name, kind, scopes in self.classes.hidden():
-            self.ran.hidden |= {scope: (name, _BEHIND_NOTHING.format(kind), None) for scope in scopes}
+        for base, is_value in bases.items():
+            for name, member in list(vars(base).items()):
+                runs = isinstance(member, _IN_CLASSES)
+                for scope in self.ran.scopes_of(member) if runs else self.ran.mention(name, by_text=is_value):
+                    self._read(base, name, scope)
+        for edge in self.edges:
+            if isinstance(edge.value, CACHED) and caches_collections(edge.value):
+                edge.noted = Unreadable("function that caches collections")
+        for tensor in [value for value in self._met.values() if isinstance(value, torch.Tensor)]:
+            for name in vars(tensor):
+                for scope in self.ran.mention(name, by_text=False):
+                    self._read(tensor, name, scope)
 
 
 def _items(noted: Any) -> tuple[Any, ...]:

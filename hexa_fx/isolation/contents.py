@@ -122,21 +122,12 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(holder))
     if isinstance(holder, (set, frozenset)):
         return [(id(item), item) for item in holder]
-    if isinstance(holder, types.CellType):
-        return [("", _content(holder))]
     if isinstance(holder, type):
         found = list(vars(holder).items())
         # which copy.copy notes for itself
         return [item for item in found if item[0] != "__slotnames__"] if "__slotnames__" in vars(holder) else found
     filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
     return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing so far
-        return MISSING
 
 
 def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
@@ -209,19 +200,10 @@ def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
         (holder.extend if isinstance(holder, deque) else holder.update)(value for _, value in before)
     elif isinstance(holder, type):
         _put_attributes_back(holder, dict(before))
-    elif isinstance(holder, types.CellType):
-        _put_in_cell(holder, before[0][1])
     elif isinstance(holder, dict):
         _put_items_back(holder, dict(before))
     else:
         _put_slots_back(holder, dict(before))
-
-
-def _put_in_cell(cell: types.CellType, before: Any) -> None:
-    if before is not MISSING:
-        cell.cell_contents = before
-    elif _content(cell) is not MISSING:
-        del cell.cell_contents
 
 
 def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import named_modules, rebuilds
-from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.isolation.read_values import Array, Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss
@@ -80,7 +79,27 @@ class Resolution:
         # what stays keeps no module alive that is in no place itself
         del self._modules, self._holders, self._seen, self._bases
 
+    def _add_code(self, code: Code) -> None:
+        """What names lead to outside of the block, by the very objects on the way."""
+        for bound in code.bounds:
+            holder, key = bound.found(), bound.key
+            found = place(holder, key)
+            if not (bound.is_as(found.value) or (bound.value is None and alike(found.value, bound.noted))):
+                raise ReadMiss(str(bound))
+            for where, value in found.dicts:
+                self._enter(self.dicts, where, key, value)
+            if found.owner is not None:
+                self._enter(self.owners, found.owner, key, found.value)
+            if found.slow:
+                self.slow.append(
+                    (holder, key, _Same(found.value) if isinstance(bound.noted, (IsA, Keys)) else bound.noted)
+                )
+            self._add_inside(bound.noted, found.value)
+
     def _add(self, read: PythonRead) -> None:
+        if isinstance(read.value, Code):
+            self._add_code(read.value)
+            return
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
         if isinstance(read.value, Names):
             self._add_names(holder, key, read)
@@ -116,21 +135,21 @@ class Resolution:
         if found.slow:
             exact = isinstance(read.value, (IsA, Keys))
             self.slow.append((holder, key, _Same(found.value) if exact else read.value))
-        self._add_inside(read, value)
+        self._add_inside(read.value, value)
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value
 
-    def _add_inside(self, read: PythonRead, value: Any) -> None:
+    def _add_inside(self, noted: Any, value: Any) -> None:
         """What the object at a place contains, or is."""
         if isinstance(value, nn.Module):
             self.objects.append((value, type(value)))
-        elif isinstance(read.value, Array):
-            self.slow.append((value, ..., read.value))
-        elif isinstance(read.value, Keys) and not isinstance(value, tuple):
+        elif isinstance(noted, Array):
+            self.slow.append((value, ..., noted))
+        elif isinstance(noted, Keys) and not isinstance(value, tuple):
             self.counted.append((value, len(value)))
         elif type(value) in _COPIES:
-            self.whole.append((value, read.value))
+            self.whole.append((value, noted))
 
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
         now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
@@ -172,7 +191,7 @@ class Resolution:
             if steps:
                 found = self._seen_through(lookup(self._at(is_global, root, steps[:-1]), steps[-1]))
             else:
-                found = sys.modules.get(root) if is_global else submodule(self._modules, root)
+                found = submodule(self._modules, root)
             self._holders[place_of] = found
         return self._holders[place_of]
 
@@ -245,12 +264,7 @@ def _miss(read: PythonRead, now: Any) -> GuardMiss:
         kinds = f"a {_name(read.value.kind)} for a {_name(type(now))}"
         on_a_stack = hasattr(now, "parameter_name") and getattr(now, "num_experts", 1) > 1
         return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {ON_A_STACK if on_a_stack else AGAIN}")
-    return ReadMiss(f"torch.{read.steps[1]}()" if asks_torch(read) else str(read))
-
-
-def asks_torch(read: PythonRead) -> bool:
-    """Whether it is what a function says of a state of torch."""
-    return read.root == torch_state.__name__ and read.steps[-1] == CALLED
+    return ReadMiss(str(read))
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.host import namespaces_of
-from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import modules_of
+from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.written_tensors import tensors_restored
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ def set_up(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> I
 
 def _left_alone(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kept:
     """What the first call set and the second one did not; nothing if gradients are to go through it."""
-    effects = SideEffects(block, namespaces_of(block))
+    effects = Sandbox(block)
     with tensors_restored(block, effects.restore), restored(block):
         try:
             before, first, second = (_called(block, args, kwargs, times) for times in (0, 1, 1))

@@ -8,8 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable
 
-from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue
-from hexa_fx.capture.captured import ChangedInPlace
+from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ChangedInPlace, StoredValue
 from hexa_fx.passes.detect.graph import ancestors, nodes_in
 from hexa_fx.passes.detect.rules import refusal_of_change
 from hexa_fx.passes.detect.verdict import Refuse
@@ -71,5 +70,4 @@ def refuse_lost(
             continue
         if isinstance(item, ChangedInPlace):
             raise refusal_of_change(item)
-        if not (isinstance(item, Access) and item.own):
-            raise Refuse(_LOST.format(item))
+        raise Refuse(_LOST.format(item))

@@ -17,6 +17,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import SourceLocation
+from hexa_fx.isolation.read_values import values_of
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
 from hexa_fx.passes.detect.size_decisions import NUMBERS, UNIQUE, is_count, sizes_asked
 from hexa_fx.passes.inputs.routing_override import ForcedRouting
@@ -114,7 +115,7 @@ def _other_before(expert: int, place: int, rows: int, candidates: int, k: int) -
 
 def counts_to_try(captured: CapturedBlock, rows: int) -> CountsToTry:
     """Of a recorded run, for cases of up to so many ``rows``."""
-    read = {read.value for read in captured.reads if type(read.value) is int}
+    read = {value for read in captured.reads for value in values_of(read) if type(value) is int}
     numbers = [*sorted(captured.numbers), *sorted(read - captured.numbers)]
     decisions, unseen, location = 0, False, None
     for node in captured.graph.nodes:
