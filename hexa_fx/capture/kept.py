@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,15 +24,15 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.stored import UNKNOWN, Settings, StoredValue, is_kept_constant, lifted
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import ContainerItem, ObjectAttribute
-from hexa_fx.isolation.contents import contents, is_as, put_back
+from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
 from hexa_fx.isolation.held_objects import MISSING, is_collection, is_object
-from hexa_fx.isolation.lookup import getattr_plain
 
 _KINDS = (list, deque, dict)
 """Of containers that results are put into; subclasses may do something else when something is added."""
 _PLAIN_KEYS = (str, int, bool, type(None))
 _MOST = 4096
-_SECOND = operator.itemgetter(1)
+Taken: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Keys and values."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class _Met:
     """Something that the code came to: its contents at first and when they were last looked at, and what was done to it by whom."""
 
     value: Any
-    before: list[tuple[Any, Any]]
-    last: list[tuple[Any, Any]]
+    before: Taken
+    last: Taken
     changed: set[str] = field(default_factory=set)
     added: list[tuple[int, str, Any, Any]] = field(default_factory=list)
     """Number, scope, key and value of what was only added."""
@@ -99,8 +99,8 @@ class Kept:
         if own or id(holder) in self._made:
             self._made.add(id(value))
         elif (outside or is_object(value)) and not isinstance(value, (tuple, frozenset)) and id(value) not in self._met:
-            found = contents(value)
-            if len(found) <= _MOST:
+            found = taken(value)
+            if len(found[0]) <= _MOST:
                 self._met[id(value)] = _Met(value, found, found)
 
     def noting(self, cls: type) -> dict[str, Callable[..., None]]:
@@ -123,15 +123,15 @@ class Kept:
     def leave(self, scope: str) -> None:
         """Looks what the code of a module changed, before another one's goes on."""
         for met in self._met.values():
-            if _is_untouched(met.value, met.last) or _same(now := contents(met.value), met.last):
+            if same(met.value, *met.last):
                 continue
-            added = _added(met.value, met.last, now)
+            added = _added(met.value, *met.last)
             met.changed.add(scope)
             met.otherwise |= added is None
             for key, value in added or ():
                 met.added.append((self._count, scope, key, value))
                 self._count += 1
-            met.last = now
+            met.last = taken(met.value)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -140,8 +140,8 @@ class Kept:
             yield
         finally:
             for met in self._met.values():
-                if not (_is_untouched(met.value, met.before) or _same(contents(met.value), met.before)):
-                    put_back(met.value, met.before)
+                if not same(met.value, *met.before):
+                    put_back(met.value, list(zip(*met.before)))
 
     # -- after the run --------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,8 @@ class Kept:
         objects = {identity: met for identity, met in self._met.items() if not is_collection(met.value)}
         ways = edges.ways(objects)
         for identity, met in objects.items():
-            before, now, names = dict(met.before), dict(contents(met.value)), settings.names(identity)
+            before, now = dict(zip(*met.before)), dict(contents(met.value))
+            names = settings.names(identity)
             if identity not in ways or not _is_known(now, before, names):
                 continue
             self._told.add(identity)
@@ -188,8 +189,8 @@ class Kept:
         changed = {identity: met for identity, met in self._met.items() if met.changed and identity not in self._told}
         ways = edges.ways(changed)
         for identity, met in changed.items():
-            found, old = ways.get(identity, []), {id(value) for _, value in met.before}
-            new = [value for _, value in met.last if id(value) not in old]
+            found, old = ways.get(identity, []), {*map(id, met.before[1])}
+            new = [value for value in met.last[1] if id(value) not in old]
             if (found and not found[0].is_global) or _has_results(new):
                 label = str(found[0]) if found else f"a {type(met.value).__name__}"
                 yield ChangedInPlace(label, frozenset(met.changed))
@@ -211,38 +212,19 @@ def puts(accesses: Iterable[Access]) -> list[Any]:
     return [access.value for access in accesses if not access.problem]
 
 
-def _is_untouched(holder: Any, before: list[tuple[Any, Any]]) -> bool:
-    """Whether a list or dict, or an object without slots, holds the very same: nearly always, so that it has to be quick."""
-    if type(holder) is dict:
-        return len(holder) == len(before) and all(map(operator.is_, holder.values(), map(_SECOND, before)))
-    if type(holder) is list:
-        return len(holder) == len(before) and all(map(operator.is_, holder, map(_SECOND, before)))
-    own = {} if is_collection(holder) else getattr_plain(holder)
-    return len(own) == len(before) > 0 and all(map(operator.is_, own.values(), map(_SECOND, before)))
-
-
-def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
-    if len(now) != len(before):
-        return False
-    return all(one is other or is_as(one, other) for (_, one), (_, other) in zip(now, before)) and all(
-        one == other for (one, _), (other, _) in zip(now, before)
-    )
-
-
-def _added(holder: Any, before: list[Any], now: list[Any]) -> list[tuple[Any, Any]] | None:
+def _added(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
     """Keys and values that are only added: at the end of a list, or under a key. None if something else was done."""
     if type(holder) is dict:
-        old = dict(before)
-        gone = old.keys() - dict(now).keys()
-        return None if gone else [(key, value) for key, value in now if old.get(key, MISSING) is not value]
+        old = dict(zip(keys, values))
+        gone = old.keys() - holder.keys()
+        return None if gone else [(key, value) for key, value in holder.items() if old.get(key, MISSING) is not value]
     if type(holder) not in _KINDS:
         return None
-    old_values, values = [value for _, value in before], [value for _, value in now]
-    dropped = range(len(old_values) + 1) if type(holder) is deque and holder.maxlen is not None else (0,)
+    dropped = range(len(values) + 1) if type(holder) is deque and holder.maxlen is not None else (0,)
     for number in dropped:
-        kept = old_values[number:]
-        if len(kept) <= len(values) and all(map(operator.is_, kept, values)):
-            return [(None, value) for value in values[len(kept) :]]
+        kept = values[number:]
+        if len(kept) <= len(holder) and all(map(operator.is_, kept, holder)):
+            return [(None, value) for value in list(holder)[len(kept) :]]
     return None
 
 

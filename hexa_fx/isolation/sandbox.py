@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from hexa_fx.torch_private import is_traceable_wrapper_subclass
 
 _LISTS = (list, dict, set, deque)
 _MOST = 256
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
 class Sandbox:
@@ -30,7 +33,8 @@ class Sandbox:
 
     def __init__(self, root: nn.Module) -> None:
         self._held = Contents(held_by_modules(root))
-        self._global = Contents(_behind_names(namespaces_of(root)))
+        hooks = [*_hooks_of(root)]
+        self._global = Contents([*_behind_names(_all_namespaces(root, hooks)), *_kept_by(hooks)])
         self._codes = [(p, p.data) for p in named_tensors(root, "_parameters").values() if _holds_codes(p)]
 
     def restore(self) -> None:
@@ -53,6 +57,33 @@ def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
             if namespace is not None and module_name(namespace).split(".")[0] not in ("torch", "builtins"):
                 found[id(namespace)] = namespace
     return list(found.values())
+
+
+def _hooks_of(root: nn.Module) -> Iterator[Any]:
+    """Functions, or objects that are called, that modules have as hooks."""
+    for module in modules_of(root):
+        for name in _HOOKS:
+            for hook in getattr(module, name).values() if getattr(module, name, None) else ():
+                while isinstance(hook, functools.partial):
+                    hook = hook.func
+                yield hook
+
+
+def _all_namespaces(root: nn.Module, hooks: Iterable[Any]) -> list[dict[str, Any]]:
+    functions = [getattr(hook, "__func__", hook) for hook in hooks]
+    of_hooks = [function.__globals__ for function in functions if isinstance(function, types.FunctionType)]
+    users = [namespace for namespace in of_hooks if is_users(module_name(namespace))]
+    return list({id(namespace): namespace for namespace in (*namespaces_of(root), *users)}.values())
+
+
+def _kept_by(hooks: Iterable[Any]) -> Iterator[Holder]:
+    """The objects that hooks are methods of, what is in their closures, and the lists and dicts in these."""
+    for hook in hooks:
+        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        for value in (getattr(hook, "__self__", None), *cells):
+            if value is not None and is_object(value):
+                yield Holder("a hook", value)
+                yield from (Holder("a hook", inner) for _, inner in contents(value) if type(inner) in _LISTS)
 
 
 def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
