@@ -41,11 +41,9 @@ class CapturedBlock:
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         reads: what the run read from Python.
-        handed: paths of a module that set an attribute to what is no tensor, and of another whose code read that.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout, a gradient or a module's mode
             (`hexa_fx.capture.ran_code`).
-        numbers: whole numbers that the code names.
         held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
         written: where those are that torch wrote to.
         changed_parameters: names of parameters that the run wrote to. They hold what they held before.
@@ -68,10 +66,8 @@ class CapturedBlock:
     recalled: frozenset[str] = frozenset()
     nested: frozenset[str] = frozenset()
     reads: tuple[PythonRead, ...] = ()
-    handed: frozenset[tuple[str, str]] = frozenset()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    numbers: frozenset[int] = frozenset()
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     written: frozenset[int] = frozenset()
     changed_parameters: tuple[str, ...] = ()

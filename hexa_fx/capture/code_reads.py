@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout", "errors")}
+ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout")}
 """What code asks if a tensor's dtype is read while it runs, since it compares ``something.dtype``, or if torch is called while it
 runs, since it catches errors."""
 
@@ -77,22 +77,6 @@ def code_reads(code: types.CodeType) -> CodeReads:
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
     return CodeReads(tuple(chains), tuple(imports), tuple(sets), frozenset(_asked(instructions)))
-
-
-@functools.lru_cache(maxsize=4096)
-def whole_numbers(code: types.CodeType) -> frozenset[int]:
-    """Whole numbers that ``code`` names, also within tuples and as texts."""
-    return frozenset(_whole_numbers(code.co_consts))
-
-
-def _whole_numbers(constants: Iterable[object]) -> Iterator[int]:
-    for constant in constants:
-        if isinstance(constant, (tuple, frozenset)):
-            yield from _whole_numbers(constant)
-        elif (isinstance(constant, str) and constant.isdecimal()) or (
-            isinstance(constant, (int, float)) and constant == constant // 1
-        ):
-            yield int(constant)
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hexa_fx.capture.code_reads import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds, whole_numbers
+from hexa_fx.capture.code_reads import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
@@ -77,10 +77,6 @@ class RanCode:
         """Whether the code of a module only adds to what goes by a name."""
         codes = [code for code, by, names in self._ran.values() if scope in by and name in names]
         return any(name in code.co_names for code in codes) and all(only_adds(code, name) for code in codes)
-
-    def whole_numbers(self) -> frozenset[int]:
-        """Those that the code names."""
-        return frozenset().union(*(whole_numbers(code) for code, _, _ in self._ran.values()))
 
     def mention(self, name: str, by_text: bool) -> set[str]:
         """Of an attribute, the modules whose code has its name in it.

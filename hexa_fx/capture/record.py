@@ -100,7 +100,6 @@ def _capture(
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
         output = recorder.lift_result(result)
-        handed = frozenset(reads.edges.handed(settings.scopes))
         stored = _stored(block, snapshot, settings, recorder, reads)
         accesses = tuple(reads.objects.accesses(reads.edges, reads.ran, recorder))
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
@@ -123,10 +122,8 @@ def _capture(
         _met_among(kept_before, recorder),
         _met_among({*map(id, tensors_in([*bound.args, *bound.kwargs.values()]))}, recorder),
         reads=reads.values(),
-        handed=handed,
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
-        numbers=reads.ran.whole_numbers(),
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
         written=frozenset(recorder.written),
         changed_parameters=tuple(reads.ran.changed),
