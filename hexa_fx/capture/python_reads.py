@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.capture.calls import SETS_DATA, user_location
+from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.kept import Kept
 from hexa_fx.capture.ran_code import RanCode, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.started_functions import untold
+from hexa_fx.capture.tensor_questions import TensorQuestions
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, getattr_plain, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, OF_PAST
 from hexa_fx.isolation.read_values import (
     CACHED,
     IsA,
@@ -48,10 +48,6 @@ _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ tor
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
-_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE, **OF_PAST}
-"""What is done to a tensor, or asked of it, and no condition."""
 _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
@@ -60,7 +56,6 @@ _NEVER = (torch.Tensor, torch.autograd.Function, type, BaseException)
 """Whose classes torch and Python look into by themselves."""
 _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 """Members of classes that run."""
-_PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
 class PythonReads:
@@ -73,14 +68,16 @@ class PythonReads:
     def __init__(self, block: nn.Module) -> None:
         self.scope: Callable[[], str] = lambda: ""
         self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
-        self.in_functions: list[set[str]] = []
         self._block = block
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
         self.objects = Kept()
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
-        self.ran = RanCode(self._read, lambda: self.scope())
+        self.ran = RanCode(self.read, lambda: self.scope())
+        self.of_tensors = TensorQuestions(
+            self.ran, self.edges, self.read, lambda value: id(value) in self._met, lambda: self.scope()
+        )
         self._classes: dict[type, bool] = {}
         """Classes of objects that the code came to, and whether it came to the class itself."""
         self._made: set[int] = set()  # an id may come back, but only of another one that is made
@@ -97,11 +94,11 @@ class PythonReads:
             self._meet_class(cls)
             for base in cls.__mro__:  # the functions that are called are wrappers, perhaps
                 if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
-                    self._read(vars(base)["forward"], "__closure__", "")
+                    self.read(vars(base)["forward"], "__closure__", "")
         try:
             with self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
-                    self._read(self._block, "forward", "")
+                    self.read(self._block, "forward", "")
                 yield
         finally:
             self._running = False  # what is met from now on stays as it is
@@ -125,7 +122,7 @@ class PythonReads:
 
     # -- noting ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
+    def read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
         """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
         if key == "__dict__" and isinstance(holder, type):
             self._whole(holder)
@@ -188,7 +185,7 @@ class PythonReads:
                 if name not in _QUIET:
                     self._note(holder, name, sys._getframe(1))
                 elif name.endswith("_hooks") and is_users(module_name(sys._getframe(1).f_globals)):
-                    self._read(holder, name)
+                    self.read(holder, name)
             return plain(holder, name)
 
         return __getattribute__
@@ -227,7 +224,7 @@ class PythonReads:
         elif name in REGISTRIES and isinstance(holder, nn.Module):
             self._names(holder, name)
         elif (name not in MODULE_STATE or name == "training") and not self._is_property(type(holder), name):
-            self._read(holder, name)
+            self.read(holder, name)
 
     def _is_property(self, cls: type, name: str) -> bool:
         """Whether an attribute is what a property computes: that is code that runs, and reads by itself."""
@@ -249,7 +246,7 @@ class PythonReads:
     def _names(self, module: nn.Module, registry: str) -> None:
         names = Names(frozenset(vars(module)[registry]))
         for name in names.names:
-            self._read(module, name)
+            self.read(module, name)
         edge = Edge(module, registry, names, names)
         self.edges.of(module).setdefault(registry, edge).scopes.add(self.scope())
 
@@ -257,47 +254,9 @@ class PythonReads:
         """Notes a read of an object's or a class's ``__dict__``."""
         own = own_names(holder)
         for name in own:
-            self._read(holder, name)
+            self.read(holder, name)
         edge = Edge(holder, "__dict__", Names(own), Names(own))
         self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self.scope())
-
-    def note_of_tensor(self, tensor: Any, attribute: str) -> None:
-        """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
-        frame: types.FrameType | None = sys._getframe(1)
-        self.ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
-        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-            frame = frame.f_back
-        if (
-            frame is None
-            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(module_name(frame.f_globals))
-        ):
-            return
-        if attribute in _CHANGED:
-            self.note_done(tensor, attribute)
-        elif id(tensor) in self._met and attribute != "is_inference":
-            self._read(tensor, attribute)
-        else:
-            self.note_of_gradients({self.scope()})
-
-    def note_done(self, tensor: Any, attribute: str) -> None:
-        """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
-            return  # the recorder tells of the first by another name, or as of a write, and records the second
-        self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
-
-    def note_of_gradients(self, scopes: set[str]) -> None:
-        """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
-
-        They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
-        """
-        if self.in_functions:
-            self.in_functions[-1].update(scopes)
-            return
-        self.ran.asks["gradient"] |= scopes
-        for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
-            for scope in scopes:
-                self.ran.note_state(state, scope)
 
     # -- after the run --------------------------------------------------------------------------------------------------
 
@@ -305,7 +264,7 @@ class PythonReads:
         """Of an object that the run made: what its class gives, but for functions, of which it shows whether they run."""
         base = next((base for base in cls.__mro__ if name in vars(base)), object)
         if name not in own and is_users(base.__module__) and not isinstance(vars(base)[name], _IN_CLASSES):
-            self._read(base, name)
+            self.read(base, name)
 
     def _anchor(self) -> None:
         """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
@@ -318,19 +277,19 @@ class PythonReads:
         for module in modules_of(self._block):
             called = self.edges.get(module, "forward")
             for scope in called.scopes if called and is_users(type(module).__module__) else ():
-                self._read(type(module), "__call__", scope)
+                self.read(type(module), "__call__", scope)
         for base, is_value in bases.items():
             for name, member in list(vars(base).items()):
                 runs = isinstance(member, _IN_CLASSES)
                 for scope in self.ran.scopes_of(member) if runs else self.ran.mention(name, by_text=is_value):
-                    self._read(base, name, scope)
+                    self.read(base, name, scope)
         for edge in self.edges:
             if isinstance(edge.value, CACHED) and caches_collections(edge.value):
                 edge.noted = Unreadable("function that caches collections")
         for tensor in [value for value in self._met.values() if isinstance(value, torch.Tensor)]:
             for name in vars(tensor):
                 for scope in self.ran.mention(name, by_text=False):
-                    self._read(tensor, name, scope)
+                    self.read(tensor, name, scope)
 
 
 def _items(noted: Any) -> tuple[Any, ...]:

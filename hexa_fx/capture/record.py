@@ -142,8 +142,9 @@ def _connect(recorder: Recorder, reads: PythonReads, settings: Settings) -> None
     """Tells the recorder what notes reads, settings and leaving, and those in which module's code it is."""
     reads.was_set = settings.has
     reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
-    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-    recorder.told.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
+    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.of_tensors.note
+    recorder.told.asked_gradients = reads.of_tensors.note_of_gradients
+    reads.of_tensors.in_functions = recorder.functions_running
     recorder.told.leave = reads.objects.leave
 
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.purity import CLOCK, hidden_source, is_stream
@@ -118,59 +117,6 @@ class Keys:
     keys: tuple[Any, ...]
 
 
-def name_of(holder: Any) -> str:
-    """What an object is called in a sentence."""
-    named = isinstance(holder, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
-    return str(holder.__name__ if named else type(holder).__name__)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What lies at a key of an object that is no part of the block: a Python module, a class, a function, or what these hold.
-
-    Args:
-        holder: the object, or `Moved` in its place.
-        key: see `hexa_fx.isolation.lookup.place`.
-        value: what lay there; an object has to lie there itself.
-        noted: what `snapshot` makes of it.
-    """
-
-    holder: Any
-    key: Any
-    value: Any
-    noted: Any
-
-    def found(self) -> Any:
-        """The holder; `MISSING` if it is not known in this process."""
-        return self.holder.found() if isinstance(self.holder, Moved) else self.holder
-
-    def is_as(self, now: Any) -> bool:
-        """Whether what lies there now is what did."""
-        if isinstance(now, types.MethodType):  # of a class, bound anew each time
-            return bool(now == self.value)
-        if isinstance(self.noted, (IsA, Keys)) and now is not self.value:
-            return False
-        return alike(now, self.noted)
-
-    def __str__(self) -> str:
-        above = self.holder.name if isinstance(self.holder, Moved) else name_of(self.holder)
-        return f"torch.{above}()" if self.key == CALLED else f"{above}.{self.key}"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        holder = self.holder if isinstance(self.holder, Moved) else Moved.of(self.holder)
-        return Bound, (holder, self.key, None, movable(self.noted))
-
-
-@dataclass(frozen=True)
-class Code:
-    """What the names in the code that ran lead to outside of the block."""
-
-    bounds: tuple[Bound, ...]
-
-
 @dataclass(frozen=True)
 class Moved:
     """Stands in a pickle, or in a copy of a model, for a function, class or Python module: its name, and what a function does."""
@@ -229,11 +175,6 @@ class Unreadable:
     """Of an object that can change without a trace, its type in words."""
 
     kind: str
-
-
-def values_of(read: PythonRead) -> list[Any]:
-    """What was read, each for itself."""
-    return [bound.noted for bound in read.value.bounds] if isinstance(read.value, Code) else [read.value]
 
 
 @dataclass(frozen=True, eq=False)

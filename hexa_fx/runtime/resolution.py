@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.bounds import Code
 from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import named_modules, rebuilds
-from hexa_fx.isolation.read_values import Array, Code, IsA, Keys, Names, alike
+from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss
