@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
-from hexa_fx.isolation.held_objects import is_object
+from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.users_code import is_users, module_name
 from hexa_fx.torch_private import is_traceable_wrapper_subclass
@@ -32,7 +32,8 @@ class Sandbox:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._held = Contents(held_by_modules(root))
+        held = [*held_by_modules(root)]
+        self._held = Contents([*held, *_of_outside_modules(root, held)])
         hooks = [*_hooks_of(root)]
         self._global = Contents([*_behind_names(_all_namespaces(root, hooks)), *_kept_by(hooks)])
         self._codes = [(p, p.data) for p in named_tensors(root, "_parameters").values() if _holds_codes(p)]
@@ -104,6 +105,20 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             for key, inner in inside if len(held) <= _MOST else ():
                 seen.add(id(inner))
                 yield Holder(f"{name}.{key}", inner)
+
+
+def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Holder]:
+    """What modules hold that the tree knows but does not own, such as a model in a list that hides it from torch."""
+    seen = set(map(id, modules_of(root)))
+    for holder in held:
+        for key, other in contents(holder.value):
+            if isinstance(other, nn.Module) and id(other) not in seen:
+                seen.add(id(other))
+                yield Holder(f"{holder.label}.{key}", vars(other))
+                lists = ((name, inner) for name, inner in vars(other).items() if name not in MODULE_STATE)
+                yield from (
+                    Holder(f"{holder.label}.{key}.{name}", inner) for name, inner in lists if type(inner) in _LISTS
+                )
 
 
 def _holds_codes(parameter: torch.Tensor) -> bool:
