@@ -22,7 +22,7 @@ from torch import nn
 
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.kept import Kept
-from hexa_fx.capture.ran_code import RanCode, words
+from hexa_fx.capture.ran_code import RanCode, items_of, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.tensor_questions import TensorQuestions
@@ -268,7 +268,7 @@ class PythonReads:
 
     def _anchor(self) -> None:
         """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
-        self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
+        self.ran.texts = {word for edge in self.edges for word in words(items_of(edge.noted))}
         bases = dict[type, bool]()
         for cls, is_value in self._classes.items():
             for base in [*cls.__mro__, *type.mro(type(cls))]:
@@ -290,13 +290,6 @@ class PythonReads:
             for name in vars(tensor):
                 for scope in self.ran.mention(name, by_text=False):
                     self.read(tensor, name, scope)
-
-
-def _items(noted: Any) -> tuple[Any, ...]:
-    """What was read itself, or items, keys and values in it."""
-    if type(noted) is dict:
-        return *noted, *noted.values()
-    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
 
 
 def _reader(frame: types.FrameType | None) -> str:

@@ -190,6 +190,13 @@ class RanCode:
             self._read(torch_state.STATE[name], CALLED, scope)
 
 
+def items_of(noted: Any) -> tuple[Any, ...]:
+    """What was read itself, or items, keys and values in it."""
+    if type(noted) is dict:
+        return *noted, *noted.values()
+    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
+
+
 def words(values: Iterable[Any]) -> Iterator[str]:
     """What may be names of attributes in the texts among ``values``."""
     for value in values:
