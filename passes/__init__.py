@@ -194,9 +194,11 @@ def _rewrite(
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
+            run = partial(run, gradients=observation.gradients)
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
+            captured = replace(captured, written_later=observation.written)
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)

@@ -10,6 +10,7 @@ import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hexa_fx.capture.code_reads import BY_TEXT, OF_ALL, ONLY_IF, code_reads, onl
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.held_objects import is_object
+from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source
 from hexa_fx.isolation.read_values import CACHED
@@ -28,6 +29,9 @@ from hexa_fx.torch_private import _is_torch_function_mode_enabled
 _GENERATED = "<eval_with_key>"
 _WORD = re.compile(r"[^\W\d]\w*")
 _ENVIRONMENT = tuple(getattr(os, name) for name in ("environ", "getenv", "environb", "getenvb") if hasattr(os, name))
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_OF_FRAMES = frozenset({"sys", "inspect", "traceback"})
+"""Whose functions ask who calls them."""
 
 
 class RanCode:
@@ -54,6 +58,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
+        self._told: list[tuple[dict[str, Any], str, Any]] = []
+        """Functions in whose place something tells of their calls while the run lasts: where, by which name, and what they are."""
         self.changed: dict[str, None] = {}
         """Names of parameters that it writes to."""
         self.texts: set[str] = set()
@@ -63,8 +69,15 @@ class RanCode:
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
         gradients = torch.is_grad_enabled()
-        with told_of_starts(self._starts):
-            yield
+        try:
+            with told_of_starts(self._starts):
+                yield
+        finally:
+            while self._told:
+                namespace, name, before = self._told.pop()
+                namespace[name] = before
+                if before is MISSING:  # a name of Python's own
+                    del namespace[name]
         if torch.is_grad_enabled() != gradients:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
 
@@ -146,6 +159,8 @@ class RanCode:
             if _is_of_library(namespace.get(names[0]), names[1:-1]):
                 self.hidden[scope] = ".".join(names), SWITCH, self._location
         for first, *rest in found.chains:
+            if not rest and self._tell_of_calls(namespace, first):
+                continue
             if first not in namespace or is_ours(namespace[first]):
                 self.note_state(namespace.get(first, vars(builtins).get(first)), scope)
             else:
@@ -162,6 +177,8 @@ class RanCode:
         """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
         for name in names:
             if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):  # which is constant
+                if self._tell_of_calls(vars(holder), name):
+                    return
                 value = getattr(holder, name, None)
             else:
                 value = self._read(holder, name, scope)
@@ -176,6 +193,33 @@ class RanCode:
                 return
         if isinstance(holder, types.ModuleType) and is_users(holder.__name__):
             self.hidden[scope] = holder.__name__, LOOK_UP, self._location
+
+    def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
+        """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
+        function: Any = namespace.get(name, vars(builtins).get(name))
+        kind = (
+            hidden_source(function)
+            if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES
+            else ""
+        )
+        if not kind:
+            return False
+
+        thread = get_ident()
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if is_users(module_name(frame.f_globals)):
+                note(SourceLocation(frame.f_code.co_filename, frame.f_lineno))
+            return function(*args, **kwargs)
+
+        def note(place: SourceLocation) -> None:
+            if get_ident() == thread:
+                self.hidden[self._scope()] = function.__name__, kind, place
+
+        self._told.append((namespace, name, namespace.get(name, MISSING)))
+        namespace[name] = told
+        return True
 
     def note_state(self, value: Any, scope: str) -> None:
         """Notes a function that asks torch or the system for a state, and what it says."""

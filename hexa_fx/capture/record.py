@@ -54,19 +54,20 @@ def capture(
     path: str = "",
     analysis_bytes: int = 2 << 30,
     replacements: Replacements = AS_IT_IS,
+    gradients: bool = True,
 ) -> CapturedBlock:
     """What one run of ``block`` did.
 
-    Parameters, buffers and the global random state are left unchanged. Gradients are on, so that the code's own ``no_grad``
-    shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them alone: adding
-    zero would leave no trace. Code that fails under these conditions is run again without them.
+    Parameters, buffers and the global random state are left unchanged. With ``gradients`` these are on, so that the code's own
+    ``no_grad`` shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them
+    alone: adding zero would leave no trace. Code that fails under these conditions is run again without them.
 
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
     """
     for conditions in _CONDITIONS:
         try:
-            found = _capture(block, args, kwargs, path, replacements, *conditions)
+            found = _capture(block, args, kwargs, path, replacements, gradients, *conditions)
             break
         except Exception as error:
             if is_out_of_memory(error) or conditions == _CONDITIONS[-1]:
@@ -84,6 +85,7 @@ def _capture(
     kwargs: dict[str, Any],
     path: str,
     replacements: Replacements,
+    gradients: bool,
     as_it_is: bool,
     kept: Collection[type],
 ) -> CapturedBlock:
@@ -91,7 +93,7 @@ def _capture(
     reads = PythonReads(block)
     with (
         _as_capture_error(path or type(block).__name__),
-        _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
+        _trial(block, replacements, as_it_is, gradients and not as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
         parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.told.before_call,
     ):
@@ -158,7 +160,7 @@ def _stored(
 
 @contextmanager
 def _trial(
-    block: nn.Module, replacements: Replacements, as_it_is: bool
+    block: nn.Module, replacements: Replacements, as_it_is: bool, gradients: bool
 ) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
@@ -168,11 +170,9 @@ def _trial(
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
         random_state_kept(SEED),
         no_device_asserts(block) if replacements else nullcontext(),
-        torch.set_grad_enabled(not as_it_is),
+        torch.set_grad_enabled(gradients),
     ):
-        recorder = Recorder(
-            parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
-        )
+        recorder = Recorder(parameters, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle)
         try:
             yield recorder, snapshot, replaced
         finally:

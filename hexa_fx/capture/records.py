@@ -30,6 +30,8 @@ class NodeRecord:
     """Whether all that hangs on the decision is an error of the code's own (`hexa_fx.capture.error_checks`)."""
     gradient: bool = True
     """Whether the code lets gradients through: False under its own ``no_grad``."""
+    wants_gradient: bool = False
+    """Of an input."""
     asked: bool = False
     """Whether the code asks something of an input that is no number of it, such as its dtype."""
     subscript: bool = False

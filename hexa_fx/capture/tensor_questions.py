@@ -62,6 +62,8 @@ class TensorQuestions:
             self._read(tensor, attribute)
         else:
             self.note_of_gradients({self._scope()})
+            if attribute == "is_inference":
+                self._ran.note_state(torch.is_inference_mode_enabled, self._scope())
 
     def _note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
@@ -78,6 +80,5 @@ class TensorQuestions:
             self.in_functions[-1].update(scopes)
             return
         self._ran.asks["gradient"] |= scopes
-        for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
-            for scope in scopes:
-                self._ran.note_state(state, scope)
+        for scope in scopes:
+            self._ran.note_state(torch.is_grad_enabled, scope)

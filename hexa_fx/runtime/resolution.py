@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.bounds import Code
-from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import Place, getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import named_modules, rebuilds
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss
@@ -71,7 +72,10 @@ class Resolution:
         self._entered: set[tuple[int, Any]] = set()
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
-            self._add(read)
+            if isinstance(read.value, Code):
+                self._add_code(read.value)
+            else:
+                self._add(read)
         self.dtypes = [found for path, dtype in dtypes.items() if (found := self._of_dtype(path, dtype))]
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
         lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
@@ -98,9 +102,6 @@ class Resolution:
             self._add_inside(bound.noted, found.value)
 
     def _add(self, read: PythonRead) -> None:
-        if isinstance(read.value, Code):
-            self._add_code(read.value)
-            return
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
         if isinstance(read.value, Names):
             self._add_names(holder, key, read)
@@ -116,6 +117,8 @@ class Resolution:
         if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
+        if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
+            found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
         self._seen[id(holder), key] = value
         if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
@@ -190,7 +193,9 @@ class Resolution:
         place_of = (is_global, root, steps)
         if place_of not in self._holders:
             if steps:
-                found = self._seen_through(lookup(self._at(is_global, root, steps[:-1]), steps[-1]))
+                holder = self._at(is_global, root, steps[:-1])
+                found = self._seen_through(lookup(holder, steps[-1]))
+                found = getattr(type(holder), steps[-1]) if isinstance(found, InPlace) else found
             else:
                 found = submodule(self._modules, root)
             self._holders[place_of] = found
