@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,17 +13,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
-from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
@@ -67,7 +66,7 @@ class ModelAnalysis:
     examples: Mapping[str, Example]
     calls: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
     around: Mapping[str, Sequence[Observation]]
-    effects: SideEffects
+    effects: Sandbox
     waiting: tuple[str, ...] = ()
     written: frozenset[str] = frozenset()
     cache: StructureCache = field(default_factory=StructureCache)
@@ -109,8 +108,7 @@ def analyse_model(
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
     Blocks are analysed as they are called: in the present mode, under the present autocast, in their dtypes. What these runs
-    append to lists, put into objects or count is taken out again. Caches and counts stay if rewritten blocks read some of them in
-    every call.
+    append to lists or put into objects is taken out again. Caches and counts behind global names stay, as after any call.
 
     Args:
         spread: whether blocks are to be spread over devices, after which no call can be analysed any more. They are then
@@ -118,15 +116,13 @@ def analyse_model(
         most_tokens: of what a block is given that are kept as its example; None for all.
         cache: earlier analyses, which hold for blocks like theirs.
     """
-    effects = SideEffects(model, namespaces_of(model))
-    found: ModelAnalysis | None = None
+    effects = Sandbox(model)
     autocast: AbstractContextManager[object] = autocast_off() if spread else autocast_uncached()
     try:
         with autocast, gradients_kept(model):
-            found = _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens, cache)
-            return found
+            return _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens, cache)
     finally:
-        effects.undo_but_for(relied_on(model, found.rewritten if found else ()))
+        effects.restore()
 
 
 def _analyse_model(
@@ -135,7 +131,7 @@ def _analyse_model(
     config: HexaConfig,
     inspector: Inspector,
     spread: bool,
-    effects: SideEffects,
+    effects: Sandbox,
     most_tokens: int | None,
     known: StructureCache | None,
 ) -> ModelAnalysis:
@@ -189,13 +185,6 @@ def _analyse_model(
     return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, *left, cache, forms)
 
 
-def relied_on(model: nn.Module, rewritten: Sequence[BlockAnalysis]) -> Iterator[tuple[nn.Module, PythonRead]]:
-    """What rewritten blocks read from Python in every call, each with its block."""
-    for analysis in rewritten:
-        assert analysis.rewritten is not None
-        yield from ((model.get_submodule(analysis.path), read) for read in analysis.rewritten.reads)
-
-
 def _stages(bar: Bar) -> list[Listener]:
     """What tells the bar which block is in which pass; nothing where there is no bar."""
 
@@ -211,7 +200,7 @@ def _observe(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     what: str,
-    effects: SideEffects,
+    effects: Sandbox,
     most_tokens: int | None,
 ) -> list[Candidate]:
     try:

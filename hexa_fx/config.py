@@ -44,6 +44,8 @@ class HexaConfig:
             everything off (so does ``HEXA_FX_SKIP=*`` in the environment).
         specialisations: for how many kinds of calls (modes, dtypes, autocast, settings) a block is analysed; past that, calls of
             new kinds run its own code.
+        check_every: one call in so many runs the original too and compares; a block that differs is left to its original, with a
+            warning, or raises if ``strict`` (docs/contract.md). 0: never, which costs nothing.
         compute: in what experts multiply: ``native``, their tensors' dtype, or ``fp8_block``, e4m3 with a scale for 128 elements of
             a row and for 128 x 128 of a weight (docs/fp8.md). What that adds to results is measured and reported.
 
@@ -58,7 +60,7 @@ class HexaConfig:
 
     Raises:
         InputError: a field has a value of the wrong type, ``probe_tokens``, ``analysis_bytes`` or ``specialisations`` is less than
-            1, ``compute`` is unknown, or ``batch_invariant``, FP8 and ablations are combined.
+            1, ``check_every`` less than 0, ``compute`` is unknown, or ``batch_invariant``, FP8 and ablations are combined.
     """
 
     verify: bool = True
@@ -70,6 +72,7 @@ class HexaConfig:
     batch_invariant: bool = False
     skip: str = ""
     specialisations: int = 8
+    check_every: int = 0
     compute: str = "native"
     expert_operators: bool = True
     fused_kernel: bool = True
@@ -85,6 +88,8 @@ class HexaConfig:
         for name in ("probe_tokens", "analysis_bytes", "specialisations"):
             if getattr(self, name) < 1:
                 raise InputError(f"HexaConfig({name}={getattr(self, name)}): expected at least 1")
+        if self.check_every < 0:
+            raise InputError(f"HexaConfig(check_every={self.check_every}): expected 0 or more")
         if self.batch_invariant and not (self.expert_operators and self.fused_kernel):
             raise InputError(
                 "HexaConfig(batch_invariant=True) needs expert_operators and fused_kernel, which are switched off"

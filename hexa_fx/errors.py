@@ -74,3 +74,7 @@ def first_line(error: BaseException) -> str:
 def kind_and_line(error: BaseException) -> str:
     """An error's kind and the first line of its text, in at most 200 characters of it."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+class DiffersInUse(HexaError):
+    """A sampled check (``HexaConfig(check_every=N, strict=True)``) found other results than the original's."""

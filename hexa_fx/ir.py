@@ -7,7 +7,7 @@ Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -205,19 +205,7 @@ class ObjectAttribute:
         return f"{self.ways[0]}.{self.name}"
 
 
-@dataclass(frozen=True)
-class Counter:
-    """A number that every run takes one step further: ``function`` of it and ``by``."""
-
-    place: ModuleAttribute | ObjectAttribute
-    function: Callable[[Any, Any], Any]
-    by: float
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-
-Destination: TypeAlias = ModuleAttribute | ObjectAttribute | Counter | ContainerItem
+Destination: TypeAlias = ModuleAttribute | ObjectAttribute | ContainerItem
 
 
 @dataclass(frozen=True)

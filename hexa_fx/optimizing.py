@@ -41,6 +41,7 @@ from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
 from hexa_fx.runtime.refused import RefusedKind
+from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
@@ -189,6 +190,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
             installed[analysis.path].refuse(refuse)
     for waiting in found.waiting:
         installed[waiting] = install(model.get_submodule(waiting), path=inside(part.path, waiting), analyst=specialiser)
+    for forward in installed.values() if config.check_every else ():
+        forward.sampled = SampledCheck(config.check_every, config.strict)
     request_kernels_of_steps(model, found.unusual_examples)
     report = with_compute(found.report, said, _never_small(forms))
     for forward in installed.values():

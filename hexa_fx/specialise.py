@@ -17,19 +17,18 @@ from torch import nn
 
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.scripted import compiled_as_python
-from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ir import PythonRead, RewrittenBlock
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.written_tensors import gradients_kept
@@ -181,7 +180,7 @@ class Specialiser:
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
-        effects, relied_on = SideEffects(shadow, namespaces_of(shadow)), tuple[PythonRead, ...]()
+        effects = Sandbox(shadow)
         try:
             with (
                 collections_are_cheap(),
@@ -189,11 +188,9 @@ class Specialiser:
                 gradients_kept(shadow),
                 kernels_requested(config.compute),
             ):
-                found = analyse_level(observation, config, self.cache, config.compute == "native")
-            relied_on = found[0].rewritten.reads if found[0].rewritten is not None else ()
-            return found
+                return analyse_level(observation, config, self.cache, config.compute == "native")
         finally:
-            effects.undo_but_for((shadow, read) for read in relied_on)
+            effects.restore()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Specialiser:
         return self

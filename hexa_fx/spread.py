@@ -106,6 +106,6 @@ def _timed(model: nn.Module, found: ModelAnalysis, args: tuple[Any, ...], kwargs
                 model(*args, **kwargs)
         finally:
             before.restore()
-            found.effects.undo_again()
+            found.effects.restore()
 
     return run

@@ -51,7 +51,7 @@ from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, exa
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
-from hexa_fx.passes.preconditions.host_rules import depends_on_mode, only_written, refusal_of_host
+from hexa_fx.passes.preconditions.host_rules import depends_on_mode, refusal_of_host
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
@@ -218,7 +218,7 @@ def _rewrite(
         runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
-        return only_written(match, runs.reads)
+        return match
     with announced("rewrite", match.captured.graph) as done:
         try:
             rewritten = rewrite_block(match, config.recompute_h)

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.capture.collect import Access
+from hexa_fx.capture.kept import Access, ChangedInPlace
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
@@ -20,18 +20,6 @@ from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.torch_private import _assign_attr
-
-
-@dataclass(frozen=True)
-class ChangedInPlace:
-    """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed.
-
-    Or a stream of random numbers, beside torch's own, that it drew from.
-    """
-
-    label: str
-    drawn: bool
-    scopes: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -53,8 +41,6 @@ class CapturedBlock:
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         reads: what the run read from Python.
-        handed: paths of a module that set an attribute to what is no tensor, and of another whose code read that.
-        collections: lists, deques and dicts among what was read that may hold results.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout, a gradient or a module's mode
             (`hexa_fx.capture.ran_code`).
@@ -82,8 +68,6 @@ class CapturedBlock:
     recalled: frozenset[str] = frozenset()
     nested: frozenset[str] = frozenset()
     reads: tuple[PythonRead, ...] = ()
-    handed: frozenset[tuple[str, str]] = frozenset()
-    collections: tuple[Any, ...] = ()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()

@@ -13,7 +13,7 @@ import torch
 from hexa_fx.capture.instructions import Instruction, instructions_of
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-_WHOLE = frozenset({"globals", "eval", "exec", "dir", "sys.modules"})
+_WHOLE = frozenset("globals locals eval exec dir sys.modules __import__ importlib.import_module import_module".split())
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
 _LAYOUT = frozenset("is_contiguous stride storage_offset data_ptr untyped_storage _base _is_view".split())
 _HARMLESS = frozenset(
@@ -21,29 +21,13 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout", "errors")}
+ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout")}
 """What code asks if a tensor's dtype is read while it runs, since it compares ``something.dtype``, or if torch is called while it
 runs, since it catches errors."""
 
-ITEMS = "[]"
-"""What code puts something into if it sets items, or calls what adds or takes some."""
-
-CELL = "cell_contents"
-
-ANYTHING = "*"
-"""What code puts something into if it sets attributes by other means than ``holder.name = value``."""
-
-_CHANGES = frozenset(
-    "append extend insert remove pop clear sort reverse appendleft extendleft popleft rotate popitem setdefault update add discard "
-    "fill move_to_end subtract difference_update intersection_update symmetric_difference_update heapify heappush heappop "
-    "heapreplace heappushpop insort insort_left insort_right shuffle copyto put place putmask setitem delitem iadd iconcat ior "
-    "imul __setitem__ __delitem__ __iadd__ __ior__ __imul__ __iand__ __isub__ __ixor__".split()
-)
-_SETS_BY_TEXT = frozenset(
-    "setattr delattr vars __dict__ __setattr__ __delattr__ __setstate__ __init__ set_default_dtype set_default_device "
-    "requires_grad_ add_module register_module register_buffer register_parameter register_forward_hook "
-    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook".split()
-)
+OF_ALL = frozenset({"vars", "__dict__"})
+BY_TEXT = OF_ALL | {"getattr", "hasattr", "attrgetter"}
+"""What takes names of attributes as texts, after what gives all of them."""
 
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})
 
@@ -60,15 +44,12 @@ class CodeReads:
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
             object; and what it asks only if it comes to that (`ONLY_IF`).
-        puts: names of the attributes and globals that it sets; `CELL` if it sets a variable of a function around it, `ITEMS`, and
-            `ANYTHING`.
     """
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
     sets: tuple[tuple[str, ...], ...]
     asks: frozenset[str]
-    puts: frozenset[str]
 
     @property
     def hidden(self) -> str:
@@ -95,8 +76,7 @@ def code_reads(code: types.CodeType) -> CodeReads:
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
-    asks, puts = frozenset(_asked(instructions)), frozenset(_put(instructions))
-    return CodeReads(tuple(chains), tuple(imports), tuple(sets), asks, puts)
+    return CodeReads(tuple(chains), tuple(imports), tuple(sets), frozenset(_asked(instructions)))
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:
@@ -115,24 +95,6 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
         i.opname == "IS_OP" and _are_variables(instructions[max(at - 2, 0) : at]) for at, i in enumerate(instructions)
     ):
         yield "identity"
-
-
-def _put(instructions: list[Instruction]) -> Iterator[str]:
-    for instruction in instructions:
-        name, kind = str(instruction.argval), instruction.opname
-        if kind in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_GLOBAL"):
-            yield name
-        elif kind in ("STORE_DEREF", "DELETE_DEREF"):
-            yield CELL
-        elif kind in ("STORE_SUBSCR", "DELETE_SUBSCR") or name in _CHANGES or _is_in_place(instruction):
-            yield ITEMS
-        elif name in _SETS_BY_TEXT:
-            yield ANYTHING
-
-
-def _is_in_place(instruction: Instruction) -> bool:
-    """Whether it is ``+=`` or the like, whose numbers come after those of ``+`` and the like."""
-    return instruction.opname == "BINARY_OP" and instruction.argval in range(13, 26)
 
 
 def _are_variables(operands: list[Instruction]) -> bool:
@@ -212,3 +174,39 @@ def _is_dtype(instruction: Instruction, holds: set[str]) -> bool:
     if instruction.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
         return instruction.argval in _DTYPES or instruction.argval == "dtype"
     return instruction.opname.startswith("LOAD_FAST") and instruction.argval in holds
+
+
+_ADDS = frozenset({"append", "extend", "update"})
+
+
+@functools.lru_cache(maxsize=4096)
+def only_adds(code: types.CodeType, name: str) -> bool:
+    """Whether all that ``code`` does with what goes by a name is to add to it, set items in it, or ask whether it is None."""
+    if name not in code.co_names:
+        return BY_TEXT.isdisjoint(code.co_names)
+    found = list(instructions_of(code))
+    return all(
+        _adds(found, at, name)
+        for at, i in enumerate(found)
+        if i.argval == name and i.opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_METHOD")
+    )
+
+
+def _adds(found: list[Instruction], at: int, name: str) -> bool:
+    """Whether ``losses.append``, ``losses += ...``, ``losses[key] = ...`` or ``losses is None`` begins with an instruction."""
+    if at + 1 >= len(found):
+        return False
+    after = found[at + 1]
+    if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        return after.argval in _ADDS
+    if "IF_NONE" in after.opname or "IF_NOT_NONE" in after.opname or (after.argval is None and "CONST" in after.opname):
+        return True
+    if at and (found[at - 1].opname == "COPY" or found[at].opname != "LOAD_ATTR"):  # ``+=`` of an attribute or a global
+        stores = (i.opname in ("STORE_ATTR", "STORE_GLOBAL") and i.argval == name for i in found[at:])
+        if any(stores):
+            return True
+    key = itertools.takewhile(
+        lambda i: i.opname.startswith(("LOAD_", "FORMAT_", "BUILD_STRING", "CONVERT_")), found[at + 1 :]
+    )
+    end = at + 1 + len(list(key))
+    return end < len(found) and found[end].opname == "STORE_SUBSCR"

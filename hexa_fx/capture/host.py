@@ -26,9 +26,9 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.held_objects import MISSING, is_object
-from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
-from hexa_fx.isolation.users_code import module_name
+from hexa_fx.isolation.sandbox import namespaces_of
 from hexa_fx.torch_private import DisableTorchFunction
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
@@ -64,23 +64,6 @@ def visible_host(
     finally:
         for restore in reversed(undo):
             restore()
-
-
-def namespaces_of(block: nn.Module) -> list[dict[str, Any]]:
-    """Globals of the user modules whose functions run inside the block."""
-    found: dict[int, dict[str, Any]] = {}
-    classes = {cls: None for kind in {type(module): None for module in modules_of(block)} for cls in kind.__mro__}
-    for member in [member for cls in classes for member in vars(cls).values()]:
-        function = getattr(member, "__func__", member)
-        for candidate in (function, getattr(function, "__wrapped__", None)):
-            namespace = getattr(candidate, "__globals__", None)
-            if namespace is not None and not _is_torch(namespace):
-                found[id(namespace)] = namespace
-    return list(found.values())
-
-
-def _is_torch(namespace: dict[str, Any]) -> bool:
-    return module_name(namespace).split(".")[0] in ("torch", "builtins")
 
 
 def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callable[[], None]]) -> None:

@@ -8,36 +8,39 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
-from hexa_fx.capture.calls import SETS_DATA, user_location
-from hexa_fx.capture.class_reads import ClassReads
-from hexa_fx.capture.collect import without_stand_in
-from hexa_fx.capture.environment_reads import asking_noted
-from hexa_fx.capture.module_reads import modules_noted
-from hexa_fx.capture.ran_code import RanCode, words
+from hexa_fx.capture.calls import user_location
+from hexa_fx.capture.kept import Kept
+from hexa_fx.capture.ran_code import RanCode, items_of, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
-from hexa_fx.capture.set_objects import MetObjects
-from hexa_fx.capture.started_functions import of_this_thread as here
 from hexa_fx.capture.started_functions import untold
-from hexa_fx.capture.tensor_attributes import asked_and_set_ones_noted, present_ones
+from hexa_fx.capture.tensor_questions import TensorQuestions
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, HOOK, OF_PAST
-from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
+from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, getattr_plain, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
+from hexa_fx.isolation.read_values import (
+    CACHED,
+    IsA,
+    Keys,
+    Names,
+    Unreadable,
+    caches_collections,
+    is_unreadable,
+    keys_inside,
+    snapshot,
+)
 from hexa_fx.isolation.users_code import is_users, logs, module_name
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
@@ -45,16 +48,14 @@ _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ tor
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children state_dict".split()
 )
-_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
-_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE, **OF_PAST}
-"""What is done to a tensor, or asked of it, and no condition."""
 _OF_WHOLE = frozenset({"__dict__", "__getstate__", "__deepcopy__"})
 _OF_MODE = frozenset({"training", "__dict__"})
 _QUIET = MODULE_STATE - {*REGISTRIES, *_OF_MODE}
 """What every call of a module asks torch's dicts of hooks, eight times, and what is never noted."""
-_BEHIND_NOTHING = "setting of an object ({}) that lies behind no attribute and no global name, and"
-_PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
+_NEVER = (torch.Tensor, torch.autograd.Function, type, BaseException)
+"""Whose classes torch and Python look into by themselves."""
+_IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
+"""Members of classes that run."""
 
 
 class PythonReads:
@@ -67,15 +68,19 @@ class PythonReads:
     def __init__(self, block: nn.Module) -> None:
         self.scope: Callable[[], str] = lambda: ""
         self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
-        self.in_functions: list[set[str]] = []
         self._block = block
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
-        self.objects = MetObjects()
+        self.objects = Kept()
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
-        self.ran = RanCode(self._read, lambda: self.scope())
-        self.classes = ClassReads(self._read, self._patch, self.edges, self.ran)
+        self.ran = RanCode(self.read, lambda: self.scope())
+        self.of_tensors = TensorQuestions(
+            self.ran, self.edges, self.read, lambda value: id(value) in self._met, lambda: self.scope()
+        )
+        self._classes: dict[type, bool] = {}
+        """Classes of objects that the code came to, and whether it came to the class itself."""
+        self._made: set[int] = set()  # an id may come back, but only of another one that is made
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -84,17 +89,16 @@ class PythonReads:
         gc.disable()
         gc.collect(0)  # what is made from now on is younger than all that is there
         self._running, self._thread = True, get_ident()
-        for cls in (dataclasses.Field, *map(type, modules_of(self._block))):
+        for cls in {*map(type, modules_of(self._block))}:
             self._patch(cls)
+            self._meet_class(cls)
+            for base in cls.__mro__:  # the functions that are called are wrappers, perhaps
+                if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
+                    self.read(vars(base)["forward"], "__closure__", "")
         try:
-            with (
-                asking_noted(self._read, here(self.ran.switches)),
-                asked_and_set_ones_noted(self._met, here(self._read), here(untold(self.note_done))),
-                modules_noted(here(untold(self._read))),
-                self.ran.noted(),
-            ):
+            with self.ran.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
-                    self._read(self._block, "forward", "")
+                    self.read(self._block, "forward", "")
                 yield
         finally:
             self._running = False  # what is met from now on stays as it is
@@ -118,14 +122,13 @@ class PythonReads:
 
     # -- noting ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
+    def read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
         """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
         if key == "__dict__" and isinstance(holder, type):
             self._whole(holder)
             return vars(holder)
         edge = self._edge(holder, key)
         edge.scopes.add(self.scope() if scope is None else scope)
-        edge.times += 1
         return edge.value
 
     def _edge(self, holder: Any, key: Any) -> Edge:
@@ -133,7 +136,7 @@ class PythonReads:
         if key not in edges:
             busy, self._busy = self._busy, True
             try:
-                value = without_stand_in(lookup(holder, key))
+                value = lookup(holder, key)
                 noted = snapshot(value)
                 edges[key] = Edge(holder, key, value, noted, set(), own=self.was_set(holder, key))
                 if is_unreadable(value, noted):
@@ -149,12 +152,21 @@ class PythonReads:
         if id(value) in self._met:
             return
         self._met[id(value)] = value
-        self.objects.meet(edge.holder, value, edge.own)
-        self.classes.meet(value)
-        for key in keys_inside(value, noted) if edge.key != "__mro__" else ():
+        outside = isinstance(value, nn.Module) and id(value) not in self.edges.modules
+        self.objects.meet(edge.holder, value, edge.own, outside)
+        self._meet_class(value if isinstance(value, type) else type(value), isinstance(value, type))
+        if isinstance(value, types.SimpleNamespace):  # which notes nothing, also what is not there
+            self._whole(value)
+        for key in keys_inside(value, noted):
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
             self._patch(type(value))
+
+    def _meet_class(self, cls: type, is_value: bool = False) -> None:
+        """Sees to it that what is read of a class of the user's is noted, also by way of objects that the run makes."""
+        if is_users(cls.__module__) and not issubclass(cls, _NEVER):
+            self._classes[cls] = is_value or self._classes.get(cls, False)
+            self._patch(cls)
 
     def _patch(self, cls: type) -> None:
         """Makes a class note reads; an object whose class cannot counts as read as a whole."""
@@ -173,7 +185,7 @@ class PythonReads:
                 if name not in _QUIET:
                     self._note(holder, name, sys._getframe(1))
                 elif name.endswith("_hooks") and is_users(module_name(sys._getframe(1).f_globals)):
-                    self._read(holder, name)
+                    self.read(holder, name)
             return plain(holder, name)
 
         return __getattribute__
@@ -181,10 +193,16 @@ class PythonReads:
     @untold
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
         reader = _reader(frame)
-        made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
-        if made_meanwhile and self._is_new(holder, name, reader):
+        if logs(reader):
+            return
+        of_users, made_meanwhile = (
+            is_users(reader),
+            id(holder) not in self.edges.modules and id(holder) not in self._met,
+        )
+        if made_meanwhile and of_users and name not in MODULE_STATE and not self._is_new(holder):
             made_meanwhile = False
-        if logs(reader) or (made_meanwhile and name not in _OF_MODE):
+        if made_meanwhile and name not in _OF_MODE:
+            self._note_of_class(type(holder), name, getattr_plain(holder))
             return
         if reader.startswith(_MACHINERY):
             # Of a module under torch.compile it is made with the module: what it calls counts, and that is a module again.
@@ -197,29 +215,38 @@ class PythonReads:
                     self._names(module, registry)
         if name in _OF_MODE:
             self.ran.asks["mode"].add(self.scope())
-        if made_meanwhile:
-            return
-        if name in _OF_WHOLE:
-            if is_users(reader):
-                self._whole(holder)
-            return
-        if name in REGISTRIES and isinstance(holder, nn.Module):
-            self._names(holder, name)
-        elif name not in MODULE_STATE or name == "training":
-            self._read(holder, name)
+        if not made_meanwhile and (of_users or name not in _OF_WHOLE):
+            self._note_of(holder, name)
 
-    def _is_new(self, holder: Any, name: str, reader: str) -> bool:
-        """Whether an object that no read has led to so far was there before the run: then its reads count too."""
-        if not is_users(reader) or name in MODULE_STATE or not self.classes.is_new(holder, name, self.scope()):
-            return False
-        self._met[id(holder)] = holder
-        self.objects.meet(None, holder, False)
+    def _note_of(self, holder: Any, name: str) -> None:
+        if name in _OF_WHOLE:
+            self._whole(holder)
+        elif name in REGISTRIES and isinstance(holder, nn.Module):
+            self._names(holder, name)
+        elif (name not in MODULE_STATE or name == "training") and not self._is_property(type(holder), name):
+            self.read(holder, name)
+
+    def _is_property(self, cls: type, name: str) -> bool:
+        """Whether an attribute is what a property computes: that is code that runs, and reads by itself."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), object)
+        return cls in self._classes and isinstance(vars(base).get(name), property)
+
+    def _is_new(self, holder: Any) -> bool:
+        """Whether an object that no read has led to so far is made by the run itself. If it was there before, it is met now."""
+        if id(holder) not in self._made:
+            if gc.is_tracked(holder) and not any(other is holder for other in gc.get_objects(generation=0)):
+                self._met[id(holder)] = holder
+                self.objects.meet(None, holder, False, isinstance(holder, nn.Module))
+                return False
+            self._made.add(
+                id(holder)
+            )  # no garbage is collected meanwhile, so that all that is made is of one generation
         return True
 
     def _names(self, module: nn.Module, registry: str) -> None:
         names = Names(frozenset(vars(module)[registry]))
         for name in names.names:
-            self._read(module, name)
+            self.read(module, name)
         edge = Edge(module, registry, names, names)
         self.edges.of(module).setdefault(registry, edge).scopes.add(self.scope())
 
@@ -227,72 +254,42 @@ class PythonReads:
         """Notes a read of an object's or a class's ``__dict__``."""
         own = own_names(holder)
         for name in own:
-            self._read(holder, name)
+            self.read(holder, name)
         edge = Edge(holder, "__dict__", Names(own), Names(own))
         self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self.scope())
 
-    def note_of_tensor(self, tensor: Any, attribute: str) -> None:
-        """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
-        frame: types.FrameType | None = sys._getframe(1)
-        self.ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
-        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-            frame = frame.f_back
-        if (
-            frame is None
-            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(module_name(frame.f_globals))
-        ):
-            return
-        if attribute in _CHANGED:
-            self.note_done(tensor, attribute)
-        elif id(tensor) in self._met and attribute != "is_inference":
-            self._read(tensor, attribute)
-        else:
-            self.note_of_gradients({self.scope()})
-            if attribute == "is_inference":
-                self.ran.note_state(torch.is_inference_mode_enabled, self.scope())
-
-    def note_done(self, tensor: Any, attribute: str) -> None:
-        """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
-            return  # the recorder tells of the first by another name, or as of a write, and records the second
-        self.ran.hidden[self.scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
-
-    def note_of_gradients(self, scopes: set[str]) -> None:
-        """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
-
-        They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
-        """
-        if self.in_functions:
-            self.in_functions[-1].update(scopes)
-            return
-        self.ran.asks["gradient"] |= scopes
-        for scope in scopes:
-            self.ran.note_state(torch.is_grad_enabled, scope)
-
     # -- after the run --------------------------------------------------------------------------------------------------
 
+    def _note_of_class(self, cls: type, name: str, own: Mapping[str, Any]) -> None:
+        """Of an object that the run made: what its class gives, but for functions, of which it shows whether they run."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), object)
+        if name not in own and is_users(base.__module__) and not isinstance(vars(base)[name], _IN_CLASSES):
+            self.read(base, name)
+
     def _anchor(self) -> None:
-        """Notes what was read of classes, and tensors' attributes; names objects that no read leads to."""
+        """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
+        self.ran.texts = {word for edge in self.edges for word in words(items_of(edge.noted))}
+        bases = dict[type, bool]()
+        for cls, is_value in self._classes.items():
+            for base in [*cls.__mro__, *type.mro(type(cls))]:
+                if is_users(base.__module__):
+                    bases[base] = bases.get(base, False) or is_value
         for module in modules_of(self._block):
             called = self.edges.get(module, "forward")
-            for scope in called.scopes if called else ():
-                self._read(module, "__class__", scope)
-                self._read(type(module), "__call__", scope)
-        found = {id(edge.value) for edge in self.edges}
-        self.ran.texts = {word for edge in self.edges for word in words(_items(edge.noted))}
-        self.classes.anchor(reversed([*modules_of(self._block), *self._met.values()]), found)
-        for read in list(present_ones(self._met.values(), partial(self.ran.mention, of_all=False))):
-            self._read(*read)
-        for name, kind, scopes in self.classes.hidden():
-            self.ran.hidden |= {scope: (name, _BEHIND_NOTHING.format(kind), None) for scope in scopes}
-
-
-def _items(noted: Any) -> tuple[Any, ...]:
-    """What was read itself, or items, keys and values in it."""
-    if type(noted) is dict:
-        return *noted, *noted.values()
-    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
+            for scope in called.scopes if called and is_users(type(module).__module__) else ():
+                self.read(type(module), "__call__", scope)
+        for base, is_value in bases.items():
+            for name, member in list(vars(base).items()):
+                runs = isinstance(member, _IN_CLASSES)
+                for scope in self.ran.scopes_of(member) if runs else self.ran.mention(name, by_text=is_value):
+                    self.read(base, name, scope)
+        for edge in self.edges:
+            if isinstance(edge.value, CACHED) and caches_collections(edge.value):
+                edge.noted = Unreadable("function that caches collections")
+        for tensor in [value for value in self._met.values() if isinstance(value, torch.Tensor)]:
+            for name in vars(tensor):
+                for scope in self.ran.mention(name, by_text=False):
+                    self.read(tensor, name, scope)
 
 
 def _reader(frame: types.FrameType | None) -> str:

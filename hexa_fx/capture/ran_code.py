@@ -1,36 +1,34 @@
-"""Which of the user's functions run during a recording, and what they read by global names."""
+"""Which of the user's functions run during a recording, and what they read by the names that they spell."""
 
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 
-from hexa_fx.capture.calls import user_location
-from hexa_fx.capture.code_reads import ONLY_IF, code_reads
-from hexa_fx.capture.output import LOGS, noted_output, say_left_out, writer
-from hexa_fx.capture.started_functions import of_this_thread, told_of_starts
+from hexa_fx.capture.code_reads import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
+from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING, is_object
-from hexa_fx.isolation.hidden_sources import DIGEST, OUTPUT, SWITCH, hidden_source
 from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.isolation.users_code import is_users, module_name
 from hexa_fx.torch_private import _is_torch_function_mode_enabled
 
 _GENERATED = "<eval_with_key>"
-_OF_ALL = frozenset({"vars", "__dict__"})
-_BY_TEXT = _OF_ALL | {"getattr", "hasattr", "attrgetter"}
-"""What takes names of attributes as texts, after what gives all of them."""
 _WORD = re.compile(r"[^\W\d]\w*")
+_ENVIRONMENT = tuple(getattr(os, name) for name in ("environ", "getenv", "environb", "getenvb") if hasattr(os, name))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _OF_FRAMES = frozenset({"sys", "inspect", "traceback"})
 """Whose functions ask who calls them."""
@@ -50,7 +48,8 @@ class RanCode:
         """Told the globals of every function that starts."""
         self._ran: dict[
             int, tuple[types.CodeType, set[str], frozenset[str]]
-        ] = {}  # by id: hashing code reads all of it
+        ] = {}  # by id: hashing reads all of the code
+        self._names: dict[str, set[str]] = {}
         self._settled: dict[tuple[int, str], bool] = {}
         """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
         self._location: SourceLocation | None = None
@@ -71,7 +70,7 @@ class RanCode:
         """A context in which functions that are called are noted."""
         gradients = torch.is_grad_enabled()
         try:
-            with told_of_starts(self._starts), noted_output(self._writes):
+            with told_of_starts(self._starts):
                 yield
         finally:
             while self._told:
@@ -87,37 +86,33 @@ class RanCode:
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
         return self._ran.get(id(getattr(function, "__code__", None)), (None, set(), frozenset()))[1]
 
-    def codes(self) -> list[types.CodeType]:
-        """All that ran."""
-        return [code for code, _, _ in self._ran.values()]
+    def only_adds(self, scope: str, name: str) -> bool:
+        """Whether the code of a module only adds to what goes by a name."""
+        codes = [code for code, by, names in self._ran.values() if scope in by and name in names]
+        return any(name in code.co_names for code in codes) and all(only_adds(code, name) for code in codes)
 
-    def putting(self, name: str) -> set[str]:
-        """The modules whose code sets something of that name (`CodeReads.puts`)."""
-        return {scope for code, scopes, _ in self._ran.values() if name in code_reads(code).puts for scope in scopes}
-
-    def mention(self, name: str, of_all: bool = True) -> set[str]:
-        """Of an attribute, the modules whose code has its name in it, perhaps as a text, or may make it.
+    def mention(self, name: str, by_text: bool) -> set[str]:
+        """Of an attribute, the modules whose code has its name in it.
 
         Args:
-            of_all: whether code counts that takes all attributes of something.
+            by_text: whether code counts that takes all attributes of something, or one by a text that it reads.
         """
         if name.startswith("__"):
             return set()
-        wanted = {name} | (_BY_TEXT if name in self.texts else _OF_ALL if of_all else set())
-        return {scope for _, scopes, names in self._ran.values() if not wanted.isdisjoint(names) for scope in scopes}
+        found = self._mentioned().get(name, set())
+        for word in (*OF_ALL, *(BY_TEXT if name in self.texts else ())) if by_text else ():
+            found = found | self._mentioned().get(word, set())
+        return found
 
-    def switches(self, name: str) -> None:
-        """Notes that it sets something that holds for all code."""
-        self.hidden[self._scope()] = name, SWITCH, user_location()
-
-    def _writes(self, name: str, frame: types.FrameType) -> None:
-        self.hidden[self._scope()] = name, OUTPUT, _place(frame)
+    def _mentioned(self) -> dict[str, set[str]]:
+        """The modules whose code has a name in it, by name, once the run is over."""
+        if not self._names:
+            for _, scopes, names in self._ran.values():
+                for name in names:
+                    self._names.setdefault(name, set()).update(scopes)
+        return self._names
 
     def _starts(self, frame: types.FrameType) -> bool:
-        if frame.f_code is LOGS:
-            if found := writer(frame):
-                say_left_out(_place(found[1]))
-            return True
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
         noted = self._runs(frame.f_code, frame.f_globals, self._scope())
@@ -157,9 +152,9 @@ class RanCode:
                 self.asks[what].add(scope)
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
-            self.hidden[scope] = found.hidden, "look-up of names", self._location
+            self.hidden[scope] = found.hidden, LOOK_UP, self._location
         if "tobytes" in code.co_names:
-            self.hidden[scope] = "tobytes", DIGEST, self._location
+            self.hidden[scope] = "tobytes", "digest", self._location
         for names in found.sets:
             if _is_of_library(namespace.get(names[0]), names[1:-1]):
                 self.hidden[scope] = ".".join(names), SWITCH, self._location
@@ -168,11 +163,9 @@ class RanCode:
                 continue
             if first not in namespace or is_ours(namespace[first]):
                 self.note_state(namespace.get(first, vars(builtins).get(first)), scope)
-                continue
-            if home is not None and vars(home) is namespace:
-                self._follow(home, [first, *rest], scope)
-            elif not isinstance(namespace[first], (types.ModuleType, type, *_FUNCTIONS)):
-                self.hidden[scope] = first, "global of a Python module that is not in sys.modules", self._location
+            else:
+                at_home = home is not None and vars(home) is namespace
+                self._follow(home if at_home else namespace, [first, *rest], scope)
         for module, *rest in found.imports:
             if module in sys.modules and rest:
                 self._follow(sys.modules[module], rest, scope)
@@ -183,12 +176,10 @@ class RanCode:
     def _follow(self, holder: Any, names: list[str], scope: str) -> None:
         """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
         for name in names:
-            if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):
+            if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):  # which is constant
                 if self._tell_of_calls(vars(holder), name):
                     return
-                value = getattr(holder, name, MISSING)
-                if _may_be_set(holder.__name__, value):
-                    self._read(holder, name, scope)
+                value = getattr(holder, name, None)
             else:
                 value = self._read(holder, name, scope)
             self.note_state(value, scope)
@@ -196,10 +187,12 @@ class RanCode:
                 self._runs(value.__wrapped__.__code__, value.__wrapped__.__globals__, scope)  # perhaps not in this run
                 self._settle(value.__wrapped__.__code__, "tensor's dtype")
             holder = value
-            if isinstance(holder, types.ModuleType) or _is_backend(holder):
+            if isinstance(holder, types.ModuleType):
                 continue
             if not isinstance(holder, (type, types.FunctionType)) or not is_users(holder.__module__ or ""):
                 return
+        if isinstance(holder, types.ModuleType) and is_users(holder.__name__):
+            self.hidden[scope] = holder.__name__, LOOK_UP, self._location
 
     def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
         """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
@@ -212,34 +205,40 @@ class RanCode:
         if not kind:
             return False
 
+        thread = get_ident()
+
         def told(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             if is_users(module_name(frame.f_globals)):
-                note(_place(frame))
+                note(SourceLocation(frame.f_code.co_filename, frame.f_lineno))
             return function(*args, **kwargs)
 
-        @of_this_thread
         def note(place: SourceLocation) -> None:
-            self.hidden[self._scope()] = function.__name__, kind, place
+            if get_ident() == thread:
+                self.hidden[self._scope()] = function.__name__, kind, place
 
         self._told.append((namespace, name, namespace.get(name, MISSING)))
         namespace[name] = told
         return True
 
     def note_state(self, value: Any, scope: str) -> None:
-        """Notes a function that asks torch for a state, and what it says."""
+        """Notes a function that asks torch or the system for a state, and what it says."""
+        if any(value is each for each in _ENVIRONMENT):
+            self._read(os.environ, "_data", scope)
+            return
         name = "" if is_object(value) else str(getattr(value, "__name__", ""))  # objects may compute what they have not
         if kind := hidden_source(value):
             self.hidden[scope] = value.__name__, kind, self._location
         name = torch_state.STANDS_FOR.get(name, name)
         if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
-            self._read(torch_state, "STATE", scope)
-            self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
 
 
-def _place(frame: types.FrameType) -> SourceLocation:
-    return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+def items_of(noted: Any) -> tuple[Any, ...]:
+    """What was read itself, or items, keys and values in it."""
+    if type(noted) is dict:
+        return *noted, *noted.values()
+    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
 
 
 def words(values: Iterable[Any]) -> Iterator[str]:
@@ -248,25 +247,13 @@ def words(values: Iterable[Any]) -> Iterator[str]:
         yield from _WORD.findall(value) if isinstance(value, str) else ()
 
 
-def _may_be_set(module: str, value: Any) -> bool:
-    """Whether what a Python module of torch holds is a switch, or a function that others may put their own in place of; or what
-    `sys` lists."""
-    if module == "sys" and isinstance(value, (list, dict)):
-        return True
-    return module.startswith("torch") and (isinstance(value, (*_FUNCTIONS, bool)) or _is_backend(value))
-
-
-def _is_backend(value: Any) -> bool:
-    """Whether it holds switches of a library that torch calls."""
-    return type(value).__module__.startswith("torch.backends") and not isinstance(value, types.ModuleType)
-
-
 def _is_of_library(holder: Any, names: Iterable[str]) -> bool:
     """Whether what lies there is a Python module that is not the user's, or holds switches of torch's."""
     for name in names:
         holder = getattr(holder, name, None)
-    is_module = isinstance(holder, types.ModuleType) and not is_users(holder.__name__)
-    return is_module or _is_backend(holder)
+    if isinstance(holder, types.ModuleType):
+        return not is_users(holder.__name__)
+    return type(holder).__module__.startswith("torch.backends")
 
 
 def is_ours(value: Any) -> bool:

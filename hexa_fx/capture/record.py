@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,32 +15,28 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.calls import user_location, why_not_recorded
-from hexa_fx.capture.captured import CapturedBlock, ChangedInPlace
-from hexa_fx.capture.collect import Collecting, puts
+from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.counted import step_of
-from hexa_fx.capture.host import namespaces_of, visible_host
+from hexa_fx.capture.host import visible_host
+from hexa_fx.capture.kept import ChangedInPlace, puts
 from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, replaced_parameters
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord
 from hexa_fx.capture.scripted import scripts_as_python
-from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
 from hexa_fx.capture.stored import UNKNOWN, Settings, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
-from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.held_objects import is_object, tensors_in
-from hexa_fx.isolation.hidden_sources import WEIGHT
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import kept_tensors
+from hexa_fx.isolation.purity import WEIGHT
 from hexa_fx.isolation.random_state import SEED, random_state_kept
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
 
-log = logging.getLogger(__name__)
 _CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
     (False, frozenset()),
     (False, frozenset({float})),
@@ -70,46 +65,18 @@ def capture(
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
     """
-    effects = SideEffects(block, namespaces_of(block))
-    try:
-        run = functools.partial(_capture, block, args, kwargs, path, replacements, gradients, effects.watches)
-        for conditions in _CONDITIONS:
-            try:
-                found = _with_side_effects(functools.partial(run, *conditions), block, effects)
-                break
-            except Exception as error:
-                if is_out_of_memory(error) or conditions == _CONDITIONS[-1]:
-                    raise
-                effects.restore()
-        if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
-            effects.restore()
-            held = replace(replacements, held=own | {**replacements.held})
-            return capture(block, args, kwargs, path, analysis_bytes, held, gradients)
-        return replace(found, analysis_bytes=analysis_bytes)
-    finally:
-        effects.restore()
-
-
-def _with_side_effects(run: Callable[..., CapturedBlock], block: nn.Module, effects: SideEffects) -> CapturedBlock:
-    """A run; and if it leaves something beside its output, another one that sees whose code does so and how."""
-    found = run()
-    in_place, drawn = effects.changed(), bool(effects.drawn())
-    access_paths = list(effects.access_paths(in_place, found.collections))
-    if in_place or drawn:
-        effects.restore()
-    if access_paths:
-        collecting = Collecting(access_paths, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
-        others = [holder for holder in in_place if not collecting.holds(holder.value)]
+    for conditions in _CONDITIONS:
         try:
-            followed = run(SideEffectMonitor(others, block) if others or drawn else None, collecting)
-            if not collecting.lost and (in_place or drawn or puts(followed.accesses)):
-                return followed
-            if not collecting.lost:  # the block only reads; what it does is as well seen without stand-ins
-                return replace(found, reads=followed.reads, accesses=followed.accesses)
-        except Exception as error:  # of code that takes no stand-in, in C say
-            log.debug("lists and dicts of %s cannot be followed: %s", type(block).__name__, error)
-        effects.restore()
-    return run(SideEffectMonitor(in_place, block)) if in_place or drawn else found
+            found = _capture(block, args, kwargs, path, replacements, gradients, *conditions)
+            break
+        except Exception as error:
+            if is_out_of_memory(error) or conditions == _CONDITIONS[-1]:
+                raise
+    if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
+        return capture(
+            block, args, kwargs, path, analysis_bytes, replace(replacements, held=own | {**replacements.held})
+        )
+    return replace(found, analysis_bytes=analysis_bytes)
 
 
 def _capture(
@@ -119,32 +86,27 @@ def _capture(
     path: str,
     replacements: Replacements,
     gradients: bool,
-    is_watched: Callable[[Any], bool],
     as_it_is: bool,
     kept: Collection[type],
-    monitor: SideEffectMonitor | None = None,
-    collecting: Collecting | None = None,
 ) -> CapturedBlock:
-    """``monitor`` and ``collecting`` see whose code left what a first run did; changes of what ``is_watched`` are seen to later."""
     bound = _bind_arguments(block, args, kwargs)
     reads = PythonReads(block)
     with (
         _as_capture_error(path or type(block).__name__),
-        collecting.stand_ins() if collecting else nullcontext(),
         _trial(block, replacements, as_it_is, gradients and not as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
         parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.told.before_call,
     ):
         with noted_settings(recorder) as settings, reads.noted():
-            _connect(recorder, reads, settings, monitor, collecting)
+            _connect(recorder, reads, settings)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
         output = recorder.lift_result(result)
-        handed = frozenset(reads.edges.handed(settings.scopes, reads.ran.putting))
         stored = _stored(block, snapshot, settings, recorder, reads)
-        accesses = collecting.accesses(recorder) if collecting else ()
+        accesses = tuple(reads.objects.accesses(reads.edges, reads.ran, recorder))
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
-        changed = *reads.objects.changed(reads.edges, is_watched), *_changed(given, monitor)
+        changed = [*reads.objects.changed(reads.edges)]
+        changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     return CapturedBlock(
@@ -157,13 +119,11 @@ def _capture(
         output,
         stored,
         accesses,
-        changed,
+        tuple(changed),
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
         _met_among({*map(id, tensors_in([*bound.args, *bound.kwargs.values()]))}, recorder),
-        reads=_unexplained(reads, collecting, stored),
-        handed=handed,
-        collections=tuple(reads.edges.collections()),
+        reads=reads.values(),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
@@ -180,44 +140,22 @@ def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> No
     ran.hidden[recorder.scopes[-1]] = name, WEIGHT, user_location()
 
 
-def _connect(
-    recorder: Recorder,
-    reads: PythonReads,
-    settings: Settings,
-    monitor: SideEffectMonitor | None,
-    collecting: Collecting | None,
-) -> None:
+def _connect(recorder: Recorder, reads: PythonReads, settings: Settings) -> None:
     """Tells the recorder what notes reads, settings and leaving, and those in which module's code it is."""
     reads.was_set = settings.has
     reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
-    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-    recorder.told.asked_gradients, reads.in_functions = reads.note_of_gradients, recorder.functions_running
-    recorder.told.leave = monitor.leave if monitor else recorder.told.leave
-    if collecting:
-        collecting.scope = lambda: recorder.scopes[-1]
+    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.of_tensors.note
+    recorder.told.asked_gradients = reads.of_tensors.note_of_gradients
+    reads.of_tensors.in_functions = recorder.functions_running
+    recorder.told.leave = reads.objects.leave
 
 
 def _stored(
     block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder, reads: PythonReads
 ) -> tuple[StoredValue, ...]:
     """What was set on modules and in objects."""
-    step = functools.partial(step_of, reads)
-    of_modules = stored_values(block, snapshot, settings, recorder, step, reads.edges.hold)
-    return *of_modules, *reads.objects.stored(reads.edges, settings, recorder, step)
-
-
-def _changed(given: Contents, monitor: SideEffectMonitor | None) -> Iterator[ChangedInPlace]:
-    """Arguments that changed, and what a monitor saw."""
-    yield from (ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed())
-    yield from (ChangedInPlace(*found) for found in (monitor.found() if monitor else ()))
-
-
-def _unexplained(
-    reads: PythonReads, collecting: Collecting | None, stored: Sequence[StoredValue]
-) -> tuple[PythonRead, ...]:
-    """What was read but for collections that are filled as the code fills them, and for counts that are left anew."""
-    found = (value for value in reads.values() if not (collecting and collecting.explains(value)))
-    return tuple(value for value in found if not any(item.is_count_of(value) for item in stored))
+    of_modules = stored_values(block, snapshot, settings, recorder, reads.edges.hold)
+    return *of_modules, *reads.objects.stored(reads.edges, settings, recorder)
 
 
 @contextmanager

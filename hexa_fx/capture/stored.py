@@ -17,17 +17,11 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
-from hexa_fx.ir import Counter, ModuleAttribute, ObjectAttribute, PythonRead, SourceLocation
+from hexa_fx.ir import ModuleAttribute, ObjectAttribute, SourceLocation
 from hexa_fx.isolation.contents import is_as
 from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_tree import named_modules
-
-Step = tuple[Callable[[Any, Any], Any], float]
-"""How a counter is taken further: a function of its number and another one, and the other one."""
-
-StepOf = Callable[[Any, str, Any, Any, frozenset[str]], Step | None]
-"""How an attribute came from a number to another by the code of some scopes; None if it is no counter."""
 
 UNKNOWN = object()
 """Stands for a stored value that is neither a literal nor made of tensors of the run."""
@@ -39,7 +33,7 @@ _LITERAL = (bool, int, float, NoneType)
 class StoredValue:
     """An attribute that the run set on a module or an object: ``value`` with nodes for tensors, or `UNKNOWN`."""
 
-    place: ModuleAttribute | ObjectAttribute | Counter
+    place: ModuleAttribute | ObjectAttribute
     value: Any
     scopes: frozenset[str]
     """Paths of the modules whose code set it."""
@@ -48,15 +42,6 @@ class StoredValue:
 
     def __str__(self) -> str:
         return str(self.place)
-
-    def is_count_of(self, read: PythonRead) -> bool:
-        """Whether ``read`` is of a counter, for its next number alone."""
-        if not isinstance(self.place, Counter):
-            return False
-        place, at = self.place.place, (read.is_global, read.root, *read.steps)
-        if isinstance(place, ModuleAttribute):
-            return at == (False, place.path, place.name)
-        return any(at == (way.is_global, way.root, *way.steps, place.name) for way in place.ways)
 
 
 @dataclass
@@ -106,10 +91,9 @@ def stored_values(
     snapshot: ModuleSnapshot,
     settings: Settings,
     recorder: Recorder,
-    step_of: StepOf,
     hold: Callable[[Any, str, Any, frozenset[str]], None],
 ) -> Iterator[StoredValue]:
-    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal; of counters, by how much.
+    """Attributes and buffers that are not what they were at ``snapshot``, or were set to a literal.
 
     Args:
         hold: is told of those that were set to another plain value that they had: a condition, as the rewritten block sets none.
@@ -126,12 +110,8 @@ def stored_values(
         for name in (*changed, *(name for name in again if _is_literal(before[name]))):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            step = step_of(module, name, before.get(name), value, scopes)
-            if step is None:
-                found, location = lifted(value, recorder), settings.locations.get((id(module), name))
-                yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)
-            else:
-                yield StoredValue(Counter(ModuleAttribute(path, name), *step), None, scopes)
+            found, location = lifted(value, recorder), settings.locations.get((id(module), name))
+            yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)
         yield from _exchanged_buffers(path, module, snapshot, settings, recorder)
 
 

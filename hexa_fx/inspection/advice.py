@@ -46,10 +46,6 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Keep the parameters as they are to be used: limit them after each optimizer step, not in every forward.",
     ),
     (
-        ("writes to the terminal",),
-        "Print or warn where the block is called, or under an attribute (`if self.verbose:`), which is checked in every call.",
-    ),
-    (
         ("soft) mixture",),
         "Only top-k routing is rewritten: where every expert works on every token there is nothing to leave out.",
     ),

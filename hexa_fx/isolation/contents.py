@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_object
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
 from hexa_fx.isolation.module_tree import named_modules
 
 _DEEPEST = 4
@@ -37,24 +37,16 @@ class Contents:
 
     def __init__(self, holders: Iterable[Holder]) -> None:
         # Not as pairs: of all that code reaches by name these are ten thousand and more, which the garbage collector walks.
-        self._before = [(holder, *_taken(holder.value)) for holder in holders]
+        self._before = [(holder, *taken(holder.value)) for holder in holders]
 
     def changed(self) -> list[tuple[Holder, list[Any]]]:
         """Holders that contain something else now, and what is new in them."""
         found = []
         for holder, keys, values in self._before:
-            if not _same(holder.value, keys, values):
+            if not same(holder.value, keys, values):
                 old = set(map(id, values))
                 found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
         return found
-
-    def holders(self) -> Iterator[int]:
-        """Their ids."""
-        return (id(holder.value) for holder, _, _ in self._before)
-
-    def before(self, holder: Holder) -> dict[Any, Any]:
-        """What a holder contained then, by key."""
-        return next(dict(zip(keys, values)) for known, keys, values in self._before if known is holder)
 
     def items(self) -> Iterator[Any]:
         """What the holders contained then."""
@@ -122,21 +114,12 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(holder))
     if isinstance(holder, (set, frozenset)):
         return [(id(item), item) for item in holder]
-    if isinstance(holder, types.CellType):
-        return [("", _content(holder))]
     if isinstance(holder, type):
         found = list(vars(holder).items())
         # which copy.copy notes for itself
         return [item for item in found if item[0] != "__slotnames__"] if "__slotnames__" in vars(holder) else found
     filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
     return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing so far
-        return MISSING
 
 
 def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
@@ -160,7 +143,7 @@ def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(holder, OrderedDict) else dict
 
 
-def _taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Its keys and its values."""
     named = _by_name(holder)
     if named is not None:
@@ -170,13 +153,15 @@ def _taken(holder: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _by_name(holder: Any) -> Mapping[Any, Any] | None:
-    """What `contents` lists of a plain dict or a class."""
+    """What `contents` lists of a plain dict, a class, or an object without slots."""
     if type(holder) is dict:
         return holder
-    return vars(holder) if isinstance(holder, type) and "__slotnames__" not in vars(holder) else None
+    if isinstance(holder, type):
+        return vars(holder) if "__slotnames__" not in vars(holder) else None
+    return None if is_collection(holder) or _slots(holder) else getattr(holder, "__dict__", None)
 
 
-def _same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+def same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
     """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
     named = _by_name(holder)
     if named is not None and len(named) == len(keys):
@@ -209,19 +194,10 @@ def put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
         (holder.extend if isinstance(holder, deque) else holder.update)(value for _, value in before)
     elif isinstance(holder, type):
         _put_attributes_back(holder, dict(before))
-    elif isinstance(holder, types.CellType):
-        _put_in_cell(holder, before[0][1])
     elif isinstance(holder, dict):
         _put_items_back(holder, dict(before))
     else:
         _put_slots_back(holder, dict(before))
-
-
-def _put_in_cell(cell: types.CellType, before: Any) -> None:
-    if before is not MISSING:
-        cell.cell_contents = before
-    elif _content(cell) is not MISSING:
-        del cell.cell_contents
 
 
 def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -66,16 +66,6 @@ def fields_of(value: Any, of_init: bool = False) -> dict[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init or not of_init}
 
 
-def frozen(value: Any) -> Any:
-    """``value`` if it can be compared as a whole: a plain value, or a copy of a short list of such; else `MISSING`."""
-    if isinstance(value, PLAIN):
-        return value
-    if type(value) not in (list, tuple, set, frozenset) or len(value) > _LONGEST:
-        return MISSING
-    items = [frozen(item) for item in value]
-    return MISSING if MISSING in items else type(value)(items)
-
-
 def step(holder: Any, key: Any) -> Any:
     """The item or attribute of ``holder`` with that key or name, or `MISSING`."""
     try:
@@ -106,19 +96,6 @@ def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch
             yield value
         elif deepest and is_object(value):
             yield from tensors_in(items(value).values(), deepest - 1)
-
-
-def objects_in(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Steps, Any]]:
-    """The objects that a module holds in ``wanted`` attributes, and the objects inside these, each with every path to it."""
-    left: deque[tuple[Steps, Any]] = deque()
-    left.extend(((name,), value) for name, value in vars(module).items() if wanted(name) and is_object(value))
-    for _ in range(_LONGEST):
-        if not left:
-            return
-        steps, value = left.popleft()
-        yield steps, value
-        if len(steps) < _DEEPEST:
-            left.extend(((*steps, key), inner) for key, inner in items(value).items() if is_object(inner))
 
 
 def _slots(cls: type) -> tuple[str, ...]:

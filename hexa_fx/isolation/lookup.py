@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import types
 import weakref
 from typing import Any, NamedTuple
@@ -20,24 +19,6 @@ from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_collection
 
 CALLED = "()"
 """The key of what an object without attributes gives when it is called: a weak reference, a function that asks for a state."""
-
-
-class InClass(NamedTuple):
-    """The key of what lies in a class under ``name``, such as a descriptor, instead of what that gives."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class Answer(NamedTuple):
-    """The key of what a function that caches its results gives for these arguments."""
-
-    args: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        return f"({', '.join(map(repr, self.args))})"
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -85,14 +66,10 @@ def place(holder: Any, key: Any) -> Place:
         return Place(type(holder))
     if key == CALLED:
         return Place(holder(), slow=True)
-    if isinstance(key, Answer):
-        return Place(holder(*key.args) if callable(holder) else MISSING, slow=True)
-    if isinstance(key, InClass):
-        return Place(vars(holder).get(key.name, MISSING) if isinstance(holder, type) else MISSING, slow=True)
     if isinstance(holder, dict):
         value = dict.get(holder, key, MISSING)
         return Place(value, ((holder, value),))
-    if is_collection(holder) or isinstance(holder, os._Environ):
+    if is_collection(holder):
         return Place(_item(holder, key), slow=not isinstance(holder, tuple))
     if not isinstance(key, str):  # where there may be a collection elsewhere, as None may lie in place of a closure
         return Place(MISSING)

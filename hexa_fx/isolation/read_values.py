@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import copy
 import datetime
 import decimal
@@ -25,10 +26,12 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
-from hexa_fx.isolation.hidden_sources import CLOCK, hidden_source
-from hexa_fx.isolation.lookup import CALLED, Answer
-from hexa_fx.isolation.moved import NAMED, Moved, movable
+from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.purity import CLOCK, hidden_source, is_stream
 from hexa_fx.isolation.users_code import is_users
+
+_NAMED = type(vars(collections.namedtuple("_", "field"))["field"])
+"""What lies in the class of a named tuple under the name of a field."""
 
 CONSTANT = (
     *(kind for kind in PLAIN if kind is not functools.partial),
@@ -54,7 +57,7 @@ CONSTANT = (
     types.WrapperDescriptorType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    NAMED,
+    _NAMED,
     type(MISSING),
 )
 """Values that never change and are compared as they are; functions, classes and Python modules by identity."""
@@ -115,6 +118,59 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """Stands in a pickle, or in a copy of a model, for a function, class or Python module: its name, and what a function does."""
+
+    home: str
+    name: str
+    code: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Moved:
+        function = getattr(value, "fget", None) or getattr(value, "func", None) or value
+        if isinstance(function, types.ModuleType):
+            return cls(function.__name__, "")
+        name = getattr(function, "__qualname__", "") or f"an object: {type(function).__qualname__}"
+        return cls(str(getattr(function, "__module__", "")), name, _code(getattr(function, "__code__", None)))
+
+    def found(self) -> Any:
+        """What has the name now; `MISSING` if nothing has."""
+        holder: Any = sys.modules.get(self.home, MISSING)
+        for name in self.name.split(".") if self.name else ():
+            holder = getattr(holder, name, MISSING)
+        return holder
+
+
+def _code(code: Any) -> Any:
+    if not isinstance(code, types.CodeType):
+        return None
+    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, code.co_names, constants
+
+
+_MOVED = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    property,
+    functools.cached_property,
+    staticmethod,
+    classmethod,
+    _NAMED,
+)
+
+
+def movable(value: Any) -> Any:
+    """``value`` in a form that can be pickled and copied."""
+    if isinstance(value, _MOVED):
+        return Moved.of(value)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(movable, value))
+    return {key: movable(item) for key, item in value.items()} if type(value) is dict else value
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """Of an object that can change without a trace, its type in words."""
 
@@ -161,7 +217,7 @@ def alike(now: Any, noted: Any) -> bool:
     if isinstance(noted, Keys):
         return type(now) is noted.kind and tuple(items(now)) == noted.keys
     if isinstance(noted, Moved):
-        return noted.is_like(now)
+        return isinstance(now, _MOVED) and Moved.of(now) == noted
     if type(now) is not type(noted):
         return False
     if type(noted) in (list, tuple, deque):
@@ -178,7 +234,7 @@ def alike(now: Any, noted: Any) -> bool:
 
 def is_unreadable(value: Any, noted: Any) -> bool:
     """Whether an object has a state that nobody can see from outside: an iterator, say, or an object of C code."""
-    if hidden_source(value) == CLOCK:
+    if hidden_source(value) == CLOCK or is_stream(value):
         return True
     if not isinstance(noted, IsA) or isinstance(value, (torch.Tensor, nn.Module)):
         return False
@@ -211,24 +267,20 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
         yield CALLED
     elif isinstance(value, CACHED):
         yield "__wrapped__"
-        yield from _answers(value)
     elif type(value) in _COPIED and not isinstance(value, (set, frozenset, bytearray)):
         yield from (key for key, item in items(value).items() if isinstance(item, (type, *_MADE_BY_DEF)))
     elif isinstance(noted, IsA) and is_object(value) and not type(value).__flags__ & _OWN_CLASS:
         yield from items(value)
 
 
-_MOST_ANSWERS = 16
 _MADE_BY_DEF = (types.FunctionType, functools.partial)
 
 
-def _answers(cached: Any) -> Iterator[Answer]:
-    """The calls whose results lie in a cache and are objects or collections, which code may change."""
+def caches_collections(cached: Any) -> bool:
+    """Whether results that a function of `functools.lru_cache` keeps are lists, dicts and the like, which code may change."""
     kept = [found for found in gc.get_referents(cached) if type(found) is dict and found is not vars(cached)]
-    given = [key if type(key) is tuple else (key,) for entries in kept for key in list(entries)[:_MOST_ANSWERS]]
-    for args in given:
-        if _all_constant(args) and is_object(cached(*args)):
-            yield Answer(args)
+    given = [key if type(key) is tuple else (key,) for entries in kept for key in entries]
+    return any(_all_constant(args) and is_collection(result := cached(*args)) and result for args in given)
 
 
 def _is_numpy(value: Any, kind: str) -> bool:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
-from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import SEED, random_state_kept
+from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import tensors_restored
@@ -44,7 +44,7 @@ def find_sites(
     model: nn.Module,
     around: Mapping[str, Sequence[Observation]],
     same_as: Mapping[str, str | None],
-    effects: SideEffects,
+    effects: Sandbox,
 ) -> None:
     """Notes on every installed block where its experts are chosen, or why that is not known, for train and eval mode.
 
@@ -62,7 +62,7 @@ def find_sites(
                 forward.sites[training] = site
             elif forward.in_mode(training) is not None:
                 forward.sites[training] = _find(forward, training, tried)
-    effects.undo_again()
+    effects.restore()
 
 
 def _installed(model: nn.Module, path: str) -> HexaForward:

@@ -20,9 +20,9 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
-from hexa_fx.isolation.moved import movable
-from hexa_fx.isolation.read_values import IsA, Names, snapshot
+from hexa_fx.isolation.bounds import Bound, Code
+from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another, tensors_by_name
+from hexa_fx.isolation.read_values import IsA, Names, movable, snapshot
 from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
@@ -50,6 +50,7 @@ class AttributeGuards:
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
         dtypes: of parameters and buffers by path, which have to stay.
         in_trace: what counts under a compiler besides ``reads``.
+        weights: paths of parameters that the rewritten forward reads in every call, so that they need not be looked at before.
     """
 
     def __init__(
@@ -61,22 +62,26 @@ class AttributeGuards:
         own_forward: Callable[..., Any] | None = None,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         in_trace: Iterable[PythonRead] = (),
+        weights: Collection[str] = (),
     ) -> None:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
-        self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
-        if own_forward is None:  # the rewritten one lies in front of it, also of one that comes later
-            self.reads += (PythonRead("", ("__class__", "forward"), snapshot(type(block).forward)),)
+        found = [read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read)]
+        of_class = PythonRead("", ("__class__", "forward"), snapshot(type(block).forward))
+        self.forward = (
+            () if own_forward else (of_class,)
+        )  # the rewritten one lies in front of it, also of one that comes later
+        read = _names(found)
+        self.reads = tuple(_merged(item for item in found if not _is_weight(item, weights)))
         seen_in_trace = (
             read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
         )
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
         self.packed = frozenset(above for path in packed for above in _ancestors(path))
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
-        under = frozenset(path for path in self.owners if base_of(found := block.get_submodule(path)) is not found)
+        under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
         paths = (path for path, _ in _read(block, "", under.union(called)))
         self.inner = tuple(path for path in paths if path and path not in self.owners)
-        read = _names(self.reads)
         tensors = (item for item in tensors_by_name(block).items() if item[0] in read)
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         self.bind(block)
@@ -97,7 +102,9 @@ class AttributeGuards:
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
         asked = any(guard.exact_dtype for guard in rewritten.guards)
         dtypes = _dtypes_read(block, rewritten) if asked else {}
-        return cls(block, called_in(rewritten.graph), rewritten.reads, packed, own_forward, dtypes, rewritten.in_trace)
+        called, read = called_in(rewritten.graph), {str(n.target) for n in rewritten.graph.find_nodes(op="get_attr")}
+        weights = named_tensors(block, "_parameters", every=True).keys() & {*read, *packed}
+        return cls(block, called, rewritten.reads, packed, own_forward, dtypes, rewritten.in_trace, weights)
 
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
@@ -153,7 +160,8 @@ class AttributeGuards:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
         names = frozenset(name for names in self.other_names for name in names)
-        found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
+        reads = (*self.forward, *self.reads)
+        found = Resolution(block, reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
         modules: dict[str, Any] = dict(named_modules(block, every=True))
         known = modules | tensors_by_name(block) if self.other_names else {}
         for name, first in self.other_names:
@@ -166,9 +174,29 @@ class AttributeGuards:
         self._found = found  # last: other threads take it as it is
 
     def __getstate__(self) -> dict[str, Any]:
-        reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
+        moved = {name: tuple(map(_movable, getattr(self, name))) for name in ("reads", "forward")}
         kept = ("plain", "packed", "owners", "inner", "other_names", "own_forward", "dtypes")
-        return {"reads": reads, **{name: getattr(self, name) for name in kept}}
+        return {**moved, **{name: getattr(self, name) for name in kept}}
+
+
+def _movable(read: PythonRead) -> PythonRead:
+    return dataclasses.replace(read, value=movable(read.value))
+
+
+def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:
+    """With one condition for all that names lead to outside of the block."""
+    bounds: dict[tuple[int, Any], Bound] = {}
+    for read in reads:
+        if isinstance(read.value, Code):
+            bounds |= {(id(bound.holder), bound.key): bound for bound in read.value.bounds}
+        else:
+            yield read
+    if bounds:
+        yield PythonRead("", ("code",), Code(tuple(bounds.values())), True)
+
+
+def _is_weight(read: PythonRead, weights: Collection[str]) -> bool:
+    return read.value == IsA(torch.Tensor) and str(read) in weights
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:

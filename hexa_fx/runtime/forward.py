@@ -20,6 +20,7 @@ from hexa_fx.runtime.call_kinds import call_kind, saving_is_counted
 from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
 from hexa_fx.runtime.readers import readers
 from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
+from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.slots import take_off
 from hexa_fx.runtime.specialisation import Specialisation
@@ -82,6 +83,7 @@ class HexaForward(InPlace):
         self.adapters = Adapters()
         self.why = ""  # ... the original ran when it last did
         self.exhausted = ""  # why no more kinds of calls are analysed
+        self.sampled: SampledCheck | None = None
         self._own_original = original
         self._forget_calls()
         self._bind(module)
@@ -180,6 +182,14 @@ class HexaForward(InPlace):
             told()
         return self._original(*args, **kwargs)
 
+    def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward that was there before, of which nobody is told."""
+        return self._original(*args, **kwargs)
+
+    def _leave(self, reason: str) -> None:
+        """Leaves all calls to the original from now on."""
+        self.specialisations, self._latest, self.exhausted = (), None, reason
+
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         with self.adapters.in_place() if self.adapters else nullcontext():
             if self._own_original is not None:
@@ -195,10 +205,13 @@ class HexaForward(InPlace):
         if latest is not None:
             if latest.prefers_own_code(self.module, args, kwargs):
                 return self._own(SMALL, args, kwargs)
+            expected = None if self.sampled is None else self.sampled.expected(self, args, kwargs)
             try:
                 result = self.rewritten(*args, **kwargs)
                 self.ran += 1
-                return result
+                if self.sampled is None or expected is None or not (why := self.sampled.differs(result, expected)):
+                    return result
+                self._leave(why)
             except GuardMiss as found:
                 miss = found
         if miss is not None and miss.called:
@@ -248,6 +261,8 @@ class HexaForward(InPlace):
         known = self.refusal_of(args, kwargs, miss)
         if known is not None:
             reason = known.reason
+        elif self.exhausted:
+            reason = self.exhausted
         elif self.analyst is None or isinstance(miss, OwnCodeOnly):
             reason = str(miss or "it was not analysed")
         else:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.lookup import CALLED, Place, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.bounds import Code
+from hexa_fx.isolation.lookup import Place, getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import named_modules, rebuilds
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
@@ -72,7 +72,10 @@ class Resolution:
         self._entered: set[tuple[int, Any]] = set()
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
-            self._add(read)
+            if isinstance(read.value, Code):
+                self._add_code(read.value)
+            else:
+                self._add(read)
         self.dtypes = [found for path, dtype in dtypes.items() if (found := self._of_dtype(path, dtype))]
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
         lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
@@ -80,6 +83,23 @@ class Resolution:
             entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
         # what stays keeps no module alive that is in no place itself
         del self._modules, self._holders, self._seen, self._bases
+
+    def _add_code(self, code: Code) -> None:
+        """What names lead to outside of the block, by the very objects on the way."""
+        for bound in code.bounds:
+            holder, key = bound.found(), bound.key
+            found = place(holder, key)
+            if not (bound.is_as(found.value) or (bound.value is None and alike(found.value, bound.noted))):
+                raise ReadMiss(str(bound))
+            for where, value in found.dicts:
+                self._enter(self.dicts, where, key, value)
+            if found.owner is not None:
+                self._enter(self.owners, found.owner, key, found.value)
+            if found.slow:
+                self.slow.append(
+                    (holder, key, _Same(found.value) if isinstance(bound.noted, (IsA, Keys)) else bound.noted)
+                )
+            self._add_inside(bound.noted, found.value)
 
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
@@ -119,21 +139,21 @@ class Resolution:
         if found.slow:
             exact = isinstance(read.value, (IsA, Keys))
             self.slow.append((holder, key, _Same(found.value) if exact else read.value))
-        self._add_inside(read, value)
+        self._add_inside(read.value, value)
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value
 
-    def _add_inside(self, read: PythonRead, value: Any) -> None:
+    def _add_inside(self, noted: Any, value: Any) -> None:
         """What the object at a place contains, or is."""
         if isinstance(value, nn.Module):
             self.objects.append((value, type(value)))
-        elif isinstance(read.value, Array):
-            self.slow.append((value, ..., read.value))
-        elif isinstance(read.value, Keys) and not isinstance(value, tuple):
+        elif isinstance(noted, Array):
+            self.slow.append((value, ..., noted))
+        elif isinstance(noted, Keys) and not isinstance(value, tuple):
             self.counted.append((value, len(value)))
         elif type(value) in _COPIES:
-            self.whole.append((value, read.value))
+            self.whole.append((value, noted))
 
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
         now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
@@ -177,7 +197,7 @@ class Resolution:
                 found = self._seen_through(lookup(holder, steps[-1]))
                 found = getattr(type(holder), steps[-1]) if isinstance(found, InPlace) else found
             else:
-                found = sys.modules.get(root) if is_global else submodule(self._modules, root)
+                found = submodule(self._modules, root)
             self._holders[place_of] = found
         return self._holders[place_of]
 
@@ -250,12 +270,7 @@ def _miss(read: PythonRead, now: Any) -> GuardMiss:
         kinds = f"a {_name(read.value.kind)} for a {_name(type(now))}"
         on_a_stack = hasattr(now, "parameter_name") and getattr(now, "num_experts", 1) > 1
         return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {ON_A_STACK if on_a_stack else AGAIN}")
-    return ReadMiss(f"torch.{read.steps[1]}()" if asks_torch(read) else str(read))
-
-
-def asks_torch(read: PythonRead) -> bool:
-    """Whether it is what a function says of a state of torch."""
-    return read.root == torch_state.__name__ and read.steps[-1] == CALLED
+    return ReadMiss(str(read))
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from hexa_fx.ir import Container, ContainerItem, Counter, Destination, ModuleAttribute, ObjectAttribute
+from hexa_fx.ir import Container, ContainerItem, Destination, ModuleAttribute, ObjectAttribute
 from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.held_objects import MISSING, step
 from hexa_fx.isolation.lookup import CALLED
@@ -28,8 +27,7 @@ def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
     And if two objects are one now, of which the later setting would hold for both.
     """
     objects: list[tuple[tuple[Container, ...], Any]] = []
-    for destination in destinations:
-        place = destination.place if isinstance(destination, Counter) else destination
+    for place in destinations:
         if isinstance(place, ContainerItem):
             _found(module, place.container)
         elif isinstance(place, ObjectAttribute) and not any(place.ways == ways for ways, _ in objects):
@@ -41,31 +39,9 @@ def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
             objects.append((place.ways, owner))
 
 
-@contextmanager
-def counted(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[None]:
-    """A context that takes counters further as it begins, as code mostly does: checkpointing ends a run early that it makes again.
-
-    Where the run ends with a `GuardMiss`, the block's own code counts.
-    """
-    before = []
-    for counter in destinations:
-        if isinstance(counter, Counter):
-            owner, name = _owner(module, counter.place), counter.place.name
-            before.append((owner, name, getattr(owner, name)))
-            _set(owner, name, counter.function(getattr(owner, name), counter.by))
-    try:
-        yield
-    except GuardMiss:
-        for owner, name, value in before:
-            _set(owner, name, value)
-        raise
-
-
 def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequence[Any]) -> None:
     """Sets, appends or inserts ``values``, in the order of the original."""
     for destination, value in zip(destinations, values):
-        if isinstance(destination, Counter):
-            continue
         if not isinstance(destination, ContainerItem):
             _set(_owner(module, destination), destination.name, value)
             continue
@@ -78,9 +54,9 @@ def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequen
 
 def values_left(module: nn.Module, destinations: Iterable[Destination]) -> tuple[Any, ...]:
     """What lies there after a run: the values of attributes, and None for what is in lists and dicts."""
-    places = (item.place if isinstance(item, Counter) else item for item in destinations)
     return tuple(
-        None if isinstance(place, ContainerItem) else getattr(_owner(module, place), place.name) for place in places
+        None if isinstance(place, ContainerItem) else getattr(_owner(module, place), place.name)
+        for place in destinations
     )
 
 
@@ -99,7 +75,7 @@ def _shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> I
 
     These are globals, and objects. Those that are gone are left out.
     """
-    places = [item.place if isinstance(item, Counter) else item for item in destinations]
+    places = list(destinations)
     containers = [item.container for item in places if isinstance(item, ContainerItem) and item.container.is_global]
     containers += [item.ways[0] for item in places if isinstance(item, ObjectAttribute)]
     for container in dict.fromkeys(containers):

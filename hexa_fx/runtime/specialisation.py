@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -98,8 +98,7 @@ class Specialisation:
         read += adapted.factors() if adapted else ()
         for reader in read:
             reader.refresh()
-        with results.counted(module, self.stored) if self.stored else nullcontext():
-            result = self.program.function(a.seen_from(module) if (a := adapted or adapters) else module, *inputs)
+        result = self.program.function(a.seen_from(module) if (a := adapted or adapters) else module, *inputs)
         look_before_backward(result, read)
         result = result if dtypes is None else in_dtypes(result, dtypes)
         if self.stored:

@@ -12,8 +12,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, record_of
-from hexa_fx.capture.captured import ChangedInPlace
+from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
@@ -102,11 +101,6 @@ def stored_outside_calls(
 
 def refusal_of_change(changed: ChangedInPlace) -> Refuse:
     """Of a block whose own code changes something in place."""
-    if changed.drawn:
-        return Refuse(
-            f"the code draws random numbers from {changed.label}, of which a graph holds one draw; those of torch's default "
-            "generator (torch.rand) are drawn anew in every call"
-        )
     return Refuse(
         f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
         "attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts of its "
@@ -123,8 +117,6 @@ def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator
     added: set[int] = set()
     for access in accesses:
         if not is_within(access.scope, live):
-            if access.own:
-                continue
             if access.problem:
                 raise Refuse(
                     f"the code {access.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.memory import memory_of
-from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.hidden_sources import ATTRIBUTE, DATA, DIGEST, HOOK, OUTPUT, PAST, SWITCH, WEIGHT
+from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.training_mode import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -25,13 +25,9 @@ _UNREADABLE = (
     "the code reads {}, a {} that may change without a trace; a plain value or an object of a Python class in its place can be "
     "checked"
 )
-_DIGESTED = (
-    "the code makes a digest ({}) of what it is given, of which one example says nothing about another; a block that leaves it "
-    "to the code around it can be rewritten"
-)
-_WRITES = (
-    "the code writes to the terminal ({}), which the rewritten block would not; what the code around it writes, or its "
-    "router as a module of its own, can stay"
+_DRAWS = (
+    "the code draws random numbers from {}, of which a graph holds one draw; those of torch's default generator (torch.rand) are "
+    "drawn anew in every call"
 )
 _AUTOCAST = (
     "the code switches autocast on or off by itself, which a graph does not show; around the block, or in a submodule of its "
@@ -71,8 +67,7 @@ _IDENTITY = (
 )
 
 _SAID = {
-    DIGEST: _DIGESTED,
-    OUTPUT: _WRITES,
+    RANDOM: _DRAWS,
     HOOK: _TENSOR_HOOKS,
     DATA: _DATA,
     ATTRIBUTE: _ATTRIBUTE,
@@ -122,15 +117,6 @@ def _may_hide_mode(module: nn.Module) -> bool:
     home = type(module).__module__
     generated = home.startswith("torch.") and not home.startswith("torch.nn.")
     return generated or has_own_train(module) or module._compiled_call_impl is not None
-
-
-def only_written(refusal: Refusal, reads: Iterable[PythonRead]) -> Refusal:
-    """A refusal of a decision; of output instead, where the code makes a text of the number in the line that writes it."""
-    for read in reads:
-        output = isinstance(read.value, Unreadable) and read.value.kind == OUTPUT
-        if output and read.location is not None and read.location == refusal.location:
-            return Refusal(refusal.path, _WRITES.format(read), read.location, settled=True)
-    return refusal
 
 
 def _read_and_written(captured: CapturedBlock, rewritten: RewrittenBlock) -> str:

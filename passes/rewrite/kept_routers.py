@@ -15,6 +15,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.bounds import values_of
 from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
@@ -135,7 +136,7 @@ def kept_routers(
     set_inside = {str(item.place) for item in captured.stored}
 
     def numbers(read: PythonRead, routers: set[str], kinds: tuple[type, ...] = (int,)) -> bool:
-        counts = type(read.value) in kinds and str(read) not in set_inside
+        counts = any(type(value) in kinds for value in values_of(read)) and str(read) not in set_inside
         return counts and any(is_within(scope, routers) for scope in read.scopes)
 
     inside = cache(partial(is_within, paths=alone))
@@ -150,7 +151,8 @@ def kept_routers(
 
 
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:
-    return type(read.value) in (bool, int, float, str) and any(is_within(scope, routers) for scope in read.scopes)
+    plain = any(type(value) in (bool, int, float, str) for value in values_of(read))
+    return plain and any(is_within(scope, routers) for scope in read.scopes)
 
 
 def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:

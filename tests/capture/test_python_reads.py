@@ -158,126 +158,6 @@ def put(**values):
     return lambda m, monkeypatch: [setattr(m, name, value) for name, value in values.items()]
 
 
-@variant(put(held=torch.full((1,), 2.0).double()), lambda self: self.register_buffer("held", None))
-def buffer_is_none(self, x):
-    return 1.0 if self.held is None else self.held
-
-
-@variant(
-    lambda m, p: setattr(m, "held", nn.Parameter(torch.full((1,), 2.0).double())),
-    lambda self: self.register_parameter("held", None),
-)
-def parameter_is_none(self, x):
-    return 1.0 if self.held is None else self.held
-
-
-@variant(put(held=nn.Linear(D, 1).double()), lambda self: self.register_module("held", None))
-def module_is_none(self, x):
-    return 1.0 if self.held is None else self.held(x)
-
-
-@variant(put(held=2.0))
-def default_of_getattr(self, x):
-    return getattr(self, "held", 1.0)
-
-
-@variant(put(held=2.0))
-def asked_by_hasattr(self, x):
-    return 2.0 if hasattr(self, "held") else 1.0
-
-
-@variant(put(level=2.0))
-def class_default_shadowed(self, x):
-    return self.level
-
-
-@variant(lambda m, p: p.setattr(type(m), "level", 2.0, raising=False))
-def class_attribute_set(self, x):
-    return self.level
-
-
-@variant(lambda m, p: p.setattr(Block, "level", 2.0))
-def attribute_of_a_base_class(self, x):
-    return type(self).level
-
-
-@variant(lambda m, p: m.held.__setitem__(0, 2.0), holding(lambda: np.array([1.0])))
-def numpy_array(self, x):
-    return float(self.held[0])
-
-
-@variant(put(held=np.float64(2)), holding(lambda: np.float64(1)))
-def numpy_number(self, x):
-    return float(self.held)
-
-
-@variant(put(held=decimal.Decimal(2)), holding(lambda: decimal.Decimal(1)))
-def a_decimal(self, x):
-    return float(self.held)
-
-
-@variant(put(held=fractions.Fraction(3, 2)), holding(lambda: fractions.Fraction(1, 2)))
-def a_fraction(self, x):
-    return self.held.numerator
-
-
-@variant(put(held=range(2, 9)), holding(lambda: range(1, 9)))
-def a_range(self, x):
-    return self.held[0]
-
-
-@variant(lambda m, p: m.held.appendleft(2.0), holding(lambda: collections.deque([1.0])))
-def a_deque(self, x):
-    return self.held[0]
-
-
-@variant(lambda m, p: m.held.add("twice"), holding(lambda: {"once"}))
-def a_set(self, x):
-    return 2.0 if "twice" in self.held else 1.0
-
-
-@variant(put(held=frozenset({"twice"})), holding(frozenset))
-def a_frozenset(self, x):
-    return 2.0 if "twice" in self.held else 1.0
-
-
-@variant(put(held=Kind.TWO), holding(lambda: Kind.ONE))
-def an_enum(self, x):
-    return self.held.value
-
-
-@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
-def object_with_float(self, x):
-    return float(self.held)
-
-
-@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
-def object_with_items(self, x):
-    return self.held["any"]
-
-
-@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
-def object_that_is_called(self, x):
-    return self.held(x)
-
-
-@variant(lambda m, p: p.setattr(Options, "__float__", lambda self: 2.0), holding(Options))
-def special_method_replaced(self, x):
-    return float(self.held)
-
-
-@variant(lambda m, p: setattr(m.held.__self__, "scale", 2.0), holding(lambda: Options().at))
-def bound_method(self, x):
-    return self.held(x)
-
-
-@variant(
-    lambda m, p: setattr(m.held.args[0], "scale", 2.0), holding(lambda: functools.partial(operator.getitem, Options()))
-)
-def partial(self, x):
-    return self.held("any")
-
-
 def closure(value):
     def held(x):
         return value
@@ -290,97 +170,8 @@ def closure(value):
     return held
 
 
-@variant(lambda m, p: m.held.change(2.0), holding(lambda: closure(1.0)))
-def cell_of_a_closure(self, x):
-    return self.held(x)
-
-
-@variant(put(held=lambda x: 2.0), holding(lambda: lambda x: 1.0))
-def a_lambda(self, x):
-    return self.held(x)
-
-
 def with_default(x, value=1.0):
     return value
-
-
-@variant(lambda m, p: p.setattr(with_default, "__defaults__", (2.0,)), holding(lambda: with_default))
-def default_of_a_function(self, x):
-    return self.held(x)
-
-
-@variant(lambda m, p: p.setitem(globals(), "SCALE", 2.0))
-def global_number(self, x):
-    return SCALE
-
-
-@variant(lambda m, p: p.setitem(globals(), "of_one", of_two))
-def global_function(self, x):
-    return of_one(x)
-
-
-@variant(lambda m, p: p.setitem(SCALES, "now", 2.0))
-def global_dict(self, x):
-    return SCALES["now"]
-
-
-@variant(lambda m, p: p.setitem(SCALES, "later", 2.0))
-def key_missing_in_a_global_dict(self, x):
-    return SCALES.get("later", 1.0)
-
-
-@variant(lambda m, p: p.setattr(CONFIG, "scale", 2.0))
-def global_namespace(self, x):
-    return CONFIG.scale
-
-
-@variant(lambda m, p: p.setattr(CURRENT, "scale", 2.0))
-def global_object(self, x):
-    return CURRENT.scale
-
-
-@variant(lambda m, p: p.setattr(Options, "level", 2.0))
-def attribute_of_a_global_class(self, x):
-    return Options.level
-
-
-@variant(lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0))
-def attribute_of_a_module(self, x):
-    return SETTINGS.SCALE
-
-
-@variant(lambda m, p: p.setitem(BY_NAME, "one", of_two))
-def table_of_functions(self, x):
-    return BY_NAME["one"](x)
-
-
-@variant(lambda m, p: p.setenv(NAME, "2"))
-def environment_by_getenv(self, x):
-    return float(os.getenv(NAME, "1"))
-
-
-@variant(lambda m, p: p.setenv(NAME, "2"))
-def environment_by_in(self, x):
-    return 2.0 if NAME in os.environ else 1.0
-
-
-@variant(lambda m, p: m.gate.weight.requires_grad_(False))
-def requires_grad(self, x):
-    return 1.0 if self.gate.weight.requires_grad else 2.0
-
-
-@variant(
-    lambda m, p: (
-        p.setattr(torch, "get_default_dtype", torch.get_default_dtype) or torch.set_default_dtype(torch.float64)
-    )
-)
-def default_dtype(self, x):
-    return 1.0 if torch.get_default_dtype() == torch.float32 else 2.0
-
-
-@variant(lambda m, p: [d.train() for d in m.modules() if isinstance(d, nn.Dropout)], with_dropout)
-def dropout_switched_on(self, x):
-    return 1.0
 
 
 def doubled(module, args, out):
@@ -392,57 +183,7 @@ def patched_forward(module):
     module.forward = lambda x: plain(x) * 2
 
 
-@variant(lambda m, p: patched_forward(m.experts[1].a))
-def forward_on_a_linear(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: patched_forward(m.experts[1].drop), with_dropout)
-def forward_on_a_dropout(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: p.setattr(Expert, "forward", lambda self, x: self.b(torch.relu(self.a(x))) * 2))
-def forward_of_the_experts_class(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: p.setattr(nn.Dropout, "forward", lambda self, x: x * 2), with_dropout)
-def forward_of_a_class_of_torch(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: m.experts[2].b.register_forward_hook(doubled))
-def hook_on_a_linear(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: m.experts[2].drop.register_forward_hook(doubled), with_dropout)
-def hook_on_a_dropout(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: HOOKS.append(nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 1.5)))
-def hook_on_all_modules(self, x):
-    return 1.0
-
-
 HOOKS: list[Any] = []
-
-
-@variant(lambda m, p: p.setattr(Expert, "__call__", lambda self, x: self.forward(x) * 2))
-def call_of_the_experts_class(self, x):
-    return 1.0
-
-
-@variant(lambda m, p: p.setattr(type(m), "scale", lambda self, x: 2.0))
-def method_of_the_class(self, x):
-    return 1.0
-
-
-@variant(put(scale=lambda x: 2.0))
-def method_of_the_instance(self, x):
-    return 1.0
 
 
 class Twice(nn.Module):
@@ -450,77 +191,7 @@ class Twice(nn.Module):
         return x * 2
 
 
-@variant(lambda m, p: parametrize.register_parametrization(m.experts[0].a, "weight", Twice()))
-def parametrization(self, x):
-    return 1.0
-
-
-@variant(put(held=2.0), holding(lambda: 1.0))
-def read_from_dict(self, x):
-    return self.__dict__["held"]
-
-
-@variant(put(other=2.0), holding(lambda: 1.0))
-def missing_in_vars(self, x):
-    return vars(self).get("other", 1.0)
-
-
-@variant(put(held=2.0), lambda self: setattr(self, "held", 1.0))
-def by_a_name_that_is_made(self, x):
-    return getattr(self, "he" + "ld")
-
-
-@variant(lambda m, p: setattr(m.held.options, "scale", 2.0), holding(lambda: Delegating(Options())))
-def object_that_delegates(self, x):
-    return self.held.scale
-
-
 KEPT = Options()
-
-
-@variant(lambda m, p: p.setattr(KEPT, "scale", 2.0), holding(lambda: weakref.ref(KEPT)))
-def weak_reference(self, x):
-    return self.held().scale
-
-
-@variant(lambda m, p: setattr(m.held[0], "scale", 2.0), holding(lambda: [Options()]))
-def list_of_objects(self, x):
-    return self.held[0].scale
-
-
-@variant(lambda m, p: m.held.append(Options()), holding(lambda: [Options()]))
-def length_of_a_list_of_objects(self, x):
-    return float(len(self.held))
-
-
-@variant(lambda m, p: m.held.__setitem__("a", 2.0), holding(lambda: collections.defaultdict(lambda: 1.0)))
-def a_defaultdict(self, x):
-    return self.held.get("a", 1.0)
-
-
-@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Slots))
-def object_with_slots(self, x):
-    return self.held.scale
-
-
-@variant(put(held=Named(2.0)), holding(Named))
-def named_tuple(self, x):
-    return self.held.scale
-
-
-@variant(put(held={"a": {"b": (2.0,)}}), holding(lambda: {"a": {"b": (1.0,)}}))
-def nested_dicts(self, x):
-    return self.held["a"]["b"][0]
-
-
-@variant(put(held=True), holding(lambda: 1))
-def another_type_of_number(self, x):
-    return 2.0 if self.held is True else 1.0
-
-
-@variant(put(held=float("nan")), holding(lambda: 1.0))
-def not_a_number(self, x):
-    return self.held
 
 
 @variant(lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0))
@@ -548,11 +219,6 @@ def decorated(function):
     return forward
 
 
-@variant(lambda m, p: m.register_buffer("more", torch.zeros(1)))
-def number_of_kept_tensors(self, x):
-    return 1.0 / len(self.state_dict())
-
-
 @variant(lambda m, p: type(m).forward.times.__setitem__(0, 2.0), forward=decorated(Block.forward))
 def decorated_forward(self, x):
     return 1.0
@@ -572,6 +238,205 @@ def forward_of_a_base_class(self, x):
 
 def decorated_twice(function):
     return lambda self, x: function(self, x) * 2
+
+
+READ: dict[str, tuple[Any, ...]] = {
+    "buffer_is_none": (
+        lambda self, x: 1.0 if self.held is None else self.held,
+        put(held=torch.full((1,), 2.0).double()),
+        lambda self: self.register_buffer("held", None),
+    ),
+    "parameter_is_none": (
+        lambda self, x: 1.0 if self.held is None else self.held,
+        lambda m, p: setattr(m, "held", nn.Parameter(torch.full((1,), 2.0).double())),
+        lambda self: self.register_parameter("held", None),
+    ),
+    "module_is_none": (
+        lambda self, x: 1.0 if self.held is None else self.held(x),
+        put(held=nn.Linear(D, 1).double()),
+        lambda self: self.register_module("held", None),
+    ),
+    "default_of_getattr": (lambda self, x: getattr(self, "held", 1.0), put(held=2.0)),
+    "asked_by_hasattr": (lambda self, x: 2.0 if hasattr(self, "held") else 1.0, put(held=2.0)),
+    "class_default_shadowed": (lambda self, x: self.level, put(level=2.0)),
+    "class_attribute_set": (lambda self, x: self.level, lambda m, p: p.setattr(type(m), "level", 2.0, raising=False)),
+    "attribute_of_a_base_class": (lambda self, x: type(self).level, lambda m, p: p.setattr(Block, "level", 2.0)),
+    "numpy_array": (
+        lambda self, x: float(self.held[0]),
+        lambda m, p: m.held.__setitem__(0, 2.0),
+        holding(lambda: np.array([1.0])),
+    ),
+    "numpy_number": (lambda self, x: float(self.held), put(held=np.float64(2)), holding(lambda: np.float64(1))),
+    "a_decimal": (lambda self, x: float(self.held), put(held=decimal.Decimal(2)), holding(lambda: decimal.Decimal(1))),
+    "a_fraction": (
+        lambda self, x: self.held.numerator,
+        put(held=fractions.Fraction(3, 2)),
+        holding(lambda: fractions.Fraction(1, 2)),
+    ),
+    "a_range": (lambda self, x: self.held[0], put(held=range(2, 9)), holding(lambda: range(1, 9))),
+    "a_deque": (
+        lambda self, x: self.held[0],
+        lambda m, p: m.held.appendleft(2.0),
+        holding(lambda: collections.deque([1.0])),
+    ),
+    "a_set": (
+        lambda self, x: 2.0 if "twice" in self.held else 1.0,
+        lambda m, p: m.held.add("twice"),
+        holding(lambda: {"once"}),
+    ),
+    "a_frozenset": (
+        lambda self, x: 2.0 if "twice" in self.held else 1.0,
+        put(held=frozenset({"twice"})),
+        holding(frozenset),
+    ),
+    "an_enum": (lambda self, x: self.held.value, put(held=Kind.TWO), holding(lambda: Kind.ONE)),
+    "object_with_float": (
+        lambda self, x: float(self.held),
+        lambda m, p: setattr(m.held, "scale", 2.0),
+        holding(Options),
+    ),
+    "object_with_items": (
+        lambda self, x: self.held["any"],
+        lambda m, p: setattr(m.held, "scale", 2.0),
+        holding(Options),
+    ),
+    "object_that_is_called": (
+        lambda self, x: self.held(x),
+        lambda m, p: setattr(m.held, "scale", 2.0),
+        holding(Options),
+    ),
+    "special_method_replaced": (
+        lambda self, x: float(self.held),
+        lambda m, p: p.setattr(Options, "__float__", lambda self: 2.0),
+        holding(Options),
+    ),
+    "bound_method": (
+        lambda self, x: self.held(x),
+        lambda m, p: setattr(m.held.__self__, "scale", 2.0),
+        holding(lambda: Options().at),
+    ),
+    "partial": (
+        lambda self, x: self.held("any"),
+        lambda m, p: setattr(m.held.args[0], "scale", 2.0),
+        holding(lambda: functools.partial(operator.getitem, Options())),
+    ),
+    "cell_of_a_closure": (lambda self, x: self.held(x), lambda m, p: m.held.change(2.0), holding(lambda: closure(1.0))),
+    "a_lambda": (lambda self, x: self.held(x), put(held=lambda x: 2.0), holding(lambda: lambda x: 1.0)),
+    "default_of_a_function": (
+        lambda self, x: self.held(x),
+        lambda m, p: p.setattr(with_default, "__defaults__", (2.0,)),
+        holding(lambda: with_default),
+    ),
+    "global_number": (lambda self, x: SCALE, lambda m, p: p.setitem(globals(), "SCALE", 2.0)),
+    "global_function": (lambda self, x: of_one(x), lambda m, p: p.setitem(globals(), "of_one", of_two)),
+    "global_dict": (lambda self, x: SCALES["now"], lambda m, p: p.setitem(SCALES, "now", 2.0)),
+    "key_missing_in_a_global_dict": (
+        lambda self, x: SCALES.get("later", 1.0),
+        lambda m, p: p.setitem(SCALES, "later", 2.0),
+    ),
+    "global_namespace": (lambda self, x: CONFIG.scale, lambda m, p: p.setattr(CONFIG, "scale", 2.0)),
+    "global_object": (lambda self, x: CURRENT.scale, lambda m, p: p.setattr(CURRENT, "scale", 2.0)),
+    "attribute_of_a_global_class": (lambda self, x: Options.level, lambda m, p: p.setattr(Options, "level", 2.0)),
+    "attribute_of_a_module": (lambda self, x: SETTINGS.SCALE, lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0)),
+    "table_of_functions": (lambda self, x: BY_NAME["one"](x), lambda m, p: p.setitem(BY_NAME, "one", of_two)),
+    "environment_by_getenv": (lambda self, x: float(os.getenv(NAME, "1")), lambda m, p: p.setenv(NAME, "2")),
+    "environment_by_in": (lambda self, x: 2.0 if NAME in os.environ else 1.0, lambda m, p: p.setenv(NAME, "2")),
+    "requires_grad": (
+        lambda self, x: 1.0 if self.gate.weight.requires_grad else 2.0,
+        lambda m, p: m.gate.weight.requires_grad_(False),
+    ),
+    "default_dtype": (
+        lambda self, x: 1.0 if torch.get_default_dtype() == torch.float32 else 2.0,
+        lambda m, p: (
+            p.setattr(torch, "get_default_dtype", torch.get_default_dtype) or torch.set_default_dtype(torch.float64)
+        ),
+    ),
+    "dropout_switched_on": (
+        lambda self, x: 1.0,
+        lambda m, p: [d.train() for d in m.modules() if isinstance(d, nn.Dropout)],
+        with_dropout,
+    ),
+    "forward_on_a_linear": (lambda self, x: 1.0, lambda m, p: patched_forward(m.experts[1].a)),
+    "forward_on_a_dropout": (lambda self, x: 1.0, lambda m, p: patched_forward(m.experts[1].drop), with_dropout),
+    "forward_of_the_experts_class": (
+        lambda self, x: 1.0,
+        lambda m, p: p.setattr(Expert, "forward", lambda self, x: self.b(torch.relu(self.a(x))) * 2),
+    ),
+    "forward_of_a_class_of_torch": (
+        lambda self, x: 1.0,
+        lambda m, p: p.setattr(nn.Dropout, "forward", lambda self, x: x * 2),
+        with_dropout,
+    ),
+    "hook_on_a_linear": (lambda self, x: 1.0, lambda m, p: m.experts[2].b.register_forward_hook(doubled)),
+    "hook_on_a_dropout": (
+        lambda self, x: 1.0,
+        lambda m, p: m.experts[2].drop.register_forward_hook(doubled),
+        with_dropout,
+    ),
+    "hook_on_all_modules": (
+        lambda self, x: 1.0,
+        lambda m, p: HOOKS.append(nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 1.5)),
+    ),
+    "call_of_the_experts_class": (
+        lambda self, x: 1.0,
+        lambda m, p: p.setattr(Expert, "__call__", lambda self, x: self.forward(x) * 2),
+    ),
+    "method_of_the_class": (lambda self, x: 1.0, lambda m, p: p.setattr(type(m), "scale", lambda self, x: 2.0)),
+    "method_of_the_instance": (lambda self, x: 1.0, put(scale=lambda x: 2.0)),
+    "parametrization": (
+        lambda self, x: 1.0,
+        lambda m, p: parametrize.register_parametrization(m.experts[0].a, "weight", Twice()),
+    ),
+    "read_from_dict": (lambda self, x: self.__dict__["held"], put(held=2.0), holding(lambda: 1.0)),
+    "missing_in_vars": (lambda self, x: vars(self).get("other", 1.0), put(other=2.0), holding(lambda: 1.0)),
+    "by_a_name_that_is_made": (
+        lambda self, x: getattr(self, "he" + "ld"),
+        put(held=2.0),
+        lambda self: setattr(self, "held", 1.0),
+    ),
+    "object_that_delegates": (
+        lambda self, x: self.held.scale,
+        lambda m, p: setattr(m.held.options, "scale", 2.0),
+        holding(lambda: Delegating(Options())),
+    ),
+    "weak_reference": (
+        lambda self, x: self.held().scale,
+        lambda m, p: p.setattr(KEPT, "scale", 2.0),
+        holding(lambda: weakref.ref(KEPT)),
+    ),
+    "list_of_objects": (
+        lambda self, x: self.held[0].scale,
+        lambda m, p: setattr(m.held[0], "scale", 2.0),
+        holding(lambda: [Options()]),
+    ),
+    "length_of_a_list_of_objects": (
+        lambda self, x: float(len(self.held)),
+        lambda m, p: m.held.append(Options()),
+        holding(lambda: [Options()]),
+    ),
+    "a_defaultdict": (
+        lambda self, x: self.held.get("a", 1.0),
+        lambda m, p: m.held.__setitem__("a", 2.0),
+        holding(lambda: collections.defaultdict(lambda: 1.0)),
+    ),
+    "object_with_slots": (lambda self, x: self.held.scale, lambda m, p: setattr(m.held, "scale", 2.0), holding(Slots)),
+    "named_tuple": (lambda self, x: self.held.scale, put(held=Named(2.0)), holding(Named)),
+    "nested_dicts": (
+        lambda self, x: self.held["a"]["b"][0],
+        put(held={"a": {"b": (2.0,)}}),
+        holding(lambda: {"a": {"b": (1.0,)}}),
+    ),
+    "another_type_of_number": (lambda self, x: 2.0 if self.held is True else 1.0, put(held=True), holding(lambda: 1)),
+    "not_a_number": (lambda self, x: self.held, put(held=float("nan")), holding(lambda: 1.0)),
+    "number_of_kept_tensors": (
+        lambda self, x: 1.0 / len(self.state_dict()),
+        lambda m, p: m.register_buffer("more", torch.zeros(1)),
+    ),
+}
+"""By name: the scale, what is done to it later, and what is made before."""
+for name, (scale, *rest) in READ.items():
+    scale.__name__ = name
+    variant(*rest)(scale)
 
 
 REFUSED: dict[str, Any] = {}

@@ -89,17 +89,6 @@ class Tidy(Dispatcher):
         return result
 
 
-class Counting(Dispatcher):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def combine(self, out: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.result = super().combine(out)
-        return self.result
-
-
 class WithProperty(Dispatcher):
     @property
     def order(self) -> Any:
@@ -108,22 +97,6 @@ class WithProperty(Dispatcher):
     @order.setter
     def order(self, value: Any) -> None:
         self._order = value
-
-
-class InDict(Dispatcher):
-    """Keeps them in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: dict[str, Any] = {}
-
-    def dispatch(self, *given: torch.Tensor) -> torch.Tensor:
-        rows = super().dispatch(*given)
-        self.state["order"], self.state["shape"] = self.order, self.shape
-        return rows * (1.0 if "order" in self.state else 0.0)
-
-    def combine(self, out: torch.Tensor) -> torch.Tensor:
-        return super().combine(out).reshape(self.state["shape"]) + self.state["order"].sum() * 0
 
 
 class Listed(Block):

@@ -293,12 +293,6 @@ class KeepsExpertOutput(Careless):
         self.losses.append(last.sum())
 
 
-class OnlyTheFirst(Careless):
-    def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
-        if len(self.losses) < 3:
-            self.losses.append(probs[:, number].mean())
-
-
 class AddsToTheLast(Careless):
     def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
         loss = probs[:, number].mean()
@@ -310,7 +304,6 @@ class AddsToTheLast(Careless):
     [
         (SkipsEmptyExperts, "self.losses holds: not what the original has"),
         (KeepsExpertOutput, "expert outputs do not come together"),
-        (OnlyTheFirst, "the code reads self.losses"),
         (AddsToTheLast, "the code reads self.stats"),
     ],
 )

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
-_HELD = "Dispatcher InSlots Inner Tidy Counting WithProperty InDict".split()
+_HELD = "Dispatcher InSlots Inner Tidy WithProperty".split()
 KINDS: dict[str, type[Block]] = {name: type(name, (Block,), {"held": getattr(dispatchers, name)}) for name in _HELD}
 KINDS |= {kind.__name__: kind for kind in (dispatchers.Listed, dispatchers.OfTheClass, dispatchers.Bound)}
 

@@ -368,32 +368,6 @@ def test_activations_that_are_objects(kind):
     assert not torch.allclose(before, model(x()))
 
 
-class Logging(Block):
-    """Writes a line, or asks whether it would be written."""
-
-    asks = False
-
-    def forward(self, x):
-        if self.asks:
-            return super().forward(x) * (2 if self.log.isEnabledFor(logging.DEBUG) else 1)
-        self.log.debug("called")
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_logger_s_level_is_a_setting_where_the_code_asks(caplog, asks):
-    """Lines alone are no results: a rewritten block leaves them out at any level."""
-    model = nn.Sequential(Logging(Config()))
-    model[0].asks = asks
-    model[0].log = logging.getLogger("tests.held")
-    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
-    (block,) = rewritten.report.blocks
-    for calls, level in enumerate((logging.INFO, logging.DEBUG), 1):
-        caplog.set_level(level, "tests.held")
-        torch.testing.assert_close(rewritten(x()), model(x()))
-        assert block.calls == (calls, 0, {}, calls if asks else 1)
-
-
 def test_blocks_that_hold_equal_objects_are_analysed_once():
     model = nn.Sequential(*(Block(Config()) for _ in range(3)))
     report = hexa_fx.explain(model, x())

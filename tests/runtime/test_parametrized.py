@@ -70,11 +70,3 @@ def test_another_value_beside_the_weight_is_noticed(noted: Noted) -> None:
     assert not holds(experts, reads)
     with pytest.raises(GuardMiss, match="doubled"):
         Resolution(experts, reads)
-
-
-def test_another_class_below_is_noticed(noted: Noted) -> None:
-    class Others(Experts):
-        pass
-
-    _, reads = noted
-    assert not holds(parametrized(Others()), reads)

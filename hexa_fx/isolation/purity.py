@@ -1,16 +1,20 @@
-"""Functions whose answers no graph and no condition can hold: of clocks, of the system, and digests of what they are given.
+"""What code may do that no graph and no condition holds, told by what it calls: it is refused with its line.
 
-And functions that switch torch for all code.
+Functions of torch, of numpy and of the rest of the standard library give the same for the same, or write lines for people.
 """
 
 from __future__ import annotations
 
 import datetime
 import inspect
+import random
+import sys
 import types
 from typing import Any
 
-CLOCK, SYSTEM, DIGEST, OUTPUT = "clock", "part of the system", "digest", "output"
+CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers"
+LOOK_UP = "look-up of names"
+CACHE = "cache of objects"
 HOOK, DATA, ATTRIBUTE, WEIGHT = "hook", "memory of a tensor", "attribute of a tensor", "parameter that is written"
 """What code does to tensors that no graph shows."""
 PAST = "past of a tensor"
@@ -23,32 +27,35 @@ _SWITCHES = frozenset(
     "set_flush_denormal".split()
 )
 """Functions of torch after whose call something else holds for all code, and no context ends it."""
-_SEEDS = frozenset({"seed", "setstate", "set_state"})
-"""Those of Python's random numbers and of numpy's; torch's are drawn in every call, so that it shows."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
-    "threading _thread traceback",
-    DIGEST: "hashlib _hashlib _md5 _sha1 _sha2 _sha3 _sha256 _sha512 _blake2 hmac zlib binascii base64 pickle _pickle struct "
-    "_struct marshal",
+    "threading _thread traceback hashlib _hashlib _md5 _sha1 _sha2 _sha3 _sha256 _sha512 _blake2 hmac zlib binascii base64 pickle "
+    "_pickle struct _struct marshal",
 }
 _OF_MODULE = {module: kind for kind, modules in _KINDS.items() for module in modules.split()}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_SYSTEM = (hash, id, inspect.stack, inspect.currentframe)
 
 
 def hidden_source(value: Any) -> str:
     """What kind of source a function or class is that the code calls, in words; empty if it is none."""
     if value is datetime.datetime or value is datetime.date:
         return CLOCK
-    if value is hash:
-        return DIGEST
-    if value is inspect.stack or value is inspect.currentframe:  # no ==, which is recorded of a tensor
+    if any(value is each for each in _SYSTEM):  # no ==, which is recorded of a tensor
         return SYSTEM
-    is_method = type(value).__name__ in ("method", "cython_function_or_method")
-    if is_method and value.__name__ in _SEEDS and value.__module__ in ("random", "numpy.random"):
-        return SWITCH
+    if is_stream(getattr(value, "__self__", None)) if callable(value) and not isinstance(value, type) else False:
+        return RANDOM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""
     if value.__name__ in _SWITCHES and str(value.__module__ or "torch").startswith("torch"):
         return SWITCH
     return _OF_MODULE.get(str(value.__module__), "")
+
+
+def is_stream(value: Any) -> bool:
+    """Whether it draws random numbers from a state of its own; torch's default generators are the graph's."""
+    if isinstance(value, random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.RandomState, numpy.random.Generator))
