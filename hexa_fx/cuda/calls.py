@@ -53,6 +53,11 @@ def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
             tensors.append(a)
             addresses.append(at)
             kind.append((a.dtype, a.shape, a.stride()))
+        elif isinstance(a, list) and a and isinstance(a[0], Tensor):
+            some, of_some, at_some = kind_of(a)
+            kind.append(tuple(some))
+            tensors += of_some
+            addresses += at_some
         else:
             kind.append(tuple(a) if isinstance(a, list) else a)
     kind.append(tuple([at & 15 for at in addresses]) if low & 15 else 0)
@@ -66,10 +71,16 @@ def planned(function: Callable[..., Any], args: Sequence[Any], card: Card, tile_
         KernelError: we have no kernel for these operands.
     """
     planning = Planning(card, float32_math(args[0].dtype), tile_of)
-    operands = [
-        planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in args
-    ]
-    return CallPlan(planning, function(*operands), sum(isinstance(a, Operand) for a in operands))
+    given: list[Operand] = []
+
+    def stand_in(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            given.append(planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15))
+            return given[-1]
+        return [*map(stand_in, a)] if isinstance(a, list) else a
+
+    operands = [stand_in(a) for a in args]
+    return CallPlan(planning, function(*operands), len(given))
 
 
 def chosen() -> TileOf:

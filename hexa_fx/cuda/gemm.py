@@ -117,7 +117,7 @@ def esmm_low_rank(o: EsmmLowRank) -> Tensor:
     """See hexa_fx.ops.low_rank. One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
     if not _hopper(o.offs, (o.columns,), o.x, o.weight, o.u, o.c, *_stored(o.bias)):
-        return _with_second(esmm(*o.to(Esmm)), o.u, o.c, o.offs, o.layout)
+        return with_second(esmm(*o.to(Esmm)), o.u, o.c, o.offs, o.layout)
     return sm90.esmm(o)
 
 
@@ -156,7 +156,7 @@ def _stored_alike(o: Added) -> Added:
     return o._replace(weight=weight, layout=layout, c=c)
 
 
-def _with_second(y: Tensor, u: Tensor, c: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+def with_second(y: Tensor, u: Tensor, c: Tensor | None, offs: Tensor, layout: str) -> Tensor:
     """y with a second product added."""
     planning_of(y).run(Tensor.add_, y, esmm(u, c, None, None, offs, 1, layout))
     return y

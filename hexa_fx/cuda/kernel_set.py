@@ -6,10 +6,10 @@ on tensors without data at one number of tokens in each interval between them, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,22 +23,26 @@ from hexa_fx.cuda.calls import chosen, planned
 from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
+from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.dispatch_mode import DispatchMode
+from hexa_fx.ops.forms import DENSE
+from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.table import routing_of
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.ops.rows import accumulate_dtype, columns_of, flip
 from hexa_fx.ops.table_layers import (
     OPERANDS,
-    PARAMETERS,
+    SOURCES_OPERANDS,
     MoeFfn,
     MoeFfnBackward,
     MoeFfnFp8Backward,
     MoeFfnFp8Forward,
     MoeFfnSources,
+    MoeFfnSourcesBackward,
     static_of,
 )
 
@@ -46,7 +50,10 @@ MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
 
 
-Operands = TypeVar("Operands", MoeFfn, MoeFfnSources)
+_RECORDS: dict[type[Any], tuple[str, type[Any]]] = {
+    MoeFfn: ("moe_ffn", MoeFfnBackward),
+    MoeFfnSources: ("moe_ffn_sources", MoeFfnSourcesBackward),
+}
 
 
 @dataclass(frozen=True)
@@ -54,28 +61,33 @@ class FfnLayer:
     """A layer of experts as kernels see it.
 
     Args:
-        call: of `hexa::moe_ffn`, with any number of tokens. Only shapes, strides and types count.
-        grads: operands that training wants gradients of, of `OPERANDS`.
+        call: of `hexa::moe_ffn` or `hexa::moe_ffn_sources`, with any number of tokens. Only shapes, strides and types count.
+        grads: operands that training wants gradients of.
         added: of these, the ones whose gradients are added to buffers (``main_grad``).
     """
 
-    call: MoeFfn
+    call: MoeFfn | MoeFfnSources
     grads: frozenset[str] = frozenset(OPERANDS)
     added: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> list[bool]:
-        """Of each of `OPERANDS`, whether its gradient is wanted."""
-        return [name in self.grads and getattr(self.call, name) is not None for name in OPERANDS]
+        """Of each differentiable operand, whether its gradient is wanted."""
+        return [name in self.grads and getattr(self.call, name) is not None for name in self.call.differentiable]
 
     @property
     def buffers(self) -> list[Tensor | None]:
-        """Of each of `OPERANDS` but the first, what its gradient is added to, or None."""
-        given = ((name, getattr(self.call, name)) for name in ("top_k_weights", *PARAMETERS))
+        """Of each differentiable operand but the first, what its gradient is added to, or None."""
+        given = ((name, getattr(self.call, name)) for name in self.call.differentiable[1:])
         return [
             without_data(t.shape, accumulate_dtype(self.call.x.dtype)) if t is not None and name in self.added else None
             for name, t in given
         ]
+
+
+def frozen(call: MoeFfnSources) -> FfnLayer:
+    """A layer of which training wants the gradients of factors, biases and tokens."""
+    return FfnLayer(call, frozenset(SOURCES_OPERANDS) - {"w1", "w3", "w2"})
 
 
 def layer_of(
@@ -114,6 +126,39 @@ def layer_of(
     return FfnLayer(call)
 
 
+def sources_layer_of(
+    spec: FfnSpec, operands: Mapping[str, Tensor], packed: Sequence[QuantizedWeight], ranks: Mapping[str, int]
+) -> MoeFfnSources:
+    """A call of `hexa::moe_ffn_sources` on tensors without data.
+
+    Args:
+        spec: the expert.
+        operands: of `hexa::moe_ffn`, with dense weights, by name; absent ones are left out.
+        packed: the weights that are packed, which are told by their shapes.
+        ranks: of what is added to w1, w3 or w2, as PEFT stores and trains it.
+    """
+    made: dict[str, Any] = {name: without_data(t.shape, t.dtype) for name, t in operands.items()}
+    layouts = {"w1": spec.layout1, "w3": spec.layout1, "w2": spec.layout2}
+    scales: dict[str, list[Tensor]] = {}
+    formats = dict.fromkeys(layouts, DENSE)
+    for name in layouts:
+        found = next((p for p in packed if name in made and p.shape == made[name].shape), None)
+        if name in made and name in ranks:
+            number, rank = name[1], ranks[name]
+            inputs, outputs = columns_of(made[name], flip(layouts[name])), columns_of(made[name], layouts[name])
+            experts = made[name].shape[0]
+            made[f"a{number}"] = without_data((experts, rank, inputs), torch.float32)
+            made[f"c{number}"] = without_data((outputs, rank, experts), torch.float32).permute(2, 0, 1)
+        if found is not None:
+            made[name], formats[name] = without_data(found.packed.shape, found.packed.dtype), found.format
+            scales[name] = [without_data(scale.shape, scale.dtype) for scale in found.scales]
+            layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
+    made |= {f"s{name[1]}": scales.get(name, []) for name in layouts}
+    made |= {"alphas": [2.0 if name in ranks else 1.0 for name in layouts], "formats": list(formats.values())}
+    made |= {**vars(spec), "layout1": layouts["w1"], "layout2": layouts["w2"]}
+    return MoeFfnSources._make(map(made.get, MoeFfnSources._fields))
+
+
 def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = MOST_TOKENS) -> tuple[KernelSpec, ...]:
     """Every kernel that calls of a layer with 1 to `most` tokens launch, in the order in which growing calls need them.
 
@@ -138,7 +183,9 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
     experts, top_k = call.w1.shape[0], call.top_k_index.shape[1]
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
+    few = (experts << MOST_BUCKET,) if isinstance(call, MoeFfnSources) else ()
     limits = (
+        *few,
         *buckets,
         *(experts * rows for rows in ROW_LIMITS),
         ONE_BLOCK_SLOTS,
@@ -152,20 +199,19 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
 
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
-
-    def plan(name: str, *args: Any) -> list[KernelSpec]:
-        return [kernel.spec for kernel in planned(PROGRAMS[name], args, card, chosen()).kernels]
-
     o = with_tokens(layer.call, tokens)
-    found = plan("moe_ffn", *o)
+    name, gradients = _RECORDS[type(o)]
+
+    def plan(end: str, *args: Any) -> list[KernelSpec]:
+        return [kernel.spec for kernel in planned(PROGRAMS[name + end], args, card, chosen()).kernels]
+
+    found = plan("", *o)
     if not training:
         return found
-    v, inv, offs = routing_of(o.top_k_index, o.experts)
-    found += plan("moe_ffn_forward", *o)
-    h = None if o.recompute_h else o.hidden()
-    given = o.to(MoeFfnBackward, dy=o.x, h=h, v=v, inv=inv, offs=offs, top_k=o.top_k, needs=layer.needs)
-    found += plan("moe_ffn_backward", *given, *layer.buffers)
-    return found
+    _, *kept = library.record_of(f"{name}_forward")._make(o).results()
+    saved = dict(zip(LAYERS[name].kept, kept)) | ({"h": None} if o.recompute_h else {})
+    given = o.to(gradients, dy=o.x, top_k=o.top_k, needs=layer.needs, **saved)
+    return found + plan("_forward", *o) + plan("_backward", *given, *layer.buffers)
 
 
 def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[KernelSpec, ...]:
@@ -195,7 +241,7 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
 
 
-def with_tokens(call: Operands, tokens: int) -> Operands:
+def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:
     """A call with so many tokens, which have no data."""
 
     def of(t: Any) -> Any:

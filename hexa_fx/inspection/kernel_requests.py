@@ -39,15 +39,15 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[t
         return
     from hexa_fx import jit
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
-    from hexa_fx.cuda.sources_kernel_set import layer_of, sources_kernel_set
+    from hexa_fx.cuda.kernel_set import frozen, kernel_set, sources_layer_of
 
-    layer = layer_of(block.case.spec, block.case.operands, packed, added)
+    layer = sources_layer_of(block.case.spec, block.case.operands, packed, added)
     kind = device.index, *layer.kind
     if kind in seen:  # blocks of a kind launch the same
         return
     seen.add(kind)
     try:
-        found = sources_kernel_set(layer, card_of(device.index or 0))
+        found = kernel_set(frozen(layer), card_of(device.index or 0))
     except KernelError as error:  # the operators fall back and say so
         log.debug("no kernels are built ahead for %s: %s", block.name, error)
         return

@@ -15,12 +15,13 @@ from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, row
 from hexa_fx.ops.fixed_order import fixed_order
 
 _OPS = torch.ops.hexa
+_MOE_FFN = moe_ffn_autograd.LAYERS["moe_ffn"]
 
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
     if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(*args)
+        return moe_ffn_autograd.plain(_MOE_FFN, args)
     if not any(map(sources.is_source, args)):
         return _OPS.moe_ffn.default(*args)
     return (row_scaled if row_scaled.has_any(args) else sources).moe_ffn(*args)

@@ -17,13 +17,21 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.fp8_scaling import ELEMENT, padded
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.forms import FLOATING, INTEGER, Form, floating, numbers
+from hexa_fx.ops.forms import DENSE, FLOATING, INTEGER, Form, experts_last, floating, numbers
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.projection import DENSE, Projection, experts_last
 from hexa_fx.ops.records import Operands
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table import Activated, Bias, check_packed, gate_and_up_faults, routing_of, shaped_as, width_of
 from hexa_fx.ops.table_fp8 import is_whole, rows_and_scales, scale_faults
+
+PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
+OPERANDS = ("x", "top_k_weights", *PARAMETERS)
+"""The differentiable operands of moe_ffn, in the order of its schema."""
+FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
+SOURCES_OPERANDS = (*OPERANDS, *FACTORS)
+"""Those of moe_ffn_sources."""
+READ_WITH_X = frozenset({"w1", "w3", "a1", "a3"})
+"""Those whose gradients are made of x."""
 
 
 class _Tokens(Operands):
@@ -65,6 +73,20 @@ class _Weighed(Protocol):
 class Layer(Operands):
     """What follows from a layer's weights."""
 
+    differentiable: ClassVar[tuple[str, ...]] = OPERANDS
+    """In the order of the schema."""
+
+    @property
+    def static(self: Any) -> tuple[Any, ...]:
+        """What decides its programs besides tensors."""
+        return self.activation, self.glu, tuple(self.params), self.layout1, self.layout2, self.recompute_h
+
+    @classmethod
+    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
+        """The operands, and what follows them."""
+        given = iter(args)
+        return cls._make(islice(given, len(cls._fields))), tuple(given)
+
     @property
     def experts(self: _Weighed) -> int:
         """E."""
@@ -103,6 +125,10 @@ class Forward(Operands):
     def rows(self: Any) -> int:
         """n."""
         return self.top_k_index.shape[0] * self.top_k_index.shape[1]  # type: ignore[no-any-return]
+
+    def keeps_x(self: Any, needs: Any) -> bool:
+        """Whether backward reads x. needs: of every operand, by name, whether it needs a gradient."""
+        return self.recompute_h or any(getattr(needs, name, False) for name in READ_WITH_X)
 
     def hidden(self: Any) -> Tensor:
         """The pre-activation that is kept, empty."""
@@ -152,12 +178,6 @@ class Backward(Operands):
     returns = "Tensor[]"
     checked = False
 
-    @classmethod
-    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
-        """The operands, and the buffers that follow them."""
-        given = iter(args)
-        return cls._make(islice(given, len(cls._fields))), tuple(given)
-
 
 def _gradients(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
     """The gradients that are needed, empty."""
@@ -194,15 +214,8 @@ class MoeFfnBackward(Backward, _Static, _TopK, Weights, _Saved, Layer):
         return _gradients(self, OPERANDS)
 
 
-PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
-OPERANDS = ("x", "top_k_weights", *PARAMETERS)
-"""The differentiable operands of moe_ffn, in the order of its schema."""
 parameters = MoeFfn.pick(*PARAMETERS)
 """Weights and biases, of the arguments of a layer's forward."""
-tensors = MoeFfn.pick("x", "top_k_index", "top_k_weights", *PARAMETERS)
-"""All tensors of a layer of weights that are tensors, likewise."""
-static = MoeFfn.pick(*_Static._fields)
-differentiable = MoeFfn.pick(*OPERANDS)
 
 
 class _Sources(Operands):
@@ -219,28 +232,19 @@ class _Sources(Operands):
     formats: Sequence[str]
 
 
-class Projections(Operands):
-    """The projections of a layer over sources."""
+class Sources(Operands):
+    """What follows from a layer's weights that may be packed."""
+
+    differentiable: ClassVar[tuple[str, ...]] = SOURCES_OPERANDS
 
     @property
-    def first(self: Any) -> tuple[Projection, ...]:
-        """The first projection, and that of up for glu ``split``."""
-        one = Projection(self.w1, self.s1, self.formats[0], self.b1, self.a1, self.c1, self.alphas[0], self.layout1)
-        if self.w3 is None:
-            return (one,)
-        return one, Projection(
-            self.w3, self.s3, self.formats[1], self.b3, self.a3, self.c3, self.alphas[1], self.layout1
-        )
+    def static(self: Any) -> tuple[Any, ...]:
+        """What decides its programs besides tensors."""
+        return *Layer.static.fget(self), tuple(self.formats), tuple(self.alphas)  # type: ignore[attr-defined]
 
-    @property
-    def second(self: Any) -> Projection:
-        """The second projection."""
-        return Projection(self.w2, self.s2, self.formats[2], self.b2, self.a2, self.c2, self.alphas[2], self.layout2)
-
-    @property
-    def steps(self: Any) -> tuple[str, Any, Sequence[float]]:
-        """What the activation operators are told."""
-        return self.activation, self.glu, self.params
+    def hidden(self: Any) -> Tensor:
+        """The pre-activation that is kept, empty."""
+        return MoeFfn.hidden(self.shaped(self.x))
 
     def shaped(self, like: Tensor) -> Self:
         """The same with stand-ins for packed weights that have the shapes of what they hold."""
@@ -251,7 +255,7 @@ class Projections(Operands):
 
 @operator("moe_ffn_sources", autocast=True)
 @operator("moe_ffn_sources_fixed", autocast=True)
-class MoeFfnSources(Forward, Projections, _Static, _Sources, Weights, _Tokens, Layer):
+class MoeFfnSources(Sources, Forward, _Static, _Sources, Weights, _Tokens, Layer):
     """`MoeFfn` on weights that are packed, have low-rank additions, or both.
 
     Args:
@@ -289,10 +293,6 @@ class MoeFfnSources(Forward, Projections, _Static, _Sources, Weights, _Tokens, L
         return self.x.new_empty((self.x.shape[0], self.shaped(self.x).output_size))
 
 
-SOURCES_OPERANDS = (*OPERANDS, "a1", "c1", "a3", "c3", "a2", "c2")
-"""The differentiable operands, in the order of the schema."""
-
-
 @operator("moe_ffn_sources_forward")
 @operator("moe_ffn_sources_fixed_forward")
 class MoeFfnSourcesForward(MoeFfnSources):
@@ -303,8 +303,7 @@ class MoeFfnSourcesForward(MoeFfnSources):
     def results(self) -> tuple[Tensor, ...]:
         ranks = [None if a is None else a.shape[1] for a in (self.a1, self.a3, self.a2)]
         u = [self.x.new_empty((0, 0) if rank is None else (self.rows, rank)) for rank in ranks]
-        h = self.shaped(self.x).hidden()
-        return super().results(), h, *u, *routing_of(self.top_k_index, self.experts)
+        return super().results(), self.hidden(), *u, *routing_of(self.top_k_index, self.experts)
 
 
 class _SavedOfSources(Operands):
@@ -320,7 +319,7 @@ class _SavedOfSources(Operands):
 
 
 @operator("moe_ffn_sources_backward", differentiable=False)
-class MoeFfnSourcesBackward(Backward, Projections, _Static, _Sources, Weights, _SavedOfSources, Layer):
+class MoeFfnSourcesBackward(Sources, Backward, _Static, _Sources, Weights, _SavedOfSources, Layer):
     """Of `MoeFfnSources`, from dy and what forward kept."""
 
     top_k: int
