@@ -29,6 +29,7 @@ TileOf = Callable[[ProductKey], AnyTile]
 Given = tuple[ProductKey | None, AnyTile | None]
 Kind = tuple[Any, ...]
 
+_CONSTANTS = frozenset({type(None), str, bool, int, float, tuple, torch.dtype})
 _MOST = 4096
 """Most plans to keep."""
 _plans: dict[Kind, CallPlan] = {}
@@ -47,17 +48,19 @@ def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
     kind: list[Any] = []
     tensors, addresses, low = [], [], 0
     for a in args:
-        if isinstance(a, Tensor):
+        if type(a) in _CONSTANTS:
+            kind.append(a)
+        elif type(a) is list:
+            of_list, some, places = kind_of(a)
+            kind.append(tuple(of_list))
+            tensors += some
+            addresses += places
+        elif isinstance(a, Tensor):
             at = a.data_ptr()
             low |= at
             tensors.append(a)
             addresses.append(at)
             kind.append((a.dtype, a.shape, a.stride()))
-        elif isinstance(a, list) and a and isinstance(a[0], Tensor):
-            some, of_some, at_some = kind_of(a)
-            kind.append(tuple(some))
-            tensors += of_some
-            addresses += at_some
         else:
             kind.append(tuple(a) if isinstance(a, list) else a)
     kind.append(tuple([at & 15 for at in addresses]) if low & 15 else 0)

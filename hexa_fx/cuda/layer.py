@@ -1,5 +1,5 @@
-"""Layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`), their forward for training and their backward on CUDA: planned as a whole when a
-call of a kind comes again, or at once where its tokens are few.
+"""Layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`), their forward for training and their backward on CUDA: planned as a whole when
+a call of a kind comes again, or at once where its tokens are few.
 
 For a small layer a device needs less time than the host, which runs a program of operators and allocates what each of them writes.
 All of that follows from types, shapes, strides and alignment. A call that does more (a fallback, checked mode, autotuning) stays on
@@ -67,6 +67,9 @@ PROGRAMS: dict[str, General] = {
     "moe_ffn_sources_backward": partial(_backward, MoeFfnSourcesBackward),
 }
 """What runs an operator of a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+
+WHEN_NEW: dict[str, Callable[[tuple[Any, ...]], None]] = {}
+"""What is told the operands of calls of a kind that was not seen before, by operator."""
 
 _known: dict[tuple[Any, ...], CallPlan | None] = {}
 """None: seen once, or not to be planned. The latter are in `_general`, too."""
@@ -139,6 +142,8 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
     key = (name, devices, float32_math(tensors[0].dtype), is_fixed(), library.kernel_generation, *kind)
     plan = _known.get(key)
     if plan is None:
+        if key not in _known and name in WHEN_NEW:
+            WHEN_NEW[name](args)
         plan = _planned(name, flat, key)
         if plan is None:
             found = general(*args)

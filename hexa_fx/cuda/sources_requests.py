@@ -5,7 +5,6 @@ were given adapters, after `optimize`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx import jit
-from hexa_fx.cuda.choosing import Card, card_of, collection, on_forget
+from hexa_fx.cuda.choosing import Card, card_of, on_forget
 from hexa_fx.cuda.kernel_set import frozen, kernel_set
-from hexa_fx.cuda.layer import LAYERS
+from hexa_fx.cuda.layer import WHEN_NEW
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.table_layers import MoeFfnSources
 
@@ -25,23 +24,15 @@ _seen: set[tuple[object, ...]] = set()
 on_forget(_seen.clear)
 
 
-def moe_ffn_sources(general: Callable[..., Any], *args: Any) -> Tensor:
-    """As `hexa_fx.cuda.layer.LAYERS` has it."""
-    _request_once(MoeFfnSources._make(args))
-    return LAYERS["moe_ffn_sources"](general, *args)  # type: ignore[no-any-return]
-
-
-def moe_ffn_sources_forward(general: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
-    """As `hexa_fx.cuda.layer.LAYERS` has it."""
-    _request_once(MoeFfnSources._make(args))
-    return LAYERS["moe_ffn_sources_forward"](general, *args)  # type: ignore[no-any-return]
-
-
-def _request_once(o: MoeFfnSources) -> None:
+def _request_once(args: tuple[Any, ...]) -> None:
+    o = MoeFfnSources._make(args)
     kind = o.x.device.index, *o.kind
-    if collection() is None and kind not in _seen:
+    if kind not in _seen:
         _seen.add(kind)
         request(o, card_of(o.x.device.index))
+
+
+WHEN_NEW |= dict.fromkeys(("moe_ffn_sources", "moe_ffn_sources_forward"), _request_once)
 
 
 def request(call: MoeFfnSources, card: Card) -> Thread:

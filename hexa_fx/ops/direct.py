@@ -15,16 +15,25 @@ from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, row
 from hexa_fx.ops.fixed_order import fixed_order
 
 _OPS = torch.ops.hexa
-_MOE_FFN = moe_ffn_autograd.LAYERS["moe_ffn"]
+_LAYERS = moe_ffn_autograd.LAYERS
+_MOE_FFN = _LAYERS["moe_ffn"]
 
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
     if library.is_eager(args, cuda=True):
         return moe_ffn_autograd.plain(_MOE_FFN, args)
-    if not any(map(sources.is_source, args)):
-        return _OPS.moe_ffn.default(*args)
-    return (row_scaled if row_scaled.has_any(args) else sources).moe_ffn(*args)
+    return _layer("moe_ffn", "moe_ffn_sources", args)
+
+
+def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
+    if any(map(sources.is_source, args)):
+        if row_scaled.has_any(args):
+            return row_scaled.moe_ffn(*args)
+        name, args = with_sources, tuple(sources.operands(args))
+        if library.is_eager(args, cuda=True):
+            return moe_ffn_autograd.plain(_LAYERS[name], args)
+    return library.overload(name)(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
@@ -32,7 +41,9 @@ def moe_ffn_fixed(*args: Any) -> Any:
     if row_scaled.has_any(args):
         with fixed_order():
             return row_scaled.moe_ffn(*args)
-    return (sources.moe_ffn_fixed if any(map(sources.is_source, args)) else _OPS.moe_ffn_fixed.default)(*args)
+    if library.is_eager(args, cuda=True):
+        return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
+    return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
 
 
 def moe_ffn_fp8(*args: Any) -> Any:

@@ -28,7 +28,7 @@ def moe_ffn(*args: Any) -> Any:
     if isinstance(found, MoeFfnFp8):
         return torch.ops.hexa.moe_ffn_fp8.default(*found)
     say_once(f"compute='fp8_block' multiplies by packed weights in {o.x.dtype}: {found}")
-    return sources.moe_ffn(*o.to(MoeFfn))
+    return torch.ops.hexa.moe_ffn_sources.default(*sources.operands(tuple(o.to(MoeFfn))))
 
 
 def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:

@@ -26,7 +26,6 @@ from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispa
 
 _OPS = torch.ops.hexa
 _on_cuda: dict[str, Callable[..., Any]] = {}
-_NONE = nullcontext()
 
 
 class Layer(NamedTuple):
@@ -53,10 +52,6 @@ class Layer(NamedTuple):
         """Name of the operator for inference."""
         return f"{self.name}_fixed" if self.fixed else self.name
 
-    def order(self) -> Any:
-        """A context in which it runs in its order."""
-        return fixed_order() if self.fixed else _NONE
-
 
 _ROUTING = ("v", "inv", "offs")
 _DENSE = Layer("moe_ffn", MoeFfn, MoeFfnBackward, ("h", *_ROUTING))
@@ -70,7 +65,7 @@ class LayerFunction(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, plain: bool, *args: Any) -> Tensor:
-        with _AutoDispatchBelowAutograd(), layer.order() if plain else _NONE:
+        with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
             name = f"{layer.name if plain else layer.operator}_forward"
             y, *kept = run(name, *args) if plain else library.overload(name)(*args)
         _, _, *wanted = ctx.needs_input_grad
@@ -142,8 +137,11 @@ def plain(layer: Layer, args: tuple[Any, ...]) -> Any:
     """A layer with autograd, where nothing but autograd has to see it."""
     if is_grad_enabled() and _any_requires_grad(*args):
         return LayerFunction.apply(layer, True, *args)
-    with _AutoDispatchBelowAutograd(), layer.order():
-        return run(layer.name, *args)
+    with _AutoDispatchBelowAutograd():
+        if not layer.fixed:
+            return run(layer.name, *args)
+        with fixed_order():
+            return run(layer.name, *args)
 
 
 def run(name: str, *args: Any) -> Any:

@@ -19,7 +19,8 @@ _OPS = torch.ops.hexa
 
 def has_any(weights: Sequence[Any]) -> bool:
     """Whether the rows of one of these weights are scaled."""
-    return any(isinstance(weight, AdaptedWeight) and weight.row_scale is not None for weight in weights)
+    adapted = [weight for weight in weights if type(weight) is AdaptedWeight]
+    return any(weight.row_scale is not None for weight in adapted) if adapted else False
 
 
 def moe_ffn(*args: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Lowers a canonical node's expert to a forward graph and a backward graph of expert-specific operators.
 
-Weights are tensors, packed, or have low-rank additions. The graphs are those of docs/operators.md, node for node; `hexa_fx.passes.lowering.pipelines` says what a device makes of them.
+Weights are tensors, packed, or have low-rank additions. The graphs are those of docs/operators.md, node for node;
+`hexa_fx.passes.lowering.pipelines` says what a device makes of them.
 Lowering omits what is not there (a bias, a frozen weight's gradient) and fuses nothing.
 """
 

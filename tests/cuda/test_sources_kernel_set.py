@@ -103,7 +103,6 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
     find = sources_requests.request
     monkeypatch.setattr(sources_requests, "request", lambda *args: threads.append(find(*args)))
     general = {name: lambda *args: None for name in ("moe_ffn_sources", "moe_ffn_sources_forward")}
-    monkeypatch.setattr(cuda_layer, "some_fall_back_for_good", lambda: True)
     made = layer(FfnSpec("silu", "concat"), "nf4", {"w1": 8, "w2": 8})
     choosing.forget_choices()
     for tokens, (name, run) in zip((5, 7), general.items()):
@@ -114,7 +113,7 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
             **{name: None if t is None else torch.zeros_like(t, device="cpu") for name, t in weights.items()}
         )
         o = o._replace(**{name: [torch.zeros_like(t, device="cpu") for t in getattr(o, name)] for name in ("s1", "s2")})
-        getattr(sources_requests, name)(run, *o)
+        cuda_layer.LAYERS[name](run, *o)
     assert len(threads) == 1
     threads[0].join()
     assert set(requested) == set(kernel_set(frozen(made), typical_card(90)))
