@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
-from benchmarks.use_docs import trained, use, use_in_short
+from benchmarks.use_docs import trained, trained_in_short, use, use_in_short
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -246,7 +246,7 @@ def fp8_products(folder: Path) -> str:
 
 
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
-    ROOT / "README.md": {"headline": headline, "use in short": use_in_short},
+    ROOT / "README.md": {"headline": headline, "trained in short": trained_in_short, "use in short": use_in_short},
     ROOT / "docs" / "how_fast.md": {
         "use": use,
         "use in short": use_in_short,

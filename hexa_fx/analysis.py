@@ -102,6 +102,7 @@ def analyse_model(
     inspector: Inspector,
     spread: bool = False,
     most_tokens: int | None = None,
+    cache: StructureCache | None = None,
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
@@ -113,13 +114,14 @@ def analyse_model(
         spread: whether blocks are to be spread over devices, after which no call can be analysed any more. They are then
             analysed in both modes and for any autocast, and adapters that are there are a part of the experts' code.
         most_tokens: of what a block is given that are kept as its example; None for all.
+        cache: earlier analyses, which hold for blocks like theirs.
     """
     effects = SideEffects(model, namespaces_of(model))
     found: ModelAnalysis | None = None
     autocast: AbstractContextManager[object] = autocast_off() if spread else autocast_uncached()
     try:
         with autocast, gradients_kept(model):
-            found = _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens)
+            found = _analyse_model(model, example_inputs, config, inspector, spread, effects, most_tokens, cache)
             return found
     finally:
         effects.undo_but_for(relied_on(model, found.rewritten if found else ()))
@@ -133,10 +135,11 @@ def _analyse_model(
     spread: bool,
     effects: SideEffects,
     most_tokens: int | None,
+    known: StructureCache | None,
 ) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
-    cache, factors = StructureCache(), not spread and config.compute == "native"
+    cache, factors = known or StructureCache(), not spread and config.compute == "native"
     analyses, reports, waiting = [], [], []
     forms: dict[str, Mapping[Mode, RewrittenBlock]] = {}
     examples: dict[str, Example] = {}

@@ -1,4 +1,8 @@
-"""Stands in place of a model's forward until its first call, whose arguments are the example that the model is analysed on."""
+"""Stands in place of forwards of a model until their first calls, whose arguments are the examples that it is analysed on.
+
+The model itself waits, and so does each of its modules around what may be experts: code that calls a part of a model only, or a
+branch that the first call does not take, is analysed when that is called.
+"""
 
 from __future__ import annotations
 
@@ -6,110 +10,201 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.observe import ancestors_of_suspects
 from hexa_fx.errors import HexaError
+from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.guards import say_in_trace
 from hexa_fx.runtime.signature import NoGlobals, SignatureOfOriginal
+from hexa_fx.runtime.slots import FORWARD, INSIDE_HOOK, REPLICATE, take_off
 
 log = logging.getLogger(__name__)
 
-Analyse = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+Analyse = Callable[[nn.Module, str, Any, tuple[Any, ...], dict[str, Any]], None]
 
 
-class FirstCall:
-    """A model's forward, which analyses the model when it is first called, goes away, and runs the model's own. Other threads wait.
+@dataclass
+class Shared:
+    """What the modules of one model that wait for their calls have in common. Copies of the model have their own.
 
     Args:
-        model: the module that is called, referenced weakly.
-        analyse: takes the model, the arguments of a call, and ``config``.
-        config: what is handed on.
+        analyse: takes a module, its path, the forward that its instance has of its own, and the arguments of its call.
+        busy: the thread that analyses, which itself may call modules.
+        within: whether a thread is in a call that was analysed, with all that it calls.
+    """
+
+    analyse: Analyse
+    lock: Any = field(default_factory=threading.RLock)
+    busy: int | None = None
+    within: Any = field(default_factory=threading.local)
+
+    @contextmanager
+    def analysing(self) -> Iterator[None]:
+        self.busy = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.busy = None
+
+    @contextmanager
+    def covered(self) -> Iterator[None]:
+        self.within.on = True
+        try:
+            yield
+        finally:
+            self.within.on = False
+
+    def __getstate__(self) -> Analyse:
+        return self.analyse
+
+    def __setstate__(self, analyse: Analyse) -> None:
+        self.__init__(analyse)  # type: ignore[misc]
+
+
+class FirstCall(InPlace):
+    """A module's forward that analyses it when it is first called, goes away, and runs the module's own. Other threads wait.
+
+    Args:
+        module: the module that is called, referenced weakly.
+        path: its path in the model.
+        shared: what all of the model's share.
     """
 
     __signature__ = SignatureOfOriginal()
     __globals__ = NoGlobals()
 
-    def __init__(self, model: nn.Module, analyse: Analyse, config: Any) -> None:
-        self._own_original, self._analyse, self._config = model.__dict__.get("forward"), analyse, config
-        self._bind(model)
+    def __init__(self, module: nn.Module, path: str, shared: Shared) -> None:
+        self._own_original, self._path, self._shared = module.__dict__.get(FORWARD), path, shared
+        self._bind(module)
 
-    def _bind(self, model: nn.Module) -> None:
-        self._model, self._lock, self._busy = weakref.ref(model), threading.RLock(), False
-        self.__name__, self.__doc__ = "forward", type(model).forward.__doc__
+    def _bind(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.__name__, self.__doc__ = "forward", type(module).forward.__doc__
 
     @property
     def module(self) -> nn.Module:
-        """The model; raises `ReferenceError` once it is gone."""
-        model = self._model()
-        if model is None:
+        """The module; raises `ReferenceError` once it is gone."""
+        module = self._module()
+        if module is None:
             raise ReferenceError("the model of this forward no longer exists; keep a reference to the model")
-        return model
+        return module
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's code object, after which torch.export names its trace."""
+        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", let_go.__code__)
+        return code
+
+    @property
+    def own_forward(self) -> Callable[..., Any] | None:
+        """The forward that the instance had of its own; None if it had the class's."""
+        return self._own_original  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.module
+        module, shared = self.module, self._shared
+        slot = next((slot for slot in (FORWARD, INSIDE_HOOK) if vars(module).get(slot) is self), "")
+        if is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=_BEFORE_FULLGRAPH)  # which fullgraph=True makes an error
+            return torch.compiler.disable(self)(*args, **kwargs)
         if is_compiling():
             say_in_trace("the model", "it was not analysed before; call it once, or give hexa_fx.optimize an example")
-        elif reason := "" if self._busy else why_not_analysed(model):
-            log.warning("the model runs its own code, and is analysed in its next call: %s", reason)
-        else:
-            with self._lock:
-                if not self._busy and model.__dict__.get("forward") is self:
-                    self._busy = True  # the analysis itself may call the model
-                    try:
-                        self._analyse_call(model, args, kwargs)
-                    finally:
-                        self._busy = False
-                        take_off(model)
-        return self._now(model)(*args, **kwargs)
+        elif getattr(shared.within, "on", False) or not self._waits(module):
+            self.go(module)
+        elif shared.busy != threading.get_ident():
+            if reason := why_not_analysed(module):
+                said = f"{self._path or 'the model'} runs its own code, and is analysed in its next call: %s"
+                log.warning(said, reason)
+            else:
+                self._analyse_call(module, args, kwargs)
+                with shared.covered():
+                    return self._now(module, slot)(*args, **kwargs)
+        return self._now(module, slot)(*args, **kwargs)
 
-    def _now(self, model: nn.Module) -> Callable[..., Any]:
-        """The forward in whose place this one was: the model itself may have become a rewritten block."""
-        installed = model.__dict__.get("forward", self)
+    def _waits(self, module: nn.Module) -> bool:
+        """Whether it was not taken off since, wherever it lies: something else may lie in front of it."""
+        return waiting_of(module) is self
+
+    def go(self, module: nn.Module) -> None:
+        """Takes it off its module."""
+        if self._waits(module) or waiting_of(module) is None:
+            take_off(module, self, self._own_original)
+
+    def _now(self, module: nn.Module, slot: str) -> Callable[..., Any]:
+        """The forward in whose place this one was: the module itself may have become a rewritten block."""
+        installed = vars(module).get(slot, self)
         if installed is not self:
             return installed  # type: ignore[no-any-return]
-        return self._own_original or functools.partial(type(model).forward, model)
+        return self._own_original or functools.partial(type(module).forward, module)
 
-    def _analyse_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        try:
-            self._analyse(model, copied(args), copied(kwargs), self._config)
-        except HexaError:
-            raise
-        except Exception:  # of the model's code, which the call itself then shows
-            log.warning("the model runs its own code, since its first call could not be repeated", exc_info=True)
+    def _analyse_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._shared.lock:
+            if not self._waits(module):  # another thread was faster
+                return
+            try:
+                with self._shared.analysing():
+                    self._shared.analyse(module, self._path, self._own_original, copied(args), copied(kwargs))
+            except HexaError:
+                raise
+            except Exception:  # of the model's code, which the call itself then shows
+                name = self._path or "the model"
+                log.warning("%s runs its own code, since its first call could not be repeated", name, exc_info=True)
+            finally:
+                self.go(module)
+
+    def replica(self) -> nn.Module:
+        """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""
+        module: Any = self.module
+        made: nn.Module = type(module)._replicate_for_data_parallel(module)
+        take_off(made, self, self._own_original)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: vars(self)[name] for name in ("_own_original", "_analyse", "_config")}
+        kept = {name: vars(self)[name] for name in ("_own_original", "_path", "_shared")}
         return {**kept, "module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        model = state.pop("module")
+        module = state.pop("module")
         self.__dict__.update(state)
-        self._bind(model)
+        self._bind(module)
 
 
-def put_on(model: nn.Module, analyse: Analyse, config: Any) -> None:
-    """Has a model analysed when it is first called."""
-    model.__dict__["forward"] = FirstCall(model, analyse, config)
+def put_on(model: nn.Module, analyse: Analyse) -> None:
+    """Has a model analysed when it is first called, and modules around what may be experts when they are called without it."""
+    shared, modules = Shared(analyse), dict(named_modules(model))
+    for path in {"", *ancestors_of_suspects(model)} & modules.keys():
+        module = modules[path]
+        if not isinstance(module, (torch.jit.ScriptModule, *_NEVER_CALLED)):
+            call = FirstCall(module, path, shared)
+            module.__dict__.update({FORWARD: call, REPLICATE: call.replica})
 
 
-def take_off(model: nn.Module) -> Any:
-    """Gives a model that waits for its first call its own forward back, and returns that; None if it is the class's."""
-    waiting = model.__dict__.get("forward")
-    if not isinstance(waiting, FirstCall):
-        return None
-    del model.__dict__["forward"]
-    if waiting._own_original is not None:
-        model.__dict__["forward"] = waiting._own_original
-    return waiting._own_original
+_BEFORE_FULLGRAPH = (
+    "hexa_fx has not analysed the model yet: call it once before torch.compile(fullgraph=True), "
+    "or give hexa_fx.optimize an example"
+)
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def own_forward(model: nn.Module) -> Any:
-    """The forward of its own that a model that waits for its first call has; None if it is the class's."""
-    waiting = model.__dict__.get("forward")
-    return waiting._own_original if isinstance(waiting, FirstCall) else waiting
+def waiting_of(module: nn.Module) -> FirstCall | None:
+    """What has a module wait for its first call."""
+    found = getattr(vars(module).get(REPLICATE), "__self__", None)
+    return found if isinstance(found, FirstCall) else None
+
+
+def let_go(model: nn.Module) -> None:
+    """Gives modules of a model that wait for their first calls their own forwards back."""
+    for module in model.modules():
+        if (waiting := waiting_of(module)) is not None:
+            waiting.go(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -149,20 +149,34 @@ class Graphs(Mapping[str, BlockGraphs]):
         self._by_path, self.left = dict(by_path), tuple(left)
 
     @classmethod
-    def of(cls, analyses: Iterable[BlockAnalysis], inspector: Inspector | None = None) -> Graphs:
-        """The graphs of every rewritten block. Identical blocks share them."""
+    def of(
+        cls,
+        analyses: Iterable[BlockAnalysis],
+        inspector: Inspector | None = None,
+        first: dict[torch.fx.Graph, BlockGraphs] | None = None,
+    ) -> Graphs:
+        """The graphs of every rewritten block. Identical blocks share them: ``first``, by graph, are those of other calls."""
         inspector = inspector or Inspector()
         made: dict[str, BlockGraphs] = {}
         left: list[Refusal] = []
-        first: dict[torch.fx.Graph, BlockGraphs] = {}
+        first = {} if first is None else first
         for analysis in analyses:
             if analysis.rewritten is not None:
                 graph = analysis.rewritten.graph
+                if analysis.captured is None and graph in first:  # analysed in another call
+                    made[analysis.path] = replace(first[graph], path=analysis.path)
+                    continue
                 made[analysis.path] = BlockGraphs.of(analysis, inspector, first.get(graph))
                 first.setdefault(graph, made[analysis.path])
             elif analysis.refusal is not None:
                 left.append(analysis.refusal)
         return cls(made, left)
+
+    def add(self, others: Graphs, prefix: str) -> None:
+        """Adds those of a part of the model, by the part's path."""
+        named = {f"{prefix}.{path}".strip("."): graphs for path, graphs in others.items()}
+        self._by_path |= {path: replace(graphs, path=path) for path, graphs in named.items()}
+        self.left += tuple(replace(refusal, path=f"{prefix}.{refusal.path}".strip(".")) for refusal in others.left)
 
     def __getitem__(self, path: str) -> BlockGraphs:
         try:

@@ -32,19 +32,21 @@ class OptimizationReport:
         seconds: how long the analysis took.
         plan: how the blocks are spread over devices, with the numbers behind it; None on one device.
         later: reports of blocks that were first analysed, or first rewritten, when they were called, by path.
-        waiting: whether the model is analysed in its first call, which did not come yet.
+        waiting: whether the model is analysed in its first call, which did not come yet. Parts of it may have been called.
     """
 
     found: tuple[BlockReport, ...]
     seconds: float = 0.0
     plan: Plan | None = None
-    later: Mapping[str, BlockReport] = field(default_factory=dict)
+    later: dict[str, BlockReport] = field(default_factory=dict)
     waiting: bool = False
 
     @property
     def blocks(self) -> tuple[BlockReport, ...]:
         """One report per block, as it is now."""
-        return tuple(self.later.get(block.path, block) for block in self.found)
+        paths = {block.path for block in self.found}
+        others = (block for path, block in self.later.items() if path not in paths)
+        return (*(self.later.get(block.path, block) for block in self.found), *others)
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:
@@ -58,7 +60,7 @@ class OptimizationReport:
 
     def summary(self) -> str:
         """One line: how many blocks were rewritten, and in what time."""
-        if self.waiting:
+        if self.waiting and not self.blocks:
             return "the model is analysed in its first call, after which its .report says what was found"
         if not self.blocks:
             return "no MoE block was found; the model is unchanged"
@@ -67,7 +69,7 @@ class OptimizationReport:
         said = []
         if already < len(self.blocks):
             said.append(
-                f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self.seconds:.2f} s"
+                f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self._all_seconds():.2f} s"
             )
         if waiting := sum(block.status == "waiting" for block in self.blocks):
             said.append(f"{_blocks(waiting)} not called yet")
@@ -76,6 +78,14 @@ class OptimizationReport:
         if now:
             said.append(f"{now} of them run{'s' * (now == 1)} the original code now")
         return "; ".join(said)
+
+    def inside(self, path: str) -> OptimizationReport:
+        """The report of a part, as the model says it that has the part at ``path``."""
+        return replace(self, found=tuple(replace(block, path=inside(path, block.path)) for block in self.found))
+
+    def _all_seconds(self) -> float:
+        """With those of parts that were called alone."""
+        return self.seconds + sum(block.seconds for block in self.blocks[len(self.found) :])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -136,6 +146,11 @@ class OptimizationReport:
         if self.plan:
             console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
+
+
+def inside(path: str, name: str) -> str:
+    """Path of a module in a model, of which the part at ``path`` has it as ``name``."""
+    return f"{path}.{name}".strip(".")
 
 
 def _blocks(count: int) -> str:

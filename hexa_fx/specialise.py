@@ -65,14 +65,17 @@ class Specialiser:
         config: the options.
         finish: makes of a rewritten block what is installed.
         cache: analyses that hold for identical blocks.
+        reports: of blocks that were first analysed, or first rewritten, when they were called, by path.
     """
 
     def __init__(
-        self, config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], cache: StructureCache
+        self,
+        config: HexaConfig,
+        finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
+        cache: StructureCache,
+        reports: dict[str, BlockReport],
     ) -> None:
-        self.config, self.finish, self.cache = config, finish, cache
-        self.reports: dict[str, BlockReport] = {}
-        """Of blocks that were first analysed, or first rewritten, when they were called, by path."""
+        self.config, self.finish, self.cache, self.reports = config, finish, cache, reports
         self._inspector = Inspector()
 
     def specialise(
@@ -169,7 +172,7 @@ class Specialiser:
 
 
 def _unpickled(config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock]) -> Specialiser:
-    return Specialiser(config, finish, StructureCache())
+    return Specialiser(config, finish, StructureCache(), {})
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

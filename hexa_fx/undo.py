@@ -10,7 +10,7 @@ from torch import nn
 
 from hexa_fx.attached import detach, has_session
 from hexa_fx.errors import InputError
-from hexa_fx.first_call import take_off
+from hexa_fx.first_call import let_go
 from hexa_fx.runtime.install import is_installed, uninstall
 from hexa_fx.runtime.preflight import check_module
 from hexa_fx.runtime.saved_alone import give_back
@@ -33,9 +33,9 @@ def undo_(model: Model) -> Model:
             raise InputError(
                 "the model's expert weights are cut over devices; save it (docs/partition.md) and load it into a new model"
             )
+    let_go(model)
     for module in model.modules():
         peft.take_back(module)
-        take_off(module)
         if is_installed(module):
             uninstall(module)
         detach(module)
@@ -46,9 +46,14 @@ def undo_(model: Model) -> Model:
 @contextmanager
 def whole_or_not_at_all(model: nn.Module) -> Iterator[None]:
     """Takes what was installed off again if an error, or the user, ends the work before all of it is."""
+    before = {id(module) for module in model.modules() if is_installed(module)}
     try:
         yield
     except BaseException:
-        if not any(map(has_session, model.modules())):
+        if before:
+            for module in model.modules():
+                if is_installed(module) and id(module) not in before:
+                    uninstall(module)
+        elif not any(map(has_session, model.modules())):
             undo_(model)
         raise

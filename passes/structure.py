@@ -27,17 +27,22 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class StructureCache:
-    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read."""
+    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
+
+    ``prefix``: path in the model of the part that is analysed; analyses are kept by their paths in the model.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, list[BlockAnalysis]] = {}
+        self.prefix = ""
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike = self._known.get(_key(observation), ())
         return next((known for known in alike if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
-        self._known.setdefault(_key(observation), []).append(analysis)
+        kept = dataclasses.replace(analysis, path=f"{self.prefix}.{analysis.path}".strip("."))
+        self._known.setdefault(_key(observation), []).append(kept)
 
     def forget_runs(self) -> None:
         """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""

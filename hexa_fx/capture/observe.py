@@ -71,10 +71,7 @@ def observe(
     are noted.
     """
     modules = dict(named_modules(model))
-    suspects = {path for path, module in modules.items() if may_hold_experts(path, module)}
-    suspects |= overlooked.owners_of_shared(model, suspects) & modules.keys()
-    numbered = {path for path, module in modules.items() if holds_numbered(module)} - suspects
-    packed = {path for path, module in modules.items() if overlooked.packed_experts(module)}
+    suspects, numbered, packed = _suspects(model, modules)
     others = any(isinstance(module, (nn.Embedding, *CONVOLUTIONS)) for module in modules.values())
     others |= overlooked.may_be_cut(model)
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
@@ -92,10 +89,35 @@ def observe(
     ):
         model(*args, **kwargs)
     suspects |= numbered - mode.chained
+    if most_tokens is not None:  # a call, of which others will follow
+        suspects, packed = ({path for path in paths if _ran(model, path, mode)} for paths in (suspects, packed))
     found = _candidates(model, suspects, mode, recorded)
     left = _overlooked(model, suspects | packed, mode, recorded, {candidate.levels[0].path for candidate in found})
     order = {path: number for number, (path, _) in enumerate(named_modules(model))}
     return sorted([*found, *left], key=lambda candidate: order[candidate.levels[0].path])
+
+
+def _suspects(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[set[str], set[str], set[str]]:
+    """Paths of what may hold experts by its weights, by the names of its children, or packed."""
+    suspects = {path for path, module in modules.items() if may_hold_experts(path, module)}
+    suspects |= overlooked.owners_of_shared(model, suspects) & modules.keys()
+    numbered = {path for path, module in modules.items() if holds_numbered(module)} - suspects
+    return suspects, numbered, {path for path, module in modules.items() if overlooked.packed_experts(module)}
+
+
+def ancestors_of_suspects(model: nn.Module) -> set[str]:
+    """Paths of what may hold experts, and of all modules around it."""
+    kinds = _suspects(model, dict(named_modules(model)))
+    return {ancestor for paths in kinds for path in paths for ancestor in with_ancestors(path)}
+
+
+def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
+    """Whether a module was called, or the one that holds it as a list."""
+    while path and isinstance(
+        model.get_submodule(path), (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    ):
+        path = path.rpartition(".")[0]
+    return path in mode.called
 
 
 def _overlooked(
@@ -138,6 +160,7 @@ def _hooks(
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mode.stack.append(path)
+            mode.called.add(path)
             mode.runs.see(path, (*args, *kwargs.values()))
             owner = path.rpartition(".")[0]
             if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):

@@ -45,6 +45,8 @@ class Selections(TorchFunctionMode):
     selecting: set[str] = field(default_factory=set)
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
+    called: set[str] = field(default_factory=set)
+    """Modules that ran."""
     runs: overlooked.Runs = field(default_factory=overlooked.Runs)
 
     def __post_init__(self) -> None:

@@ -152,7 +152,7 @@ def optimized(target: str) -> Any:
     from hexa_fx.targets import load
 
     model, inputs = load(target)
-    own = logging.getLogger("hexa_fx.api")
+    own = logging.getLogger("hexa_fx.optimizing")
     level = own.level
     own.setLevel(logging.ERROR)  # the commands print what its warning says
     try:

@@ -21,6 +21,22 @@ _COPIED_BYTES = 1 << 20
 """Of a single tensor that is copied."""
 _OF_OTHERS = ("_hf_hook", "_old_forward")
 """What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
+_REPLICATE = "_replicate_for_data_parallel"
+"""Which lies on a module's instance beside what stands in place of its forward."""
+
+
+class InPlace:
+    """What stands in place of a module's forward, of which a shadow has what was there before."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        raise NotImplementedError
+
+    @property
+    def own_forward(self) -> Any:
+        """The forward that the instance had of its own; None if it had the class's."""
+        raise NotImplementedError
 
 
 def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn.Module:
@@ -50,6 +66,9 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
                 held[registry][name] = None if tensor is None else tensors[id(tensor)]
         hooked = "forward" if "_old_forward" in held else ""
         without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
+        if isinstance(in_place := held.get("forward"), InPlace):
+            held["forward"] = in_place.own_forward
+            without |= {_REPLICATE, "forward" if in_place.own_forward is None else ""}
         for name in held.keys() - without:
             shadow.__dict__[name] = held[name] if name in _OWN_DICTS else _rebound(held[name], shadows)
         if module is block and forward is not None:
@@ -78,7 +97,26 @@ def _rebound(value: Any, shadows: dict[int, Any]) -> Any:
         return {key: _rebound(item, shadows) for key, item in value.items()}
     if isinstance(value, types.MethodType) and id(value.__self__) in shadows:
         return types.MethodType(value.__func__, shadows[id(value.__self__)])
-    if type(value) is functools.partial and any(id(item) in shadows for item in value.args):
-        args = (shadows.get(id(item), item) for item in value.args)
-        return functools.partial(value.func, *args, **value.keywords)
+    if isinstance(value, InPlace):
+        own = value.own_forward or types.MethodType(type(value.module).forward, value.module)
+        return _rebound(own, shadows)
+    if type(value) is functools.partial:
+        return functools.partial(
+            _rebound(value.func, shadows), *(_rebound(a, shadows) for a in value.args), **value.keywords
+        )
+    if isinstance(value, types.FunctionType):
+        return _wrapper_rebound(value, shadows)
     return value
+
+
+def _wrapper_rebound(wrapper: types.FunctionType, shadows: dict[int, Any]) -> Any:
+    """A function that a module's attribute holds, such as one put around its forward, with what it closes over rebound."""
+    cells = [(cell, cell.cell_contents) for cell in wrapper.__closure__ or () if cell != types.CellType()]
+    held = [*(content for _, content in cells), *(wrapper.__defaults__ or ()), *(wrapper.__kwdefaults__ or {}).values()]
+    if not any(isinstance(each, (types.MethodType, InPlace, nn.Module)) for each in held):
+        return wrapper
+    closure = tuple(types.CellType(_rebound(content, shadows)) for _, content in cells) or None
+    made = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
+    made.__defaults__ = tuple(_rebound(each, shadows) for each in wrapper.__defaults__ or ()) or None
+    made.__kwdefaults__ = {key: _rebound(each, shadows) for key, each in (wrapper.__kwdefaults__ or {}).items()} or None
+    return functools.update_wrapper(made, wrapper)

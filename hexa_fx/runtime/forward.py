@@ -14,6 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
+from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.call_kinds import call_kind, saving_is_counted
 from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
@@ -49,7 +50,7 @@ class Analyst(Protocol):
         """
 
 
-class HexaForward:
+class HexaForward(InPlace):
     """A module's rewritten forwards, with the signature of the original.
 
     A call runs the first specialisation whose conditions hold. A call of another kind is analysed, once, and then runs what was

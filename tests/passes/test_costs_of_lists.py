@@ -128,7 +128,9 @@ def test_a_block_is_put_back_once_for_each_run_and_once_at_the_end(monkeypatch: 
     restore, now = ModuleState.restore, ModuleState.now
     monkeypatch.setattr(ModuleState, "restore", lambda self: (calls.update(["restore"]), restore(self))[1])
     monkeypatch.setattr(ModuleState, "now", lambda self: (calls.update(["now"]), now(self))[1])
-    monkeypatch.setattr("hexa_fx.api.find_sites", lambda *_: None)  # whose trials of routers put back what they ran
+    monkeypatch.setattr(
+        "hexa_fx.optimizing.find_sites", lambda *_: None
+    )  # whose trials of routers put back what they ran
     hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True))
     assert calls["now"] < calls["restore"] <= calls["now"] + 16  # each search for a router begins with what was there
 

@@ -1,0 +1,186 @@
+"""A model without an example is analysed where its forward, or that of a part of it, is first called, whatever lies around it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.first_call import waiting_of
+from tests.zoo.loops import WherePlusAssign as Block
+from tests.zoo.variant import D
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False, strict=True)
+IDS = torch.arange(3, 67).view(4, 16)
+
+
+class Branches(nn.Module):
+    """Two towers of blocks with experts, of which a call takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(D, D), Block())
+        self.right = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor, right: bool = False) -> torch.Tensor:
+        if not right:
+            return self.left(x)
+        for each in self.right:
+            x = x + each(x)
+        return x
+
+
+def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Calls that ran rewritten and in the block's own code, by path."""
+    report: Any = model.report
+    return {each.path: (each.calls.rewritten, sum(each.calls.own.values())) for each in report.blocks}
+
+
+@pytest.fixture
+def mixtral() -> nn.Module:
+    pytest.importorskip("transformers")
+    from hexa_fx.integrations.tiny_models import tiny_model
+
+    torch.manual_seed(0)
+    return tiny_model("mixtral")[0].eval()
+
+
+MIXTRAL = "model.layers.{}.mlp.experts"
+
+
+def calls_inner(model: Any) -> None:
+    model.model(input_ids=IDS)
+
+
+def calls_layers(model: Any) -> None:
+    """As pipelines and loops of one's own do."""
+    hidden, positions = model.model.embed_tokens(IDS), torch.arange(16)[None]
+    for layer in model.model.layers:
+        hidden = layer(hidden, position_embeddings=model.model.rotary_emb(hidden, positions), position_ids=positions)
+
+
+def calls_whole(model: Any) -> None:
+    model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("call", [calls_inner, calls_layers, calls_whole])
+def test_parts_that_are_called_alone_are_analysed(mixtral: nn.Module, call: Callable[[Any], None]) -> None:
+    opt: Any = hexa_fx.optimize(mixtral, config=CONFIG)
+    with torch.no_grad():
+        for _ in range(2):
+            call(opt)
+        wanted = {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
+        assert counts(opt) == wanted
+        assert opt.report.blocks[1].same_as == MIXTRAL.format(0), "identical layers share an analysis"
+        assert set(opt.graphs) == set(wanted)
+        torch.testing.assert_close(opt(input_ids=IDS).logits, mixtral(input_ids=IDS).logits)
+    assert counts(opt) == dict.fromkeys(wanted, (3, 0))
+
+
+def test_a_branch_that_the_first_call_does_not_take() -> None:
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(6, D)
+    opt = hexa_fx.optimize(model, config=CONFIG)
+    for right in (False, True, True, False):
+        torch.testing.assert_close(opt(x, right), model(x, right))
+    assert counts(opt) == {"left.1": (2, 0), "right.0": (2, 0), "right.1": (2, 0)}
+    hexa_fx.undo_(opt)
+    assert not any({"forward", "_replicate_for_data_parallel"} & vars(module).keys() for module in opt.modules())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_wait_by_themselves(copied: Any) -> None:
+    torch.manual_seed(0)
+    opt, x = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D)
+    other = copied(opt)
+    other(x)
+    other(x, True)
+    assert counts(opt) == {}
+    assert counts(other) == {"left.1": (1, 0), "right.0": (1, 0), "right.1": (1, 0)}
+    assert waiting_of(opt) is not None
+
+
+def test_a_wrapper_that_is_put_in_front_later() -> None:
+    """As accelerate puts one for mixed precision, and users for checkpointing."""
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(6, D)
+    opt = hexa_fx.optimize(model, config=CONFIG)
+    for module in (opt, opt.left):  # in closures; what they close over is the module's own
+        inner = module.forward
+        module.forward = lambda *args, inner=inner: inner(*args) + 0  # type: ignore[method-assign]
+    for right in (False, True, False):
+        torch.testing.assert_close(opt(x, right), model(x, right))
+    assert counts(opt) == {"left.1": (2, 0), "right.0": (1, 0), "right.1": (1, 0)}
+
+
+def test_accelerate_after_optimize(mixtral: nn.Module) -> None:
+    """Its mixed precision wraps forwards, as Trainer(bf16=True) does; its offloading moves them elsewhere."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    opt = hexa_fx.optimize(mixtral, config=CONFIG)
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(opt)
+    AcceleratorState._reset_state(True)
+    other = hexa_fx.optimize(mixtral, config=CONFIG)
+    accelerate.cpu_offload(other, execution_device=torch.device("cpu"))
+    for model in (prepared, other):
+        for _ in range(2):
+            model(input_ids=IDS)
+    for model in (opt, other):
+        assert counts(model) == {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None:
+    """The first call is analysed outside of graphs, and the second compiles what is there then. One graph cannot hold that."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    opt, x, seen = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D), list[str]()
+
+    def backend(module: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    compiled = torch.compile(opt, backend=backend, fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(Exception, match="call it once before"):
+            compiled(x)
+        return
+    expected = compiled(x)
+    torch.testing.assert_close(compiled(x), expected)
+    assert counts(opt) == {"left.1": (1, 0)}
+    assert "hexa.moe_ffn.default" in seen
+
+
+def test_optimize_again_before_the_first_call() -> None:
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(6, D)
+    hexa_fx.optimize_(model.left, config=CONFIG)
+    for _ in range(2):
+        hexa_fx.optimize_(model, config=CONFIG)
+    for _ in range(2):
+        model(x)
+    assert counts(model) == {"left.1": (2, 0)}
+
+
+def test_export_before_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no call to analyse; the model's own code is traced if it can be, and that is said."""
+    opt = hexa_fx.optimize(nn.Sequential(nn.Linear(D, D)), config=CONFIG)
+    assert torch.export.export(opt, (torch.randn(6, D),)).graph is not None
+    assert "it was not analysed before; call it once" in caplog.text
+
+
+def test_a_replica_of_data_parallel_runs_its_own_code() -> None:
+    opt = hexa_fx.optimize(Branches(), config=CONFIG)
+    replica: Any = opt._replicate_for_data_parallel()  # type: ignore[operator]
+    assert "forward" not in vars(replica)
+    assert waiting_of(opt) is not None
