@@ -11,8 +11,8 @@ from torch import nn
 from hexa_fx.attached import has_session
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN

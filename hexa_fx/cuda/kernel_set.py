@@ -25,6 +25,7 @@ from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
@@ -32,7 +33,6 @@ from hexa_fx.ops.dispatch_mode import DispatchMode
 from hexa_fx.ops.forms import DENSE
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import accumulate_dtype, columns_of, flip
 from hexa_fx.ops.table_layers import (
     OPERANDS,

@@ -12,9 +12,9 @@ import torch
 from torch import is_grad_enabled
 
 from hexa_fx.formats.blocks import FP8_BLOCK
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import sources
 from hexa_fx.ops.moe_ffn_fp8 import say_once
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table_fp8 import is_whole
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnFp8, MoeFfnFp8Forward

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows
 from hexa_fx.ops.sources import esmm
 from hexa_fx.ops.table_layers import MoeFfn

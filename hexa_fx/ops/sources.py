@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.formed import Formed, PackedStack
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.formed import Formed, PackedStack
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.forms import DENSE
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from hexa_fx.ops.ranks import rank_among_equals
+from hexa_fx.passes.ranks import rank_among_equals
 
 
 @dataclass(frozen=True)

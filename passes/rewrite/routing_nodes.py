@@ -10,12 +10,12 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.detect.chosen_twice import chosen_apart
 from hexa_fx.passes.detect.graph import is_float, is_tensor, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.size_decisions import NUMBERS
+from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
 
 
 @dataclass

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.errors import InputError
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct, fixed_order
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 
 EXPERTS = 6
 

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from hexa_fx.ops import library
-from hexa_fx.ops.dispatch import in_compute_dtype
 from hexa_fx.ops.moe_ffn import backward_on
 from hexa_fx.ops.moe_ffn_autograd import LAYERS, LayerFunction
 from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward
+from hexa_fx.passes.options.dispatch import in_compute_dtype
 from hexa_fx.torch_private import _disable_dynamo
 
 
