@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda import packed as few_rows
 from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment, with_second
-from hexa_fx.cuda.operands import Segment, contiguous
+from hexa_fx.cuda.gemm import esmm_segment, fused_segment, with_second
+from hexa_fx.cuda.gemm_sm90 import ONLY_OTHERS
+from hexa_fx.cuda.operands import Segment, contiguous, has_few_rows
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward
 from hexa_fx.cuda.unpack import parts
@@ -111,5 +111,5 @@ def _fuses(o: EsmmPacked, u: Tensor | None, activation: str = "none") -> bool:
     """Whether kernels of this card fuse what belongs to a product, are the ones for so many rows, and take this rank."""
     if u is not None and u.shape[1] % _RANKS:
         return False
-    few = not is_fixed() and row_bucket(o.rows, o.offs.shape[0] - 1) <= DECODE_BUCKET
-    return planning_of(o.offs).card.is_hopper and not few and activation not in SM80_ONLY
+    few = has_few_rows(o.rows, o.offs)
+    return planning_of(o.offs).card.is_hopper and not few and activation not in ONLY_OTHERS
