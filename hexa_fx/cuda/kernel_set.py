@@ -6,7 +6,7 @@ on tensors without data at one number of tokens in each interval between them, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +25,12 @@ from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
-from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.dispatch_mode import DispatchMode
-from hexa_fx.ops.forms import DENSE
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.rows import accumulate_dtype, columns_of, flip
+from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_layers import (
     OPERANDS,
     SOURCES_OPERANDS,
@@ -43,7 +40,6 @@ from hexa_fx.ops.table_layers import (
     MoeFfnFp8Forward,
     MoeFfnSources,
     MoeFfnSourcesBackward,
-    static_of,
 )
 
 MOST_TOKENS = 65536
@@ -90,82 +86,13 @@ def frozen(call: MoeFfnSources) -> FfnLayer:
     return FfnLayer(call, frozenset(SOURCES_OPERANDS) - {"w1", "w3", "w2"})
 
 
-def layer_of(
-    spec: FfnSpec,
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    inner: int,
-    dtype: torch.dtype = torch.bfloat16,
-    biases: bool = False,
-    index: torch.dtype = torch.int64,
-    gates: torch.dtype | None = torch.float32,
-) -> FfnLayer:
-    """A layer with contiguous weights of these sizes: E experts, D = `hidden`, I = `inner`."""
-    columns, split = 2 * inner if spec.glu in ("concat", "interleaved") else inner, spec.glu == "split"
-
-    def weight(layout: str, inputs: int, outputs: int) -> Tensor:
-        return without_data((experts, *((outputs, inputs) if layout == "nk" else (inputs, outputs))), dtype)
-
-    def bias(width: int) -> Tensor | None:
-        return without_data((experts, width), dtype) if biases else None
-
-    call = MoeFfn(
-        without_data((1, hidden), dtype),
-        without_data((1, top_k), index),
-        None if gates is None else without_data((1, top_k), gates),
-        weight(spec.layout1, hidden, columns),
-        bias(columns),
-        weight(spec.layout1, hidden, inner) if split else None,
-        bias(inner) if split else None,
-        weight(spec.layout2, inner, hidden),
-        bias(hidden),
-        *static_of(spec),
-    )
-    return FfnLayer(call)
-
-
-def sources_layer_of(
-    spec: FfnSpec, operands: Mapping[str, Tensor], packed: Sequence[QuantizedWeight], ranks: Mapping[str, int]
-) -> MoeFfnSources:
-    """A call of `hexa::moe_ffn_sources` on tensors without data.
-
-    Args:
-        spec: the expert.
-        operands: of `hexa::moe_ffn`, with dense weights, by name; absent ones are left out.
-        packed: the weights that are packed, which are told by their shapes.
-        ranks: of what is added to w1, w3 or w2, as PEFT stores and trains it.
-    """
-    made: dict[str, Any] = {name: without_data(t.shape, t.dtype) for name, t in operands.items()}
-    layouts = {"w1": spec.layout1, "w3": spec.layout1, "w2": spec.layout2}
-    scales: dict[str, list[Tensor]] = {}
-    formats = dict.fromkeys(layouts, DENSE)
-    for name in layouts:
-        found = next((p for p in packed if name in made and p.shape == made[name].shape), None)
-        if name in made and name in ranks:
-            number, rank = name[1], ranks[name]
-            inputs, outputs = columns_of(made[name], flip(layouts[name])), columns_of(made[name], layouts[name])
-            experts = made[name].shape[0]
-            made[f"a{number}"] = without_data((experts, rank, inputs), torch.float32)
-            made[f"c{number}"] = without_data((outputs, rank, experts), torch.float32).permute(2, 0, 1)
-        if found is not None:
-            made[name], formats[name] = without_data(found.packed.shape, found.packed.dtype), found.format
-            scales[name] = [without_data(scale.shape, scale.dtype) for scale in found.scales]
-            layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
-    made |= {f"s{name[1]}": scales.get(name, []) for name in layouts}
-    made |= {"alphas": [2.0 if name in ranks else 1.0 for name in layouts], "formats": list(formats.values())}
-    made |= {**vars(spec), "layout1": layouts["w1"], "layout2": layouts["w2"]}
-    return MoeFfnSources._make(map(made.get, MoeFfnSources._fields))
-
-
 def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = MOST_TOKENS) -> tuple[KernelSpec, ...]:
     """Every kernel that calls of a layer with 1 to `most` tokens launch, in the order in which growing calls need them.
 
     Needs no device, no compiler and no data, and takes some hundredths of a second.
 
     Args:
-        layer: see `layer_of`.
+        layer: of which only shapes, strides and types count.
         card: what kernels are chosen for, see `hexa_fx.cuda.choosing`. Chosen are those of `most` aligned addresses.
         training: also those of forward and backward of training.
         most: tokens.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import render
 from hexa_fx.codegen.family import shared_limit
 from hexa_fx.codegen.family_decode import (
@@ -27,7 +28,7 @@ from hexa_fx.codegen.family_decode import (
 from hexa_fx.cuda import calls, decode
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import kernel_set
 from hexa_fx.cuda.kernel_set import launched as launched_by
 from hexa_fx.cuda.layer import LAYERS, PROGRAMS
 from hexa_fx.errors import InputError

@@ -15,10 +15,11 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.cuda import choosing, sources_requests
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import frozen, kernel_set, launched, sources_layer_of
+from hexa_fx.cuda.kernel_set import frozen, kernel_set, launched
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.table_layers import MoeFfnSources
+from hexa_fx.source_kernels import layer_of as sources_layer_of
 from tests.api.test_quantize import D, Model
 
 MOST = 300
