@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops import direct_rows, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.fixed_order import fixed_order
 
 _OPS = torch.ops.hexa
@@ -48,7 +49,7 @@ def moe_ffn_fixed(*args: Any) -> Any:
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
-    return (fp8_sources.moe_ffn if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
+    return (moe_ffn_fp8_layer.with_sources if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
 
 
 def reindex(*args: Any) -> Any:
