@@ -21,21 +21,9 @@ from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, scaled_
 from hexa_fx.ir import Layout
 from hexa_fx.ops.low_rank import composed
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    Esfk,
-    EsfkAdd,
-    Esmm,
-    EsmmAct,
-    EsmmActBackward,
-    EsmmActBackwardLowRank,
-    EsmmActLowRank,
-    EsmmLowRank,
-    Estmm,
-    EstmmAdd,
-    LowRankGradients,
-)
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops.table_gradients import Esfk, EsfkAdd, Estmm, EstmmAdd, LowRankGradients
+from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 FAMILIES = (gemm_sm90, gemm_sm80)
 """Those of products with matrices. Each has functions of the names of `_KINDS`, and ``takes``, of an operator's record."""

@@ -30,16 +30,9 @@ from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import (
-    Esfk,
-    Esmm,
-    EsmmAct,
-    EsmmActBackward,
-    EsmmActBackwardLowRank,
-    EsmmActLowRank,
-    EsmmLowRank,
-    Estmm,
-)
+from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 FLOATS = (torch.bfloat16, torch.float16)
 ONLY_OTHERS = ("tanh",)

@@ -36,11 +36,10 @@ from hexa_fx.ops.table_layers import (
     SOURCES_OPERANDS,
     MoeFfn,
     MoeFfnBackward,
-    MoeFfnFp8Backward,
-    MoeFfnFp8Forward,
     MoeFfnSources,
     MoeFfnSourcesBackward,
 )
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""

@@ -17,16 +17,8 @@ from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward
 from hexa_fx.cuda.unpack import parts
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    Esmm,
-    EsmmActBackwardPacked,
-    EsmmActPacked,
-    EsmmLowRank,
-    EsmmPacked,
-    EsmmPackedLowRank,
-)
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm
+from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmLowRank, EsmmPacked, EsmmPackedLowRank
 
 _NARROWEST = 128
 """Columns of the narrowest tile of an activation's gradient."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from hexa_fx.formats import format_of
 from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.rows import flip, gather_rows, invert
-from hexa_fx.ops.table import EsmmPacked
+from hexa_fx.ops.table_variants import EsmmPacked
 
 _OPS = torch.ops.hexa
 

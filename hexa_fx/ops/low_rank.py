@@ -15,10 +15,9 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    Esmm,
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm
+from hexa_fx.ops.table_gradients import LowRankGradients
+from hexa_fx.ops.table_variants import (
     EsmmActBackwardLowRank,
     EsmmActBackwardPacked,
     EsmmActLowRank,
@@ -26,7 +25,6 @@ from hexa_fx.ops.table import (
     EsmmLowRank,
     EsmmPacked,
     EsmmPackedLowRank,
-    LowRankGradients,
     ScaledTranspose,
 )
 

@@ -25,14 +25,7 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import in_fixed_order
 from hexa_fx.ops.program import programs
-from hexa_fx.ops.table_layers import (
-    PARAMETERS,
-    MoeFfn,
-    MoeFfnBackward,
-    MoeFfnSources,
-    MoeFfnSourcesBackward,
-    static_of,
-)
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward, static_of
 
 _OPS = torch.ops.hexa
 

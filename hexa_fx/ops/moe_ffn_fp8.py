@@ -26,15 +26,8 @@ from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.records import Operands
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table_fp8 import QUANTIZABLE, is_whole
-from hexa_fx.ops.table_layers import (
-    PARAMETERS,
-    MoeFfn,
-    MoeFfnFp8,
-    MoeFfnFp8Backward,
-    MoeFfnFp8Forward,
-    MoeFfnSources,
-    parameters,
-)
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnSources, parameters
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8, MoeFfnFp8Backward, MoeFfnFp8Forward
 from hexa_fx.torch_private import (
     DispatchKeySet,
     FakeTensor,

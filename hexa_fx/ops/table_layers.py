@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.formats.fp8_scaling import ELEMENT, padded
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.forms import DENSE, FLOATING, INTEGER, Form, experts_last, floating, numbers
+from hexa_fx.ops.forms import DENSE, INTEGER, Form, experts_last, floating, numbers
 from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import Operands
 from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.table import Activated, Bias, check_packed, gate_and_up_faults, routing_of, shaped_as, width_of
-from hexa_fx.ops.table_fp8 import is_whole, rows_and_scales, scale_faults
+from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
+from hexa_fx.ops.table_variants import check_packed, shaped_as
 
 PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
 OPERANDS = ("x", "top_k_weights", *PARAMETERS)
@@ -49,25 +48,10 @@ class Weights(Operands):
     b2: Annotated[Tensor | None, floating("E O")]
 
 
-class _Static(Activated):
+class Static(Activated):
     layout1: Layout
     layout2: Layout
     recompute_h: bool
-
-
-class _Weighed(Protocol):
-    """A record with a layer's weights."""
-
-    @property
-    def w1(self) -> Tensor: ...
-    @property
-    def w2(self) -> Tensor: ...
-    @property
-    def glu(self) -> str: ...
-    @property
-    def layout1(self) -> str: ...
-    @property
-    def layout2(self) -> str: ...
 
 
 class Layer(Operands):
@@ -88,27 +72,27 @@ class Layer(Operands):
         return cls._make(islice(given, len(cls._fields))), tuple(given)
 
     @property
-    def experts(self: _Weighed) -> int:
+    def experts(self: Any) -> int:
         """E."""
-        return self.w1.shape[0]
+        return self.w1.shape[0]  # type: ignore[no-any-return]
 
     @property
-    def width(self: _Weighed) -> int:
+    def width(self: Any) -> int:
         """Columns of h."""
         return width_of(self.w1, self.layout1, self.glu)
 
     @property
-    def inner(self: _Weighed) -> int:
+    def inner(self: Any) -> int:
         """I."""
         return inner_width(columns_of(self.w1, self.layout1), self.glu)
 
     @property
-    def input_size(self: _Weighed) -> int:
+    def input_size(self: Any) -> int:
         """Columns of x."""
         return columns_of(self.w1, flip(self.layout1))
 
     @property
-    def output_size(self: _Weighed) -> int:
+    def output_size(self: Any) -> int:
         """Columns of y."""
         return columns_of(self.w2, self.layout2)
 
@@ -143,12 +127,12 @@ def static_of(spec: FfnSpec) -> tuple[Any, ...]:
     """The operators' arguments behind their operands; raises `InputError` if that is no `FfnSpec`."""
     if not isinstance(spec, FfnSpec):
         raise InputError(f"spec is a {type(spec).__name__}; expected FfnSpec(activation, glu, ...)")
-    return tuple(getattr(spec, name) for name in _Static._fields)
+    return tuple(getattr(spec, name) for name in Static._fields)
 
 
 @operator("moe_ffn", autocast=True, or_float32=True)
 @operator("moe_ffn_fixed", autocast=True)
-class MoeFfn(Forward, _Static, Weights, _Tokens, Layer):
+class MoeFfn(Forward, Static, Weights, _Tokens, Layer):
     """See `hexa_fx.ops.moe_ffn.moe_ffn`."""
 
     def results(self) -> Any:
@@ -179,7 +163,7 @@ class Backward(Operands):
     checked = False
 
 
-def _gradients(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
+def gradients_of(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
     """The gradients that are needed, empty."""
     needed = [name for name, need in zip(differentiable, o.needs, strict=True) if need]
     rows = (o.dy.shape[0], o.input_size)
@@ -205,13 +189,13 @@ class _TopK(Operands):
 
 
 @operator("moe_ffn_backward", differentiable=False)
-class MoeFfnBackward(Backward, _Static, _TopK, Weights, _Saved, Layer):
+class MoeFfnBackward(Backward, Static, _TopK, Weights, _Saved, Layer):
     """Of `MoeFfn`, from dy and what forward kept: x and h if they are needed."""
 
     needs: Sequence[bool]
 
     def results(self) -> list[Tensor]:
-        return _gradients(self, OPERANDS)
+        return gradients_of(self, OPERANDS)
 
 
 parameters = MoeFfn.pick(*PARAMETERS)
@@ -255,7 +239,7 @@ class Sources(Operands):
 
 @operator("moe_ffn_sources", autocast=True)
 @operator("moe_ffn_sources_fixed", autocast=True)
-class MoeFfnSources(Sources, Forward, _Static, _Sources, Weights, _Tokens, Layer):
+class MoeFfnSources(Sources, Forward, Static, _Sources, Weights, _Tokens, Layer):
     """`MoeFfn` on weights that are packed, have low-rank additions, or both.
 
     Args:
@@ -319,87 +303,11 @@ class _SavedOfSources(Operands):
 
 
 @operator("moe_ffn_sources_backward", differentiable=False)
-class MoeFfnSourcesBackward(Sources, Backward, _Static, _Sources, Weights, _SavedOfSources, Layer):
+class MoeFfnSourcesBackward(Sources, Backward, Static, _Sources, Weights, _SavedOfSources, Layer):
     """Of `MoeFfnSources`, from dy and what forward kept."""
 
     top_k: int
     needs: Sequence[bool]
 
     def results(self) -> list[Tensor]:
-        return _gradients(self.shaped(self.dy), SOURCES_OPERANDS)
-
-
-class _Cached(Operands):
-    cached: bool
-
-
-@operator("moe_ffn_fp8_forward")
-class MoeFfnFp8Forward(_Cached, MoeFfn):
-    """`MoeFfn` whose products multiply e4m3 with block scales: y and what backward needs. All dtypes are floating, in any mixture.
-
-    Args:
-        cached: whether quantised weights are kept; not where other weights take turns in the same memory.
-    """
-
-    mixed = (*FLOATING, ELEMENT)
-    returns = "(Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
-
-    @property
-    def floating(self) -> dict[str, Tensor]:
-        """x, and weights and biases that are not quantised already, by name."""
-        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
-        return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
-
-    def results(self) -> tuple[Tensor, ...]:
-        x = rows_and_scales(self.x, self.x.shape[0], padded(self.input_size))
-        halves = 1 if self.glu == "none" else 2
-        h = rows_and_scales(self.x, 0 if self.recompute_h else self.rows, padded(self.inner) * halves)
-        return MoeFfn.results(self), *x, *h, *routing_of(self.top_k_index, self.experts)
-
-
-@operator("moe_ffn_fp8", autocast=True)
-class MoeFfnFp8(MoeFfnFp8Forward):
-    """The same without gradients, or differentiable.
-
-    Args:
-        s1, s2: scales of w1 and w2, which are quantised already, and frozen: (E, H', D') and (E, D', I') e4m3 as
-            `quantize_weight_fp8` makes them. Nothing in such a call needs a gradient.
-    """
-
-    s1: Tensor | None
-    s2: Tensor | None
-    returns = "Tensor"
-    defaults: ClassVar[dict[str, object]] = {"s1": None, "s2": None}
-
-    def faults(self) -> str:
-        quantised = [w is not None and w.dtype == ELEMENT for w in (self.x, self.w1, self.w3, self.w2)]
-        if quantised != [False, self.s1 is not None, False, self.s2 is not None] or quantised[1] != quantised[3]:
-            return "w1 and w2 are quantised, and have scales, or neither is"
-        if quantised[1] and not is_whole(self.w1, self.w2, self.glu, self.layout1, self.layout2):
-            return "quantised weights have layout nk, whole blocks, and gate and up as halves if any"
-        return super().faults() or scale_faults(self.w1, self.s1) or scale_faults(self.w2, self.s2)
-
-    def results(self) -> Any:
-        return MoeFfn.results(self)
-
-
-class _SavedInFp8(Operands):
-    dy: Tensor
-    xq: Tensor | None
-    xs: Tensor | None
-    h: Tensor | None
-    hs: Tensor | None
-    v: Tensor
-    inv: Tensor
-    offs: Tensor
-
-
-@operator("moe_ffn_fp8_backward", differentiable=False)
-class MoeFfnFp8Backward(Backward, _Cached, _Static, Weights, _SavedInFp8, Layer):
-    """Of `MoeFfnFp8`, from dy and what forward kept."""
-
-    top_k: int
-    needs: Sequence[bool]
-
-    def results(self) -> list[Tensor]:
-        return _gradients(self, OPERANDS)
+        return gradients_of(self.shaped(self.dy), SOURCES_OPERANDS)

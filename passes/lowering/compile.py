@@ -11,13 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from hexa_fx.ops.program import FfnRequest
-from hexa_fx.ops.table_layers import (
-    SOURCES_OPERANDS,
-    MoeFfn,
-    MoeFfnBackward,
-    MoeFfnSources,
-    MoeFfnSourcesBackward,
-)
+from hexa_fx.ops.table_layers import SOURCES_OPERANDS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.passes.lowering.graph_pass import Pipeline
 from hexa_fx.passes.lowering.lower import buffer_name, lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import REFERENCE, pipeline_for

@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from hexa_fx.ops import library
 from hexa_fx.ops.projection import side_by_side
-from hexa_fx.ops.table import ActivateBackward, Esmm, EsmmPacked
+from hexa_fx.ops.table import ActivateBackward, Esmm
+from hexa_fx.ops.table_variants import EsmmPacked
 from hexa_fx.passes.lowering.graph_pass import GraphPass
 
 hexa = torch.ops.hexa

@@ -15,7 +15,7 @@ from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
-from hexa_fx.ops.table_layers import MoeFfnFp8
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8
 from tests.cuda.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
