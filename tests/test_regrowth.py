@@ -26,7 +26,7 @@ def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
 
 def test_files_that_name_every_operand_of_a_layer_in_order() -> None:
     found = {str(path.relative_to(ROOT)) for path in files("hexa_fx", "passes") if OPERANDS.search(path.read_text())}
-    assert len(found) == 10, found
+    assert len(found) == 9, found
 
 
 def subscripts() -> Iterator[tuple[str, ast.Subscript]]:
@@ -53,4 +53,4 @@ def test_functions_of_more_than_eight_parameters() -> None:
         for path, node in nodes(*WHERE)
         if isinstance(node, ast.FunctionDef) and len(node.args.args) + len(node.args.kwonlyargs) > 8
     ]
-    assert len(found) == 4, found
+    assert {name for _, name in found} == {"experts", "moe_ffn"}, found  # what users call

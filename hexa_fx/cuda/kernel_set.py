@@ -35,20 +35,12 @@ from hexa_fx.ops.table_layers import (
     OPERANDS,
     SOURCES_OPERANDS,
     MoeFfn,
-    MoeFfnBackward,
     MoeFfnSources,
-    MoeFfnSourcesBackward,
 )
 from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
-
-
-_RECORDS: dict[type[Any], tuple[str, type[Any]]] = {
-    MoeFfn: ("moe_ffn", MoeFfnBackward),
-    MoeFfnSources: ("moe_ffn_sources", MoeFfnSourcesBackward),
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,8 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
     o = with_tokens(layer.call, tokens)
-    name, gradients = _RECORDS[type(o)]
+    layer_of = LAYERS["moe_ffn_sources" if isinstance(o, MoeFfnSources) else "moe_ffn"]
+    name, gradients = layer_of.name, layer_of.gradients
 
     def plan(end: str, *args: Any) -> list[KernelSpec]:
         return [kernel.spec for kernel in planned(PROGRAMS[name + end], args, card, chosen()).kernels]
@@ -135,7 +128,7 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     if not training:
         return found
     _, *kept = library.record_of(f"{name}_forward")._make(o).results()
-    saved = dict(zip(LAYERS[name].kept, kept)) | ({"h": None} if o.recompute_h else {})
+    saved = dict(zip(layer_of.kept, kept)) | ({"h": None} if o.recompute_h else {})
     given = o.to(gradients, dy=o.x, top_k=o.top_k, needs=layer.needs, **saved)
     return found + plan("_forward", *o) + plan("_backward", *given, *layer.buffers)
 

@@ -58,13 +58,15 @@ def _backward(record: Any, *args: Any) -> Any:
     return backward_on("cuda", record, args)
 
 
+_RECORDS: tuple[tuple[str, Any, Any], ...] = (
+    ("moe_ffn", MoeFfn, MoeFfnBackward),
+    ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward),
+)
+_FEW: dict[str, Callable[[Any], Tensor | None]] = {"moe_ffn": few_tokens, "moe_ffn_sources": few_rows}
 PROGRAMS: dict[str, General] = {
-    "moe_ffn": partial(_inference, MoeFfn, few_tokens),
-    "moe_ffn_forward": partial(_training, MoeFfn),
-    "moe_ffn_backward": partial(_backward, MoeFfnBackward),
-    "moe_ffn_sources": partial(_inference, MoeFfnSources, few_rows),
-    "moe_ffn_sources_forward": partial(_training, MoeFfnSources),
-    "moe_ffn_sources_backward": partial(_backward, MoeFfnSourcesBackward),
+    **{name: partial(_inference, record, _FEW[name]) for name, record, _ in _RECORDS},
+    **{f"{name}_forward": partial(_training, record) for name, record, _ in _RECORDS},
+    **{f"{name}_backward": partial(_backward, record) for name, _, record in _RECORDS},
 }
 """What runs an operator of a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
 
@@ -83,12 +85,8 @@ def forget() -> None:
     _general.clear()
 
 
-_sizes = {record: record.pick("top_k_index", "w1") for record in (MoeFfn, MoeFfnSources)}
-_sizes_of_backward = {record: record.pick("v", "w1") for record in (MoeFfnBackward, MoeFfnSourcesBackward)}
-
-
 def _forward_of(name: str, record: Record) -> Callable[..., Any]:
-    sizes = _sizes[record]
+    sizes = record.pick("top_k_index", "w1")
 
     def run(general: General, *args: Any) -> Any:
         return _call(name, general, args, args, *sizes(args))
@@ -97,7 +95,7 @@ def _forward_of(name: str, record: Record) -> Callable[..., Any]:
 
 
 def _backward_of(name: str, record: Any) -> Callable[..., Any]:
-    sizes = _sizes_of_backward[record]
+    sizes = record.pick("v", "w1")
 
     def run(general: General, *args: Any) -> Any:
         v, w1 = sizes(args)
@@ -114,12 +112,13 @@ def _backward_of(name: str, record: Any) -> Callable[..., Any]:
 
 
 LAYERS: dict[str, Callable[..., Any]] = {
-    "moe_ffn": _forward_of("moe_ffn", MoeFfn),
-    "moe_ffn_forward": _forward_of("moe_ffn_forward", MoeFfn),
-    "moe_ffn_backward": _backward_of("moe_ffn_backward", MoeFfnBackward),
-    "moe_ffn_sources": _forward_of("moe_ffn_sources", MoeFfnSources),
-    "moe_ffn_sources_forward": _forward_of("moe_ffn_sources_forward", MoeFfnSources),
-    "moe_ffn_sources_backward": _backward_of("moe_ffn_sources_backward", MoeFfnSourcesBackward),
+    f"{name}{end}": made(f"{name}{end}", record)
+    for name, forward, backward in _RECORDS
+    for end, made, record in (
+        ("", _forward_of, forward),
+        ("_forward", _forward_of, forward),
+        ("_backward", _backward_of, backward),
+    )
 }
 """What runs an operator of a layer on plain CUDA tensors. It takes the general path, which checks its arguments, and then the
 operator's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
