@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.detect.odd_expert import odd_expert
+from hexa_fx.passes.detect.explain import odd_expert
 from tests.detect.test_what_strangers_write import Mixture, _tokens
 from tests.zoo.variant import D, E, I
 
@@ -77,10 +77,9 @@ class RuledOut(Mixture):
         return out.view(x.shape)
 
 
-@pytest.mark.parametrize("low", [-30.0, -1e9, float("-inf")])
-def test_other_code_for_an_expert_that_a_buffer_rules_out(low: float) -> None:
+def test_other_code_for_an_expert_that_a_buffer_all_but_rules_out() -> None:
     torch.manual_seed(0)
-    block = RuledOut(low).double()
+    block = RuledOut(-30.0).double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     for each in (block, optimized):
         each.bias.zero_()
