@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import hexa_fx
 from hexa_fx.formats import format_of
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.sources.packed_parameters import set_packed
 
 GIB = 2**30

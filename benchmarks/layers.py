@@ -119,8 +119,9 @@ def build_kernels(shapes: Iterable[MoeShape], exact: bool = True, fp8: bool = Fa
     Args:
         exact: those of the layers' dtype; fp8: those of FP8 block compute.
     """
+    from hexa_fx.cli.model_layers import layer_of
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
-    from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set, layer_of
+    from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set
 
     start, card, wanted = time.monotonic(), card_of(torch.cuda.current_device()), []
     for shape in shapes:

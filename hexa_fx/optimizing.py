@@ -23,7 +23,6 @@ from hexa_fx.first_call import let_go
 from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.shadow import shadow_of
@@ -44,6 +43,7 @@ from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.warmup import request_kernels_of_steps
+from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
 from hexa_fx.specialise import Specialiser, undisturbed

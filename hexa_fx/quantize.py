@@ -11,8 +11,7 @@ from torch import nn
 from hexa_fx.attached import has_session
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
-from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN
@@ -20,6 +19,7 @@ from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.preflight import check_module
 from hexa_fx.runtime.readers import reader_of
+from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import collecting, set_packed
 

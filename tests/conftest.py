@@ -108,8 +108,8 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     import torch
 
     from hexa_fx import jit
+    from hexa_fx import source_kernels as of_sources
     from hexa_fx.cuda import choosing
-    from hexa_fx.inspection import kernel_requests as of_sources
     from hexa_fx.passes import kernel_requests as of_dense_weights
 
     found: list[object] = []

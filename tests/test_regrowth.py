@@ -26,13 +26,13 @@ def nodes(*folders: str) -> Iterator[tuple[str, ast.AST]]:
 
 def test_files_that_name_every_operand_of_a_layer_in_order() -> None:
     found = {str(path.relative_to(ROOT)) for path in files("hexa_fx", "passes") if OPERANDS.search(path.read_text())}
-    assert len(found) == 10, found
+    assert len(found) == 9, found
 
 
 def subscripts() -> Iterator[tuple[str, ast.Subscript]]:
-    """Of tuples of arguments, but for those of torch's own operators."""
+    """Of tuples of arguments."""
     for path, node in nodes("hexa_fx/ops", "hexa_fx/cuda", "passes/lowering"):
-        if isinstance(node, ast.Subscript) and path != "hexa_fx/ops/quantized_weight.py":
+        if isinstance(node, ast.Subscript):
             name = getattr(node.value, "id", getattr(node.value, "attr", ""))
             if name in TUPLES:
                 yield path, node
@@ -53,4 +53,4 @@ def test_functions_of_more_than_eight_parameters() -> None:
         for path, node in nodes(*WHERE)
         if isinstance(node, ast.FunctionDef) and len(node.args.args) + len(node.args.kwonlyargs) > 8
     ]
-    assert len(found) == 4, found
+    assert {name for _, name in found} == {"experts", "moe_ffn"}, found  # what users call

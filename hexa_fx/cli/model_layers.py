@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, without_data
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.table_layers import MoeFfn, static_of
 
 _SWIGLU = (FfnSpec("silu", "concat"), FfnSpec("silu", "split"))
 _GPT_OSS = (FfnSpec("swiglu_oai", "interleaved", "kn", "kn", params=(1.702, 7.0)),)
@@ -27,6 +29,42 @@ MODELS = {  # E, k, D, I, and the forms of an expert: stacked with gate and up i
     "Kimi-K2": (384, 8, 7168, 2048, _SWIGLU),
     "GLM-4.5": (160, 8, 5120, 1536, _SWIGLU),
 }
+
+
+def layer_of(
+    spec: FfnSpec,
+    *,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype = torch.bfloat16,
+    biases: bool = False,
+    index: torch.dtype = torch.int64,
+    gates: torch.dtype | None = torch.float32,
+) -> FfnLayer:
+    """A layer with contiguous weights of these sizes: E experts, D = `hidden`, I = `inner`."""
+    columns, split = 2 * inner if spec.glu in ("concat", "interleaved") else inner, spec.glu == "split"
+
+    def weight(layout: str, inputs: int, outputs: int) -> Tensor:
+        return without_data((experts, *((outputs, inputs) if layout == "nk" else (inputs, outputs))), dtype)
+
+    def bias(width: int) -> Tensor | None:
+        return without_data((experts, width), dtype) if biases else None
+
+    call = MoeFfn(
+        without_data((1, hidden), dtype),
+        without_data((1, top_k), index),
+        None if gates is None else without_data((1, top_k), gates),
+        weight(spec.layout1, hidden, columns),
+        bias(columns),
+        weight(spec.layout1, hidden, inner) if split else None,
+        bias(inner) if split else None,
+        weight(spec.layout2, inner, hidden),
+        bias(hidden),
+        *static_of(spec),
+    )
+    return FfnLayer(call)
 
 
 def pack_kernels(arch: int, dtypes: Iterable[torch.dtype]) -> tuple[KernelSpec, ...]:

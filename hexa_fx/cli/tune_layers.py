@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hexa_fx import ops
-from hexa_fx.cli.model_layers import MODELS
-from hexa_fx.cuda.kernel_set import layer_of
+from hexa_fx.cli.model_layers import MODELS, layer_of
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 

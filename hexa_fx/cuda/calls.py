@@ -29,6 +29,7 @@ TileOf = Callable[[ProductKey], AnyTile]
 Given = tuple[ProductKey | None, AnyTile | None]
 Kind = tuple[Any, ...]
 
+_CONSTANTS = frozenset({type(None), str, bool, int, float, tuple, torch.dtype})
 _MOST = 4096
 """Most plans to keep."""
 _plans: dict[Kind, CallPlan] = {}
@@ -47,7 +48,14 @@ def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
     kind: list[Any] = []
     tensors, addresses, low = [], [], 0
     for a in args:
-        if isinstance(a, Tensor):
+        if type(a) in _CONSTANTS:
+            kind.append(a)
+        elif type(a) is list:
+            of_list, some, places = kind_of(a)
+            kind.append(tuple(of_list))
+            tensors += some
+            addresses += places
+        elif isinstance(a, Tensor):
             at = a.data_ptr()
             low |= at
             tensors.append(a)
@@ -66,10 +74,16 @@ def planned(function: Callable[..., Any], args: Sequence[Any], card: Card, tile_
         KernelError: we have no kernel for these operands.
     """
     planning = Planning(card, float32_math(args[0].dtype), tile_of)
-    operands = [
-        planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in args
-    ]
-    return CallPlan(planning, function(*operands), sum(isinstance(a, Operand) for a in operands))
+    given: list[Operand] = []
+
+    def stand_in(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            given.append(planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15))
+            return given[-1]
+        return [*map(stand_in, a)] if isinstance(a, list) else a
+
+    operands = [stand_in(a) for a in args]
+    return CallPlan(planning, function(*operands), len(given))
 
 
 def chosen() -> TileOf:

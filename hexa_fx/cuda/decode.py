@@ -89,8 +89,8 @@ def few_tokens(o: MoeFfn) -> Tensor | None:
         return None
     slots = DecodeSlots(ids.contiguous(), o.experts)
     steps = o.activation, o.glu, tuple(o.params)
-    first = _as_stored(DecodeProjection(o.w1, o.b1, o.w3, o.b3, o.layout1, *steps))
     second = _as_stored(DecodeProjection(o.w2, o.b2, None, None, o.layout2))
+    first = _as_stored(DecodeProjection(o.w1, o.b1, o.w3, o.b3, o.layout1, *steps))
     if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
@@ -171,11 +171,11 @@ def _down(a: Tensor, o: DecodeProjection, slots: DecodeSlots, summed: int = 0, w
         d = a.new_empty((slots.rows, _columns(o)))
         _product(key, a, o, slots, d)
         return d
-    tokens, top_k = slots.ids.shape
+    tokens, _ = slots.ids.shape
     out = a.new_empty((tokens, _columns(o)))
     weights = contiguous(weights)
     name = "f32" if weights is None else DTYPES[weights.dtype].name
-    _product(key._replace(summed=summed, weights=name), a, o, slots, out, weights=weights, together=top_k)
+    _product(key._replace(summed=summed, weights=name), a, o, slots, out, weights=weights)
     return out
 
 
@@ -205,7 +205,6 @@ def _product(
     d: Tensor,
     rows_of: int = 1,
     weights: Tensor | None = None,
-    together: int = 1,
     units: int = UNITS,
 ) -> None:
     """Launches one product.
@@ -214,7 +213,6 @@ def _product(
         d: where it goes.
         rows_of: slots that share a row of x.
         weights: of slots, where their rows are summed.
-        together: slots of a token, likewise.
         units: of work that a multiprocessor has for each of its blocks, at least.
     """
     planning, n = planning_of(x), _columns(o)
@@ -230,7 +228,11 @@ def _product(
         "w_expert": by_expert,
     }
     fields |= {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(rows_of)}
-    fields |= {"together": together, "columns": key.summed, "act_params": constants_of(o.activation, o.params)}
+    fields |= {
+        "together": slots.ids.shape[1] if key.summed else 1,
+        "columns": key.summed,
+        "act_params": constants_of(o.activation, o.params),
+    }
     places = planning.card.multiprocessors
     if key.summed or isinstance(tile, DownTile):
         blocks = ceil_div(n, key.summed)

@@ -14,13 +14,26 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel
-from hexa_fx.cuda.operands import Into, Segment, aligned, constants_of, contiguous, dense_rows, division
+from hexa_fx.cuda.operands import Into, Segment, aligned, constants_of, contiguous, dense_rows, division, has_few_rows
 from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
+from hexa_fx.ops.table import Esmm, EsmmAct
+from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
+
+ADDS_ALIGNED = False
+"""Buffers that gradients are added to may lie anywhere."""
+
+
+def takes(o: Any) -> bool:
+    """Whether this family computes a product of `hexa_fx.ops.table` in one launch. For few rows dX wants lower tiles than dW."""
+    if isinstance(o, Esfk):
+        return bool(o.g.shape[0] and o.weight.numel()) and not has_few_rows(o.g.shape[0], o.offs)
+    return isinstance(o, Esmm | EsmmAct | Estmm) and not isinstance(o, EsmmLowRank | EsmmActLowRank)
+
 
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""

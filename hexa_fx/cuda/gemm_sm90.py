@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, INNER, LINE_BYTES, MAX_EXPERTS, adds_in_staging
-from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90
+from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileSm90, swaps
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
     added_map,
@@ -25,23 +25,52 @@ from hexa_fx.cuda.arguments_sm90 import (
     weight_map,
 )
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, divided_by
+from hexa_fx.cuda.operands import Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import (
-    Esfk,
-    Esmm,
-    EsmmAct,
-    EsmmActBackward,
-    EsmmActBackwardLowRank,
-    EsmmActLowRank,
-    EsmmLowRank,
-    Estmm,
-)
+from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 FLOATS = (torch.bfloat16, torch.float16)
+ONLY_OTHERS = ("tanh",)
+"""Activations without an epilogue here."""
+ADDS_ALIGNED = True
+"""Buffers that gradients are added to have rows of whole 16 bytes."""
+
+
+def takes(o: Any) -> bool:
+    """Whether this family computes a product of `hexa_fx.ops.table`, and is the faster one for it."""
+    if isinstance(o, Esmm):
+        return _takes(o.offs, (o.columns,), o.x, o.weight, *(_second_of(o) or ()), *_stored(o.bias))
+    if isinstance(o, Estmm):
+        both = o.x_index is not None and o.g_index is not None
+        return not both and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g)
+    if isinstance(o, Esfk):
+        some = o.g.shape[0] and o.weight.numel()
+        return bool(some) and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight)
+    if o.activation in ONLY_OTHERS or (o.activation, o.glu) == ("none", "none"):
+        return False
+    second = _second_of(o) or ()
+    if isinstance(o, EsmmActBackward):
+        return not has_few_rows(o.v.shape[0], o.offs) and _takes(o.offs, (o.inner,), o.dy, o.weight, o.h, *second)
+    if not swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
+        return False
+    return _takes(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *second)
+
+
+def _takes(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
+    """Whether the card has this family, which takes these operands and stores results of these widths."""
+    if not planning_of(offs).card.is_hopper or any(width % 8 for width in widths):
+        return False
+    return not unsupported(*operands, experts=offs.shape[0] - 1)
+
+
+def _stored(*biases: Tensor | None) -> list[Tensor]:
+    """The biases that kernels read where they lie. Others are copied first, as those in a slot of the shared cache are."""
+    return [b for b in biases if b is not None and b.is_contiguous()]
 
 
 def unsupported(*tensors: Tensor | None, experts: int) -> str:

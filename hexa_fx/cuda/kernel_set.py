@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +23,24 @@ from hexa_fx.cuda.calls import chosen, planned
 from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
+from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
-from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.dispatch_mode import DispatchMode
+from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.table import routing_of
 from hexa_fx.ops.table_layers import (
     OPERANDS,
-    PARAMETERS,
+    SOURCES_OPERANDS,
     MoeFfn,
-    MoeFfnBackward,
-    MoeFfnFp8Backward,
-    MoeFfnFp8Forward,
     MoeFfnSources,
-    static_of,
 )
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
-
-
-Operands = TypeVar("Operands", MoeFfn, MoeFfnSources)
 
 
 @dataclass(frozen=True)
@@ -54,64 +48,33 @@ class FfnLayer:
     """A layer of experts as kernels see it.
 
     Args:
-        call: of `hexa::moe_ffn`, with any number of tokens. Only shapes, strides and types count.
-        grads: operands that training wants gradients of, of `OPERANDS`.
+        call: of `hexa::moe_ffn` or `hexa::moe_ffn_sources`, with any number of tokens. Only shapes, strides and types count.
+        grads: operands that training wants gradients of.
         added: of these, the ones whose gradients are added to buffers (``main_grad``).
     """
 
-    call: MoeFfn
+    call: MoeFfn | MoeFfnSources
     grads: frozenset[str] = frozenset(OPERANDS)
     added: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> list[bool]:
-        """Of each of `OPERANDS`, whether its gradient is wanted."""
-        return [name in self.grads and getattr(self.call, name) is not None for name in OPERANDS]
+        """Of each differentiable operand, whether its gradient is wanted."""
+        return [name in self.grads and getattr(self.call, name) is not None for name in self.call.differentiable]
 
     @property
     def buffers(self) -> list[Tensor | None]:
-        """Of each of `OPERANDS` but the first, what its gradient is added to, or None."""
-        given = ((name, getattr(self.call, name)) for name in ("top_k_weights", *PARAMETERS))
+        """Of each differentiable operand but the first, what its gradient is added to, or None."""
+        given = ((name, getattr(self.call, name)) for name in self.call.differentiable[1:])
         return [
             without_data(t.shape, accumulate_dtype(self.call.x.dtype)) if t is not None and name in self.added else None
             for name, t in given
         ]
 
 
-def layer_of(
-    spec: FfnSpec,
-    *,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    inner: int,
-    dtype: torch.dtype = torch.bfloat16,
-    biases: bool = False,
-    index: torch.dtype = torch.int64,
-    gates: torch.dtype | None = torch.float32,
-) -> FfnLayer:
-    """A layer with contiguous weights of these sizes: E experts, D = `hidden`, I = `inner`."""
-    columns, split = 2 * inner if spec.glu in ("concat", "interleaved") else inner, spec.glu == "split"
-
-    def weight(layout: str, inputs: int, outputs: int) -> Tensor:
-        return without_data((experts, *((outputs, inputs) if layout == "nk" else (inputs, outputs))), dtype)
-
-    def bias(width: int) -> Tensor | None:
-        return without_data((experts, width), dtype) if biases else None
-
-    call = MoeFfn(
-        without_data((1, hidden), dtype),
-        without_data((1, top_k), index),
-        None if gates is None else without_data((1, top_k), gates),
-        weight(spec.layout1, hidden, columns),
-        bias(columns),
-        weight(spec.layout1, hidden, inner) if split else None,
-        bias(inner) if split else None,
-        weight(spec.layout2, inner, hidden),
-        bias(hidden),
-        *static_of(spec),
-    )
-    return FfnLayer(call)
+def frozen(call: MoeFfnSources) -> FfnLayer:
+    """A layer of which training wants the gradients of factors, biases and tokens."""
+    return FfnLayer(call, frozenset(SOURCES_OPERANDS) - {"w1", "w3", "w2"})
 
 
 def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = MOST_TOKENS) -> tuple[KernelSpec, ...]:
@@ -120,7 +83,7 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
     Needs no device, no compiler and no data, and takes some hundredths of a second.
 
     Args:
-        layer: see `layer_of`.
+        layer: of which only shapes, strides and types count.
         card: what kernels are chosen for, see `hexa_fx.cuda.choosing`. Chosen are those of `most` aligned addresses.
         training: also those of forward and backward of training.
         most: tokens.
@@ -138,7 +101,9 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
     experts, top_k = call.w1.shape[0], call.top_k_index.shape[1]
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
+    few = (experts << MOST_BUCKET,) if isinstance(call, MoeFfnSources) else ()
     limits = (
+        *few,
         *buckets,
         *(experts * rows for rows in ROW_LIMITS),
         ONE_BLOCK_SLOTS,
@@ -152,20 +117,20 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
 
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
-
-    def plan(name: str, *args: Any) -> list[KernelSpec]:
-        return [kernel.spec for kernel in planned(PROGRAMS[name], args, card, chosen()).kernels]
-
     o = with_tokens(layer.call, tokens)
-    found = plan("moe_ffn", *o)
+    layer_of = LAYERS["moe_ffn_sources" if isinstance(o, MoeFfnSources) else "moe_ffn"]
+    name, gradients = layer_of.name, layer_of.gradients
+
+    def plan(end: str, *args: Any) -> list[KernelSpec]:
+        return [kernel.spec for kernel in planned(PROGRAMS[name + end], args, card, chosen()).kernels]
+
+    found = plan("", *o)
     if not training:
         return found
-    v, inv, offs = routing_of(o.top_k_index, o.experts)
-    found += plan("moe_ffn_forward", *o)
-    h = None if o.recompute_h else o.hidden()
-    given = o.to(MoeFfnBackward, dy=o.x, h=h, v=v, inv=inv, offs=offs, top_k=o.top_k, needs=layer.needs)
-    found += plan("moe_ffn_backward", *given, *layer.buffers)
-    return found
+    _, *kept = library.record_of(f"{name}_forward")._make(o).results()
+    saved = dict(zip(layer_of.kept, kept)) | ({"h": None} if o.recompute_h else {})
+    given = o.to(gradients, dy=o.x, top_k=o.top_k, needs=layer.needs, **saved)
+    return found + plan("_forward", *o) + plan("_backward", *given, *layer.buffers)
 
 
 def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[KernelSpec, ...]:
@@ -195,7 +160,7 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
 
 
-def with_tokens(call: Operands, tokens: int) -> Operands:
+def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:
     """A call with so many tokens, which have no data."""
 
     def of(t: Any) -> Any:

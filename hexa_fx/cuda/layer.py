@@ -1,5 +1,5 @@
-"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: planned as a whole when a call of a kind comes again, or at
-once where its tokens are few.
+"""Layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`), their forward for training and their backward on CUDA: planned as a whole when
+a call of a kind comes again, or at once where its tokens are few.
 
 For a small layer a device needs less time than the host, which runs a program of operators and allocates what each of them writes.
 All of that follows from types, shapes, strides and alignment. A call that does more (a fallback, checked mode, autotuning) stays on
@@ -20,6 +20,7 @@ from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
 from hexa_fx.cuda.fallback import some_fall_back_for_good
 from hexa_fx.cuda.kernel import NotBuilt
+from hexa_fx.cuda.packed_layer import few_rows, has_few_rows
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
 from hexa_fx.cuda.tune import autotuning
@@ -27,7 +28,7 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.moe_ffn import backward_on, forward_on
-from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +40,38 @@ _MOST = 1024
 """Most kinds of call to keep."""
 
 General = Callable[..., Any]
+Record = type[MoeFfn | MoeFfnSources]
 
 
-def _inference(*args: Any) -> Any:
-    """In launches of their own where tokens are few, else operator by operator."""
-    o = MoeFfn._make(args)
-    y = few_tokens(o)
+def _inference(record: Record, few: Callable[[Any], Tensor | None], *args: Any) -> Any:
+    """In launches of their own where tokens or rows are few, else operator by operator."""
+    o = record._make(args)
+    y = few(o)
     return forward_on("cuda", False, o) if y is None else y
 
 
+def _training(record: Record, *args: Any) -> Any:
+    return forward_on("cuda", True, record._make(args))
+
+
+def _backward(record: Any, *args: Any) -> Any:
+    return backward_on("cuda", record, args)
+
+
+_RECORDS: tuple[tuple[str, Any, Any], ...] = (
+    ("moe_ffn", MoeFfn, MoeFfnBackward),
+    ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward),
+)
+_FEW: dict[str, Callable[[Any], Tensor | None]] = {"moe_ffn": few_tokens, "moe_ffn_sources": few_rows}
 PROGRAMS: dict[str, General] = {
-    "moe_ffn": _inference,
-    "moe_ffn_forward": lambda *args: forward_on("cuda", True, MoeFfn._make(args)),
-    "moe_ffn_backward": partial(backward_on, "cuda"),
+    **{name: partial(_inference, record, _FEW[name]) for name, record, _ in _RECORDS},
+    **{f"{name}_forward": partial(_training, record) for name, record, _ in _RECORDS},
+    **{f"{name}_backward": partial(_backward, record) for name, _, record in _RECORDS},
 }
-"""What runs an operator of the layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+"""What runs an operator of a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+
+WHEN_NEW: dict[str, Callable[[tuple[Any, ...]], None]] = {}
+"""What is told the operands of calls of a kind that was not seen before, by operator."""
 
 _known: dict[tuple[Any, ...], CallPlan | None] = {}
 """None: seen once, or not to be planned. The latter are in `_general`, too."""
@@ -67,40 +85,45 @@ def forget() -> None:
     _general.clear()
 
 
-_sizes, _sizes_of_backward = MoeFfn.pick("top_k_index", "w1"), MoeFfnBackward.pick("v", "w1")
+def _forward_of(name: str, record: Record) -> Callable[..., Any]:
+    sizes = record.pick("top_k_index", "w1")
+
+    def run(general: General, *args: Any) -> Any:
+        return _call(name, general, args, args, *sizes(args))
+
+    return run
 
 
-def moe_ffn(general: General, *args: Any) -> Tensor:
-    """``hexa::moe_ffn`` on plain CUDA tensors where no gradient is wanted.
+def _backward_of(name: str, record: Any) -> Callable[..., Any]:
+    sizes = record.pick("v", "w1")
 
-    Args:
-        general: the general path, which checks its arguments.
-        args: the operator's arguments, unchecked.
-    """
-    return _call("moe_ffn", general, args, args, *_sizes(args))  # type: ignore[no-any-return]
+    def run(general: General, *args: Any) -> Any:
+        v, w1 = sizes(args)
+        if not _is_small(v, w1):
+            return general(*args)  # before anything else refers to h, which is freed on the way
+        dy, x, h, *rest = args
+        in_list = isinstance(h, list)
+        found = _call(name, general, args, (dy, x, h[0] if in_list else h, *rest), v, w1)
+        if in_list:
+            h.clear()
+        return found
+
+    return run
 
 
-def moe_ffn_forward(general: General, *args: Any) -> tuple[Tensor, ...]:
-    """``hexa::moe_ffn_forward`` on plain CUDA tensors; as `moe_ffn`."""
-    return _call("moe_ffn_forward", general, args, args, *_sizes(args))  # type: ignore[no-any-return]
-
-
-def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
-    """``hexa::moe_ffn_backward`` on plain CUDA tensors; as `moe_ffn`. h may be in a list, which is empty afterwards.
-
-    Args:
-        args: the operator's arguments, then the buffers that gradients are added to, one or None for each operand after x, if any.
-    """
-    v, w1 = _sizes_of_backward(args)
-    if not _is_small(v, w1):
-        return general(*args)  # type: ignore[no-any-return]  # before anything else refers to h, which is freed on the way
-    dy, x, h, *rest = args
-    in_list = isinstance(h, list)
-    flat = (dy, x, h[0] if in_list else h, *rest)
-    found: list[Tensor] = _call("moe_ffn_backward", general, args, flat, v, w1)
-    if in_list:
-        h.clear()
-    return found
+LAYERS: dict[str, Callable[..., Any]] = {
+    f"{name}{end}": made(f"{name}{end}", record)
+    for name, forward, backward in _RECORDS
+    for end, made, record in (
+        ("", _forward_of, forward),
+        ("_forward", _forward_of, forward),
+        ("_backward", _backward_of, backward),
+    )
+}
+"""What runs an operator of a layer on plain CUDA tensors. It takes the general path, which checks its arguments, and then the
+operator's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
+are added to, one or None for each differentiable operand after x.
+"""
 
 
 def _is_small(slots: Tensor, w1: Tensor) -> bool:
@@ -118,6 +141,8 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
     key = (name, devices, float32_math(tensors[0].dtype), is_fixed(), library.kernel_generation, *kind)
     plan = _known.get(key)
     if plan is None:
+        if key not in _known and name in WHEN_NEW:
+            WHEN_NEW[name](args)
         plan = _planned(name, flat, key)
         if plan is None:
             found = general(*args)
@@ -155,8 +180,12 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
 
 
 def _has_few_tokens(name: str, args: tuple[Any, ...]) -> bool:
-    if name != "moe_ffn" or not are_wanted():
+    if name == "moe_ffn" and are_wanted():
+        o = MoeFfn._make(args)
+        o.check(name)
+        return is_few(card_of(o.x.device.index), o.top_k_index, o.experts)
+    if name != "moe_ffn_sources":
         return False
-    o = MoeFfn._make(args)
-    o.check(name)
-    return is_few(card_of(o.x.device.index), o.top_k_index, o.experts)
+    of_sources = MoeFfnSources._make(args)
+    of_sources.check(name)
+    return has_few_rows(of_sources)

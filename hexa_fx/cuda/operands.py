@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
+from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import flip
 
 DTYPES = {
@@ -23,6 +25,17 @@ DTYPES = {
     torch.float8_e4m3fn: DataType.e4m3,
     torch.uint8: DataType.u8,
 }
+
+
+DECODE_BUCKET = 4
+"""Up to 2^4 rows an expert a product only streams weights. The 16-row tiles of gemm_sm80 waste least there, but for projections
+that the Hopper family computes in swapped tiles, which go by 16 rows, too.
+"""
+
+
+def has_few_rows(rows: int, offs: Tensor) -> bool:
+    """Whether experts have so few rows on average; never in a fixed order, in which nothing goes by the number of rows."""
+    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 class Into(NamedTuple):

@@ -95,33 +95,21 @@ class GemmKey(NamedTuple):
 
     def tile(self, fields: Any) -> AnyTile:
         """The tile with these fields. Raises TypeError for those of another version."""
-        return tiles_sm90.TileSm90(**fields) if self.family == HOPPER else heuristics.TileSm80(**fields)
+        return _TILES[self.family].kind(**fields)
 
     def rule(self) -> AnyTile:
-        """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
-        if self.family == HOPPER:
-            swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
-            turned = ("transpose", True) in self.options
-            sizes = self.rows, self.experts, self.own_columns, self.inner
-            return tiles_sm90.choose_tile(self.op, *sizes, swapped, turned, self.card.name)
-        columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
-        arch = self.card.family_arch
-        return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
+        """The tile that nobody measured."""
+        return _TILES[self.family].rule(self)
 
     def candidates(self) -> Sequence[AnyTile]:
         """Tiles worth measuring, the rule's among them."""
-        if self.family == HOPPER:
-            rule = self.rule()
-            narrow = self.op in tiles_sm90.NARROW_OPS and self.own_columns <= tiles_sm90.NARROW_COLUMNS
-            others = tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
-            streamed = tiles_sm90.STREAMED_TILES if rule in tiles_sm90.STREAMED_TILES else ()
-            return tuple(dict.fromkeys((rule, *streamed, *others)))  # type: ignore[arg-type]
-        return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
+        found: Sequence[AnyTile] = _TILES[self.family].candidates(self)
+        return found
 
     def spec(self, tile: AnyTile) -> KernelSpec:
         """The kernel with this tile."""
         dtype = DTYPES[self.dtype]
-        own, options = _of_hopper(self, tile) if isinstance(tile, tiles_sm90.TileSm90) else _of_sm80(self, tile)
+        own, options = _TILES[self.family].options(self, tile)
         spec = KernelSpec(
             family=self.family,
             op=self.op,
@@ -141,20 +129,60 @@ class GemmKey(NamedTuple):
         return spec.adding() if self.accumulate else spec
 
 
-def _of_hopper(key: GemmKey, tile: tiles_sm90.TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
-    """Fields and options. Tables in shared memory are the smallest that hold the experts."""
-    tables = next(size for size in TABLES if key.experts <= size)
-    flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
-    own = {"bk": line_elements(DTYPES[key.dtype]), "schedule": tile.kernel_schedule}
-    return own, {"cluster": tile.cluster, "experts": tables, **flags}
+class _Sm90:
+    """Tiles of the Hopper family."""
+
+    kind = tiles_sm90.TileSm90
+
+    @staticmethod
+    def rule(key: GemmKey) -> AnyTile:
+        swapped = tiles_sm90.swaps(key.op, key.glu, key.layout)
+        sizes = key.rows, key.experts, key.own_columns, key.inner
+        return tiles_sm90.choose_tile(key.op, *sizes, swapped, ("transpose", True) in key.options, key.card.name)
+
+    @staticmethod
+    def candidates(key: GemmKey) -> Sequence[AnyTile]:
+        rule = key.rule()
+        narrow = key.op in tiles_sm90.NARROW_OPS and key.own_columns <= tiles_sm90.NARROW_COLUMNS
+        others = tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[key.op]
+        streamed = tiles_sm90.STREAMED_TILES if rule in tiles_sm90.STREAMED_TILES else ()
+        return tuple(dict.fromkeys((rule, *streamed, *others)))
+
+    @staticmethod
+    def options(key: GemmKey, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
+        """Fields and options. Tables in shared memory are the smallest that hold the experts."""
+        tables = next(size for size in TABLES if key.experts <= size)
+        flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
+        own = {"bk": line_elements(DTYPES[key.dtype]), "schedule": tile.kernel_schedule}
+        return own, {"cluster": tile.cluster, "experts": tables, **flags}
 
 
-def _of_sm80(key: GemmKey, tile: heuristics.TileSm80) -> tuple[dict[str, Any], dict[str, Option]]:
-    exact = key.math == "fast_f32"
-    math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
-    simt: dict[str, Option] = {"simt": True} if key.math == "simt" else {}
-    return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
+class _Sm80:
+    """Tiles of the families that run from sm_80 on."""
 
+    kind = heuristics.TileSm80
+
+    @staticmethod
+    def rule(key: GemmKey) -> AnyTile:
+        columns = (
+            min(key.inner, key.columns) if key.op == "esfk" else key.columns
+        )  # both results have to be worth its width
+        return heuristics.choose_tile(key.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns)
+
+    @staticmethod
+    def candidates(key: GemmKey) -> Sequence[AnyTile]:
+        return heuristics.candidates(key.op, DTYPES[key.dtype], key.math, key.bucket)
+
+    @staticmethod
+    def options(key: GemmKey, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
+        exact = key.math == "fast_f32"
+        math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
+        simt: dict[str, Option] = {"simt": True} if key.math == "simt" else {}
+        return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
+
+
+_TILES: dict[str, Any] = {HOPPER: _Sm90, "gemm_sm80": _Sm80, "esfk_sm80": _Sm80}
+"""By family."""
 
 ProductKey = GemmKey | DecodeKey | PackedKey
 """Each says what tuning knows of a product, which tiles there are and which one nobody needs to measure, the kernel of a tile, and

@@ -6,30 +6,29 @@ That neither touches CUDA nor imports a compiler: the kernels' modules are impor
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 from hexa_fx.cuda.modes import runs_torch_only
 
-_LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
-_SOURCES = ("moe_ffn_sources", "moe_ffn_sources_forward")
-_MODULES = ("rows", "gemm", "fp8", "fp8_rows", "packed_rows", "sources_requests")
+_LAYERS = tuple(f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources") for end in ("", "_forward", "_backward"))
+_MODULES = ("sources_requests", "rows", "gemm", "fp8", "fp8_rows", "packed_rows")
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``, the function of that name. Imports it and all others."""
-    modules = [import_module(f"hexa_fx.cuda.{module}") for module in ("layer", *_MODULES)]
-    found: Callable[..., Any] = next(vars(module)[name] for module in modules if name in vars(module))
+    layers, *modules = (vars(import_module(f"hexa_fx.cuda.{module}")) for module in ("layer", *_MODULES))
+    found: Callable[..., Any] = next(each[name] for each in (*modules, layers["LAYERS"]) if name in each)
     return found
 
 
 def kernels() -> list[str]:
-    """The operators that have kernels. Whole layers are made of others, or registered for plain tensors alone."""
+    """The operators on rows. Whole layers are made of them."""
     from hexa_fx.ops import library  # hexa_fx.ops calls `register`
 
-    return [name for name in library.names() if not name.startswith("moe_ffn") or name in _SOURCES]
+    return [name for name in library.names() if not name.startswith("moe_ffn")]
 
 
 @cache
@@ -45,6 +44,8 @@ def register() -> None:
     moe_ffn_fp8.why_not_on["cuda"] = _why_not_fp8
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
+    for name in ("moe_ffn_sources", "moe_ffn_sources_forward"):  # where a compiler calls them, too
+        library.register_kernel(name, "cuda", partial(moe_ffn_autograd.run, name))
 
 
 def _why_not_fp8(arguments: Any) -> str:

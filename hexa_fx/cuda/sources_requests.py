@@ -1,4 +1,4 @@
-"""``hexa::moe_ffn_sources`` on CUDA. A layer's first call has all its kernels built beside it, for layers that came to a device, or
+"""Has all kernels of a layer on weights that are no plain tensors built beside its first call: of layers that came to a device, or
 were given adapters, after `optimize`.
 """
 
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx import jit
-from hexa_fx.cuda.calls import falls_back
-from hexa_fx.cuda.choosing import Card, card_of, collection, on_forget
-from hexa_fx.cuda.fallback import generic
-from hexa_fx.cuda.packed_layer import moe_ffn_sources as few_or_general
-from hexa_fx.cuda.sources_kernel_set import sources_kernel_set
+from hexa_fx.cuda.choosing import Card, card_of, on_forget
+from hexa_fx.cuda.kernel_set import frozen, kernel_set
+from hexa_fx.cuda.layer import WHEN_NEW
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.table_layers import MoeFfnSources
 
@@ -26,25 +24,15 @@ _seen: set[tuple[object, ...]] = set()
 on_forget(_seen.clear)
 
 
-@falls_back("moe_ffn_sources")
-def moe_ffn_sources(o: MoeFfnSources) -> Tensor:
-    """See hexa_fx.ops.moe_ffn_sources."""
-    _request_once(o)
-    return few_or_general(o)
-
-
-@falls_back("moe_ffn_sources_forward")
-def moe_ffn_sources_forward(o: MoeFfnSources) -> tuple[Tensor, ...]:
-    """See hexa_fx.ops.moe_ffn_sources: operator by operator."""
-    _request_once(o)
-    return generic("moe_ffn_sources_forward")(*o)  # type: ignore[no-any-return]
-
-
-def _request_once(o: MoeFfnSources) -> None:
+def _request_once(args: tuple[Any, ...]) -> None:
+    o = MoeFfnSources._make(args)
     kind = o.x.device.index, *o.kind
-    if collection() is None and kind not in _seen:
+    if kind not in _seen:
         _seen.add(kind)
         request(o, card_of(o.x.device.index))
+
+
+WHEN_NEW |= dict.fromkeys(("moe_ffn_sources", "moe_ffn_sources_forward"), _request_once)
 
 
 def request(call: MoeFfnSources, card: Card) -> Thread:
@@ -54,11 +42,11 @@ def request(call: MoeFfnSources, card: Card) -> Thread:
         call: of which only types, shapes and strides count; nothing of it is kept.
         card: what kernels are chosen for.
     """
-    layer = MoeFfnSources._make(map(_without_data, call))
+    layer = frozen(MoeFfnSources._make(map(_without_data, call)))
 
     def find() -> None:
         try:
-            jit.builder().request(sources_kernel_set(layer, card))
+            jit.builder().request(kernel_set(layer, card))
         except (KernelError, OSError) as error:  # the operators fall back and say so
             log.debug("no kernels are built ahead: %s", error)
 

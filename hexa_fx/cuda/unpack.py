@@ -21,7 +21,8 @@ from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format, ceil_div
 from hexa_fx.formats.four_bit import FourBit, Nf4Double
-from hexa_fx.ops.table import Esmm, EsmmActBackwardPacked, EsmmActPacked, EsmmPacked
+from hexa_fx.ops.table import Esmm
+from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmPacked
 
 MOST_BYTES = 256 << 20
 """Of unpacked matrices at a time; one expert's if that is more."""

@@ -22,13 +22,13 @@ from torch import nn
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import kind_and_line
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.program import direct
 from hexa_fx.sources import linear4bit
 

@@ -19,9 +19,7 @@ from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the
 from hexa_fx.ops.low_rank import low_rank_gradients, scaled_transpose
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
-from hexa_fx.ops.moe_ffn_fixed import _fixed  # noqa: F401  (registers the operators)
 from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
-from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.ops.weight_gradients import esfk, esfk_add, ess, ess_add, estmm, estmm_add
 

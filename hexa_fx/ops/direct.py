@@ -11,19 +11,30 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops import direct_rows, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.fixed_order import fixed_order
 
 _OPS = torch.ops.hexa
+_LAYERS = moe_ffn_autograd.LAYERS
+_MOE_FFN = _LAYERS["moe_ffn"]
 
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
     if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(*args)
-    if not any(map(sources.is_source, args)):
-        return _OPS.moe_ffn.default(*args)
-    return (row_scaled if row_scaled.has_any(args) else sources).moe_ffn(*args)
+        return moe_ffn_autograd.plain(_MOE_FFN, args)
+    return _layer("moe_ffn", "moe_ffn_sources", args)
+
+
+def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
+    if any(map(sources.is_source, args)):
+        if row_scaled.has_any(args):
+            return row_scaled.moe_ffn(*args)
+        name, args = with_sources, tuple(sources.operands(args))
+        if library.is_eager(args, cuda=True):
+            return moe_ffn_autograd.plain(_LAYERS[name], args)
+    return library.overload(name)(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
@@ -31,12 +42,14 @@ def moe_ffn_fixed(*args: Any) -> Any:
     if row_scaled.has_any(args):
         with fixed_order():
             return row_scaled.moe_ffn(*args)
-    return (sources.moe_ffn_fixed if any(map(sources.is_source, args)) else _OPS.moe_ffn_fixed.default)(*args)
+    if library.is_eager(args, cuda=True):
+        return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
+    return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
 
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
-    return (fp8_sources.moe_ffn if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
+    return (moe_ffn_fp8_layer.with_sources if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
 
 
 def reindex(*args: Any) -> Any:

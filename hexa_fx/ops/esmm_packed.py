@@ -1,7 +1,6 @@
-"""Row products with packed weights, which are read expert by expert, and what is fused with them.
+"""``hexa::esmm_packed``: products with packed weights, which are read expert by expert.
 
-A packed weight is frozen: rows and biases have gradients, it has none. Of the fused operators `hexa::moe_ffn_sources` has the
-gradients.
+A packed weight is frozen: rows and biases have gradients, it has none.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from torch import Tensor
 from hexa_fx.formats import format_of
 from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.rows import flip, gather_rows, invert
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    EsmmActBackwardPacked,
-    EsmmActPacked,
-    EsmmPacked,
-    EsmmPackedLowRank,
-)
+from hexa_fx.ops.table_variants import EsmmPacked
 
 _OPS = torch.ops.hexa
 
@@ -61,32 +53,3 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 library.register_autograd("esmm_packed", _backward, _setup_context)
-
-
-def _product(o: EsmmPacked, u: Tensor | None, c: Tensor | None) -> Tensor:
-    """The product, and what is added to it, in an operator of their own each."""
-    y: Tensor = _OPS.esmm_packed(*o)
-    return y if u is None else y.add_(_OPS.esmm(u, c, None, None, o.offs, 1, o.layout))
-
-
-@library.kernel("esmm_packed_low_rank", "any")
-def low_rank_composed(o: EsmmPackedLowRank) -> Tensor:
-    """Kernel for any device: two products."""
-    return _product(o.to(EsmmPacked), o.u, o.c)
-
-
-@library.kernel("esmm_act_packed", "any")
-def act_composed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
-    """Kernel for any device: the product, then the activation."""
-    h = _product(o.to(EsmmPacked), o.u, o.c)
-    a = _OPS.activate(*o.to(Activate, h=h))
-    return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
-
-
-@library.kernel("esmm_act_backward_packed", "any")
-def act_backward_composed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel for any device: the product, then the activation's gradient."""
-    out: tuple[Tensor, Tensor, Tensor] = _OPS.activate_backward(
-        *o.to(ActivateBackward, da=_product(o.product, o.u, o.c))
-    )
-    return out

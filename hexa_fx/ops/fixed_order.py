@@ -12,7 +12,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from hexa_fx.contexts import set_to
 from hexa_fx.ops.cpu import Group, multiply
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 _active: ContextVar[bool] = ContextVar("fixed_order", default=False)
 is_fixed = _active.get
@@ -42,6 +44,17 @@ _PIECE = 1 << 14
 def fixed_order() -> AbstractContextManager[None]:
     """A context in which this thread's expert operators run in a fixed order."""
     return set_to(_active, True)
+
+
+def in_fixed_order(function: Callable[..., R]) -> Callable[..., R]:
+    """A function of expert operators, in a fixed order."""
+
+    @wraps(function)
+    def run(*args: Any) -> R:
+        with fixed_order():
+            return function(*args)
+
+    return run
 
 
 def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Sequence[Group], out: Tensor) -> None:

@@ -17,6 +17,16 @@ def shape(t: Tensor) -> str:
     return f"{t.dtype} {tuple(t.shape)}"
 
 
+DENSE = "dense"
+"""The format of a weight that is a tensor of numbers."""
+
+
+def experts_last(factor: Tensor) -> bool:
+    """Whether a factor (E, N, r) lies as (N, r, E), which is how PEFT stores those of its second linear layer."""
+    experts, _, rank = factor.shape
+    return experts > 1 and factor.stride() == (1, rank * experts, experts)
+
+
 @dataclass(frozen=True)
 class Form:
     """What a tensor operand has to be.

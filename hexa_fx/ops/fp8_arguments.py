@@ -11,7 +11,7 @@ from hexa_fx.formats.fp8_scaling import padded
 from hexa_fx.ops import library
 from hexa_fx.ops.activations import gate_and_up
 from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
-from hexa_fx.ops.table_layers import MoeFfnFp8, MoeFfnFp8Backward, MoeFfnFp8Forward
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8, MoeFfnFp8Backward, MoeFfnFp8Forward
 
 Call = MoeFfnFp8Forward | MoeFfnFp8Backward
 

@@ -33,7 +33,6 @@ from hexa_fx.torch_private import (
     OpOverload,
     _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
-    _any_requires_grad,
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
     _get_tracing_state,
@@ -245,18 +244,6 @@ def _register_mutation(name: str, buffers: int) -> None:
 def register_autograd_kernel(name: str, kernel: Kernel) -> None:
     """Registers a kernel on the Autograd key itself. Its first argument is the dispatch keyset."""
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-
-
-def register_autograd_function(name: str, function: Kernel) -> None:
-    """Runs ``function``, of the operator's arguments, where a gradient is wanted, and else ``hexa::<name>`` below autograd."""
-    operator = overload(name)
-
-    def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
-        if is_grad_enabled() and _any_requires_grad(*args):
-            return function(*args)
-        return below_autograd(operator, keyset, args)
-
-    register_autograd_kernel(name, autograd)
 
 
 def below_autograd(operator: OpOverload, keyset: DispatchKeySet, args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Products with factors of a few columns (LoRA).
+"""Products with factors of a few columns (LoRA), and what is fused with products, for any device.
 
 ``hexa::esmm_low_rank`` and its relatives add a second product in the same accumulator, ``x @ W^T + u @ C^T``, plain, before an
 activation or before its gradient. ``hexa::low_rank_gradients`` has the gradients of such a factor and of its rows, and
@@ -15,13 +15,16 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.table import (
-    ActivateBackward,
-    Esmm,
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm
+from hexa_fx.ops.table_gradients import LowRankGradients
+from hexa_fx.ops.table_variants import (
     EsmmActBackwardLowRank,
+    EsmmActBackwardPacked,
     EsmmActLowRank,
+    EsmmActPacked,
     EsmmLowRank,
-    LowRankGradients,
+    EsmmPacked,
+    EsmmPackedLowRank,
     ScaledTranspose,
 )
 
@@ -29,26 +32,35 @@ _OPS = torch.ops.hexa
 
 
 @library.kernel("esmm_low_rank", "any")
-def esmm_composed(o: EsmmLowRank) -> Tensor:
-    """Kernel for any device: two products."""
-    y: Tensor = _OPS.esmm(*o.to(Esmm))
-    return y.add_(_OPS.esmm(o.u, o.c, None, None, o.offs, 1, o.layout))
+@library.kernel("esmm_packed_low_rank", "any")
+def summed(o: EsmmLowRank | EsmmPacked) -> Tensor:
+    """Kernel for any device: a product, and a second one where there is one."""
+    name, record = ("esmm_packed", EsmmPacked) if isinstance(o, EsmmPacked) else ("esmm", Esmm)
+    y: Tensor = getattr(_OPS, name)(*o.to(record))
+    u, c = getattr(o, "u", None), getattr(o, "c", None)
+    return y if u is None else y.add_(_OPS.esmm(u, c, None, None, o.offs, 1, o.layout))
 
 
 @library.kernel("esmm_act_low_rank", "any")
-def esmm_act_composed(o: EsmmActLowRank) -> tuple[Tensor, Tensor]:
+@library.kernel("esmm_act_packed", "any")
+def activated(o: EsmmActLowRank | EsmmActPacked) -> tuple[Tensor, Tensor]:
     """Kernel for any device: the products, then the activation."""
-    h = esmm_composed(o.to(EsmmLowRank, weight=o.w1, bias=o.b1))
-    if o.w3 is not None:
-        h = torch.cat((h, esmm_composed(o.to(EsmmLowRank, weight=o.w3, bias=o.b3, c=o.c3))), dim=1)
-    a = _OPS.activate(h, o.activation, o.glu, o.params)
-    return (h if o.keep_h else h.new_empty((0, o.width))), a
+    if isinstance(o, EsmmActPacked):
+        h = summed(o)
+    else:
+        both = ((o.w1, o.b1, o.c), (o.w3, o.b3, o.c3))
+        parts = [summed(o.to(EsmmLowRank, weight=w, bias=b, c=c)) for w, b, c in both if w is not None]
+        h = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    a = _OPS.activate(*o.to(Activate, h=h))
+    return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
 
 
 @library.kernel("esmm_act_backward_low_rank", "any")
-def esmm_act_backward_composed(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
+@library.kernel("esmm_act_backward_packed", "any")
+def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel for any device: the products, then the activation's gradient."""
-    da = esmm_composed(o.to(EsmmLowRank, x=o.dy))
+    packed = isinstance(o, EsmmActBackwardPacked)
+    da = summed(o.to(EsmmPackedLowRank, x=o.dy) if packed else o.to(EsmmLowRank, x=o.dy))
     out: tuple[Tensor, Tensor, Tensor] = _OPS.activate_backward(*o.to(ActivateBackward, da=da))
     return out
 

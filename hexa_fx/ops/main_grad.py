@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.table_layers import OPERANDS, parameters
+from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, parameters
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 NAME = "main_grad"
 ADDED = "grad_added_to_main_grad"
 Buffers = tuple[Tensor | None, ...]
-"""By operand, in the order of `OPERANDS` from the second on. Empty where there is none at all."""
+"""By operand, in the order of `SOURCES_OPERANDS` from the second on. Empty where there is none at all."""
 
 logger = logging.getLogger(__name__)
 _PLAIN = (Tensor, nn.Parameter)
@@ -39,12 +39,12 @@ def _say_once(why: str) -> None:
 def gradients(
     backward: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor | None], needs: Sequence[bool], plain: bool
 ) -> list[Tensor | None]:
-    """What autograd is given for each of `OPERANDS`: None where no gradient is needed, or where a buffer took it.
+    """What autograd is given for each differentiable operand: None where no gradient is needed, or where a buffer took it.
 
     Args:
         backward: takes buffers to add to, if there are any, and gives all other gradients that are needed, in order.
-        operands: of moe_ffn, without x.
-        needs: of each of `OPERANDS`.
+        operands: the differentiable ones of a layer, without x.
+        needs: of each of them.
         plain: whether nothing but autograd sees the call; see `library.is_plain_tensor`.
 
     Raises:
@@ -64,21 +64,21 @@ def gradients(
     return found
 
 
-def kept_operands(o: Any, needs: Any, names: Sequence[str]) -> list[Tensor | None]:
-    """Operands of a layer as backward keeps them.
+def shapes_only(o: Any, needs: Any) -> dict[str, Tensor]:
+    """The biases that backward needs the shape of, but not the numbers, as it keeps them.
 
-    A bias that backward needs the shape of, but not the numbers, counts its versions anew: it may be written, as by the original.
+    Such a bias counts its versions anew: it may be written, as by the original.
 
     Args:
         o, needs: the operands, and whether a gradient of each is needed, by name.
-        names: of what is kept.
     """
+    biases = {"b1": o.b1, "b3": o.b3, "b2": o.b2}
     read = {"b1": o.recompute_h, "b3": o.recompute_h, "b2": needs.top_k_weights}
-    return [_shape_only(getattr(o, name)) if not read.get(name, True) else getattr(o, name) for name in names]
+    return {name: _shape_only(bias) for name, bias in biases.items() if bias is not None and not read[name]}
 
 
-def _shape_only(bias: Tensor | None) -> Tensor | None:
-    return bias.data if bias is not None and type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
+def _shape_only(bias: Tensor) -> Tensor:
+    return bias.data if type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
 
 
 def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
@@ -88,7 +88,7 @@ def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     if found.count(None) == len(found):
         return ()
     found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
-    for name, operand, buffer in zip(OPERANDS[1:], operands, found, strict=True):
+    for name, operand, buffer in zip(SOURCES_OPERANDS[1:], operands, found):
         if buffer is not None and operand is not None and buffer.shape != operand.shape:
             shapes = f"main_grad is {tuple(buffer.shape)}, {name} {tuple(operand.shape)}"
             raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
@@ -114,9 +114,10 @@ def _say_hooked() -> None:
 
 
 def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
-    """The buffers that the backward program adds to directly. The routing weights have none, as they are no parameter."""
+    """The buffers that the backward program adds to directly, of weights and biases."""
     found = [
-        None if i == 0 or not _fits(*pair) else pair[1] for i, pair in enumerate(zip(operands, buffers, strict=False))
+        buffer if 0 < i < len(OPERANDS) - 1 and _fits(operand, buffer) else None
+        for i, (operand, buffer) in enumerate(zip(operands, buffers))
     ]
     taken = [buffer for buffer in found if buffer is not None]
     torch.autograd.graph.increment_version(taken)  # kernels write to memory behind autograd's back

@@ -1,4 +1,5 @@
-"""``hexa::moe_ffn``: a whole MoE feed-forward in one node, the canonical form of the rewrite.
+"""A layer of experts: ``hexa::moe_ffn``, a whole MoE feed-forward in one node, which is the canonical form of the rewrite, and
+``hexa::moe_ffn_sources``, the same on weights that are packed, have low-rank additions (LoRA), or both.
 
 It is one autograd unit, so that it decides what is saved for backward: x, h (unless ``recompute_h``), the routing and the
 weights. Below autograd there are three operators:
@@ -7,8 +8,9 @@ weights. Below autograd there are three operators:
 * ``moe_ffn_forward``, which also returns what backward needs;
 * ``moe_ffn_backward``.
 
-All three run the programs that the operator's compiler makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how
-autograd reaches them.
+All run the programs that the layers' compiler makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how autograd reaches
+them. What ends in ``_fixed`` takes no way that depends on the number of tokens (the dense one, another tile), so that a token's
+result has the same bits in any batch; gradients are sums over tokens, whose bits depend on it.
 """
 
 from __future__ import annotations
@@ -21,17 +23,9 @@ from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
+from hexa_fx.ops.fixed_order import in_fixed_order
 from hexa_fx.ops.program import programs
-from hexa_fx.ops.table_layers import (
-    OPERANDS,
-    PARAMETERS,
-    MoeFfn,
-    MoeFfnBackward,
-    differentiable,
-    parameters,
-    static_of,
-    tensors,
-)
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward, static_of
 
 _OPS = torch.ops.hexa
 
@@ -79,37 +73,49 @@ def moe_ffn(
     return y
 
 
-_backward_operands = MoeFfnBackward.pick("dy", "x", "h", "v", "inv", "offs", "top_k_weights", *PARAMETERS, "top_k")
-_backward_parameters = MoeFfnBackward.pick(*PARAMETERS)
-_NO_GRADS = (False,) * len(OPERANDS)
-
-
-def _static(o: MoeFfn | MoeFfnBackward) -> tuple[Any, ...]:
-    return o.activation, o.glu, tuple(o.params), o.layout1, o.layout2, o.recompute_h
-
-
 def _given(tensors: Iterable[Any]) -> tuple[bool, ...]:
     return tuple([t is not None for t in tensors])
 
 
-def forward_on(device: str, training: bool, o: MoeFfn) -> Any:
-    """The forward program of a device type: y, for training y, h, v, inv and offs. Arguments are not checked."""
-    program = programs(_static(o), _given(differentiable(o)), _NO_GRADS, training, device)
-    out = program.forward(*tensors(o))
-    if training and o.recompute_h:
-        y, v, inv, offs = out
-        return y, o.hidden(), v, inv, offs
-    return out
+Layer = MoeFfn | MoeFfnSources
+Gradients = MoeFfnBackward | MoeFfnSourcesBackward
+_SOURCES = MoeFfnSources.differentiable
+_operands = {record: record.pick(*record.differentiable) for record in (MoeFfn, MoeFfnSources)}
+_operands_of_backward = {
+    record: record.pick("dy", *record.differentiable[1:]) for record in (MoeFfnBackward, MoeFfnSourcesBackward)
+}
 
 
-def backward_on(device: str, *args: Any) -> list[Tensor]:
-    """The backward program of a device type, of `MoeFfnBackward`. If h is in a list, it is freed after its last use."""
-    o, buffers = MoeFfnBackward.split(args)
+def forward_on(device: str, training: bool, o: Layer) -> Any:
+    """The forward program of a device type: y, for training also what backward needs. Arguments are not checked."""
+    of_sources = isinstance(o, MoeFfnSources)
+    given = _given(_operands[MoeFfnSources if of_sources else MoeFfn](o))
+    found = programs(o.static, given, device, () if training else None).forward(*o)
+    if not training or not (of_sources or o.recompute_h):
+        return found
+    y, *kept = found
+    left = iter(kept)
+    h = o.hidden() if o.recompute_h else next(left)
+    if not of_sources:
+        return y, h, *left
+    # An addition that is not there has a tensor of its own: results of a custom operator may not share one.
+    u = [h.new_empty((0, 0)) if a is None else next(left) for a in (o.a1, o.a3, o.a2)]  # type: ignore[union-attr]
+    return y, h, *u, *left
+
+
+def backward_on(device: str, record: type[Gradients], args: Iterable[Any], fused: bool = True) -> list[Tensor]:
+    """The backward program of a device type. If h is in a list, it is freed after its last use. Buffers may follow the operands."""
+    o, buffers = record.split(tuple(args))
     h: Any = o.h if o.h is None or isinstance(o.h, list) else [o.h]
-    given = _given((o.dy, o.top_k_weights, *_backward_parameters(o)))
-    program = programs(_static(o), given, tuple(o.needs), True, device, _given(buffers))
-    out: tuple[Tensor, ...] = program.backward(*_backward_operands(o._replace(h=h)), *buffers)
-    return list(out)
+    given = _given(_operands_of_backward[record](o))
+    program = programs(o.static, given, device, tuple(o.needs), _given(buffers), fused)
+    return list(program.backward(*o._replace(h=h), *buffers))
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_weights = {
+    record: record.pick(*PARAMETERS) for record in (MoeFfn, MoeFfnSources, MoeFfnBackward, MoeFfnSourcesBackward)
+}
 
 
 def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
@@ -118,25 +124,25 @@ def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
     return x.device.type if plain else "any"
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+def _register(name: str, record: type[Layer], gradients: type[Gradients]) -> None:
+    """Registers the kernels for any device of a layer's operators."""
+    weights, weights_of_backward = _weights[record], _weights[gradients]
+
+    def inference(o: Layer) -> Any:
+        return forward_on(_device_of(o.x, weights(o)), False, o)
+
+    def training(o: Layer) -> Any:
+        return forward_on(_device_of(o.x, weights(o)), True, o)
+
+    def backward(*args: Any) -> list[Tensor]:
+        dy, *_ = args
+        return backward_on(_device_of(dy, weights_of_backward(args)), gradients, args)
+
+    for end, run in (("", inference), ("_forward", training)):
+        library.kernel(f"{name}{end}", "any")(run)
+        library.kernel(f"{name}_fixed{end}", "any")(in_fixed_order(run))
+    library.register_kernel(f"{name}_backward", "any", backward)
 
 
-@library.kernel("moe_ffn", "any")
-def inference(o: MoeFfn) -> Tensor:
-    """Kernel for any device: the forward program for inference."""
-    return forward_on(_device_of(o.x, parameters(o)), False, o)  # type: ignore[no-any-return]
-
-
-@library.kernel("moe_ffn_forward", "any")
-def training(o: MoeFfn) -> tuple[Tensor, ...]:
-    """Kernel for any device: the forward program for training."""
-    return forward_on(_device_of(o.x, parameters(o)), True, o)  # type: ignore[no-any-return]
-
-
-def _backward(*args: Any) -> list[Tensor]:
-    """Kernel for any device: the backward program."""
-    o, _ = MoeFfnBackward.split(args)
-    return backward_on(_device_of(o.dy, _backward_parameters(o)), *args)
-
-
-library.register_kernel("moe_ffn_backward", "any", _backward)
+_register("moe_ffn", MoeFfn, MoeFfnBackward)
+_register("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward)

@@ -1,15 +1,18 @@
-"""How autograd runs `hexa::moe_ffn`: through operators, or by their kernels directly.
+"""How autograd runs layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`, `hexa::moe_ffn_fp8`): through operators, or by their kernels
+directly.
 
-A compiler, a dispatch mode or a tensor subclass sees ``moe_ffn_forward`` and ``moe_ffn_backward`` as operators. On plain
-tensors with nothing of that kind active, kernels are called directly, because torch's dispatcher takes as long to reach a
-Python kernel as a small layer takes to run.
+A compiler, a dispatch mode or a tensor subclass sees a layer's ``_forward`` and ``_backward`` as operators. On plain tensors with
+nothing of that kind active, kernels are called directly, because torch's dispatcher takes as long to reach a Python kernel as a
+small layer takes to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -17,101 +20,146 @@ from torch import Tensor, is_grad_enabled
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfn, differentiable, static
+from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
 _OPS = torch.ops.hexa
-_run_inference, _run_forward, _run_backward = (
-    library.checked_kernel(name, "any") for name in ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
-)
 _on_cuda: dict[str, Callable[..., Any]] = {}
-Grads = tuple[Tensor | None, ...]
 
 
-class ByExpertOrder(DirectFunction):
-    """The autograd function over the operators."""
+class Layer(NamedTuple):
+    """A layer as autograd sees it.
+
+    Args:
+        name: of the operators for inference, forward and backward, without their ends.
+        record: of the first two.
+        gradients: of the last.
+        kept: what forward returns besides y.
+        fixed: whether a token's bits are the same in any batch.
+        backward: what computes gradients on plain tensors; None for what runs the operator.
+    """
+
+    name: str
+    record: type[Any]
+    gradients: type[Any]
+    kept: tuple[str, ...]
+    fixed: bool = False
+    backward: Callable[..., Any] | None = None
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator for inference."""
+        return f"{self.name}_fixed" if self.fixed else self.name
+
+
+_ROUTING = ("v", "inv", "offs")
+_DENSE = Layer("moe_ffn", MoeFfn, MoeFfnBackward, ("h", *_ROUTING))
+_SOURCES = Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, ("h", "u1", "u3", "u2", *_ROUTING))
+LAYERS = {each.operator: each for layer in (_DENSE, _SOURCES) for each in (layer, layer._replace(fixed=True))}
+"""By their operators for inference."""
+
+
+class LayerFunction(DirectFunction):
+    """The autograd function of a layer. It keeps x if something needs it, h unless it is computed again, routing and operands."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        with _AutoDispatchBelowAutograd():
-            return ByExpertOrder.kept(ctx, args, *_OPS.moe_ffn_forward.default(*args))
+    def forward(ctx: Any, layer: Layer, plain: bool, *args: Any) -> Tensor:
+        with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
+            name = f"{layer.name if plain else layer.operator}_forward"
+            y, *kept = run(name, *args) if plain else library.overload(name)(*args)
+        _, _, *wanted = ctx.needs_input_grad
+        o, needs = layer.record._make(args), layer.record._make(wanted)
+        marks = [bool(getattr(needs, name)) for name in layer.record.differentiable]
+        given = {**dict(zip(layer.kept, kept)), **main_grad.shapes_only(o, needs)}
+        given |= dict.fromkeys((*(() if o.keeps_x(needs) else _OF_X), *(_OF_H if o.recompute_h else ())))
+        values = o.to(layer.gradients, top_k=o.top_k, needs=marks, **given)
+        lists = [value if isinstance(value, list | tuple) else (value,) for value in values]
+        ctx.save_for_backward(*[t for each in lists for t in each if isinstance(t, Tensor)])
+        ctx.layer, ctx.values = layer, [_form(value) for value in values]
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
-    def kept(ctx: Any, args: tuple[Any, ...], y: Tensor, h: Tensor, v: Tensor, inv: Tensor, offs: Tensor) -> Tensor:
-        """y, with what backward needs saved."""
-        o, needs = MoeFfn._make(args), MoeFfn._make(ctx.needs_input_grad)
-        keep_x = o.x if needs.w1 or needs.w3 or o.recompute_h else None
-        operands = main_grad.kept_operands(o, needs, ("top_k_weights", *PARAMETERS))
-        ctx.save_for_backward(keep_x, None if o.recompute_h else h, v, inv, offs, *operands)
-        ctx.static, ctx.needs = (o.top_k, *static(args)), list(differentiable(needs))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Grads:
-        dy, plain = grads[0], library.is_plain_tensor(grads[0])
-        x, h, v, inv, offs, *operands = ctx.saved_tensors
-        if plain and h is not None:
-            h = [h]  # the backward program pops it and frees it after its last use
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy, layer, saved = grads[0], ctx.layer, iter(ctx.saved_tensors)
+        o = layer.gradients._make([value.of(saved) if isinstance(value, _Saved) else value for value in ctx.values])
+        o, saved, plain = o._replace(dy=dy), None, library.is_plain_tensor(dy)
+        if plain and o.h is not None:
+            o = o._replace(h=[o.h])  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        run = _backward if plain else _OPS.moe_ffn_backward.default
-        call = partial(run, dy, x, h, v, inv, offs, *operands, *ctx.static, ctx.needs)
-        found = main_grad.gradients(call, operands, ctx.needs, plain)
-        return MoeFfn.by_argument(**dict(zip(OPERANDS, found)))
+        name, names = f"{layer.name}_backward", layer.record.differentiable
+        operands, needs = [getattr(o, each) for each in names[1:]], o.needs
+
+        def call(*buffers: Tensor | None) -> list[Tensor]:
+            if not plain:
+                return library.overload(name)(*o)  # type: ignore[no-any-return]
+            return run(name, *o, *buffers) if layer.backward is None else layer.backward(*o, *buffers)  # type: ignore[no-any-return]
+
+        found = main_grad.gradients(call, operands, needs, plain)
+        return None, None, *layer.record.by_argument(**dict(zip(names, found)))
 
 
-class _Plain(ByExpertOrder):
-    """The same by kernels, on plain tensors."""
+class _Saved(NamedTuple):
+    """A tensor, or so many in a list."""
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        with _AutoDispatchBelowAutograd():
-            return ByExpertOrder.kept(ctx, args, *_run("moe_ffn_forward", _run_forward, args))
+    many: int | None
 
-
-def _backward(*args: Any) -> list[Tensor]:
-    return _run("moe_ffn_backward", _run_backward, args)  # type: ignore[no-any-return]
+    def of(self, tensors: Iterator[Tensor]) -> Any:
+        return next(tensors) if self.many is None else list(islice(tensors, self.many))
 
 
-def autograd(keyset: DispatchKeySet, *args: Any) -> Any:
-    """``hexa::moe_ffn`` on the Autograd key."""
+def _form(value: Any) -> Any:
+    """What stands for an operand of backward while its tensors are saved."""
+    if isinstance(value, Tensor):
+        return _Saved(None)
+    is_list = isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)
+    return _Saved(len(value)) if is_list else value
+
+
+_OF_X, _OF_H = ("x", "xq", "xs"), ("h", "hs")
+
+
+def autograd(layer: Layer, keyset: DispatchKeySet, *args: Any) -> Any:
+    """A layer's operator on the Autograd key."""
     if is_forward_mode():
         raise InputError(
-            "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
-            "original module"
+            f"hexa::{layer.operator} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or "
+            "the original module"
         )
     if library.is_plain(keyset):
-        return plain(*args)
+        return plain(layer, args)
     if is_grad_enabled() and _any_requires_grad(*args):
-        return ByExpertOrder.apply(*args)
-    return library.below_autograd(_OPS.moe_ffn.default, keyset, args)
+        return LayerFunction.apply(layer, False, *args)
+    return library.below_autograd(library.overload(layer.operator), keyset, args)
 
 
-def plain(*args: Any) -> Any:
-    """``hexa::moe_ffn`` with autograd, where nothing but autograd has to see it."""
+def plain(layer: Layer, args: tuple[Any, ...]) -> Any:
+    """A layer with autograd, where nothing but autograd has to see it."""
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _Plain.apply(*args)
-    return _run("moe_ffn", _inference, args)
-
-
-def _inference(*args: Any) -> Tensor:
+        return LayerFunction.apply(layer, True, *args)
     with _AutoDispatchBelowAutograd():
-        return _run_inference(*args)  # type: ignore[no-any-return]
+        if not layer.fixed:
+            return run(layer.name, *args)
+        with fixed_order():
+            return run(layer.name, *args)
 
 
-def _run(name: str, general: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Runs an operator of the layer on plain tensors."""
+def run(name: str, *args: Any) -> Any:
+    """Runs an operator of a layer on plain tensors."""
     first, *_ = args
-    return _on_cuda[name](general, *args) if name in _on_cuda and first.is_cuda else general(*args)
+    general = library.checked_kernel(name, "any")
+    return _on_cuda[name](general, *args) if first.is_cuda and name in _on_cuda else general(*args)
 
 
 def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
     """Registers what runs ``hexa::<name>`` on plain CUDA tensors.
 
     Args:
-        name: ``moe_ffn``, ``moe_ffn_forward`` or ``moe_ffn_backward``.
+        name: ``moe_ffn``, ``moe_ffn_forward``, ``moe_ffn_backward``, or of ``moe_ffn_sources``.
         kernel: takes the general implementation, then the operator's arguments, unchecked.
     """
     _on_cuda[name] = kernel
 
 
-library.register_autograd_kernel("moe_ffn", autograd)
+for _name, _layer in LAYERS.items():
+    library.register_autograd_kernel(_name, partial(autograd, _layer))

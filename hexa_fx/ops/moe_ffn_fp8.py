@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,24 +17,17 @@ from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
-from hexa_fx.ops import library, main_grad
-from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.ops import library, sources
+from hexa_fx.ops.forms import DENSE
 from hexa_fx.ops.fp8_arguments import first, first_bias, kernel, second, second_bias, steps
+from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.projection import DENSE
 from hexa_fx.ops.records import Operands
-from hexa_fx.ops.table_fp8 import QUANTIZABLE
-from hexa_fx.ops.table_layers import (
-    OPERANDS,
-    PARAMETERS,
-    MoeFfn,
-    MoeFfnFp8,
-    MoeFfnFp8Forward,
-    MoeFfnSources,
-    differentiable,
-    parameters,
-    static,
-)
+from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_fp8 import QUANTIZABLE, is_whole
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnSources, parameters
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8, MoeFfnFp8Backward, MoeFfnFp8Forward
 from hexa_fx.torch_private import (
     DispatchKeySet,
     FakeTensor,
@@ -126,31 +119,7 @@ def _training(o: MoeFfnFp8Forward) -> tuple[Tensor, ...]:
     return run(o, transposed=True, keep_h=not o.recompute_h)
 
 
-class _MoeFfnFp8(DirectFunction):
-    """What it keeps besides weights: x in FP8 if something needs it, so h unless it is computed again, and the routing."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        with _AutoDispatchBelowAutograd():
-            y, xq, xs, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
-        o, wanted = MoeFfnFp8Forward._make(args), MoeFfnFp8Forward._make(ctx.needs_input_grad)
-        none, kept = (None, None), main_grad.kept_operands(o, wanted, ("top_k_weights", *PARAMETERS))
-        tokens = (xq, xs) if wanted.w1 or wanted.w3 or o.recompute_h else none
-        ctx.save_for_backward(*tokens, *(none if o.recompute_h else (h, hs)), *routing, *kept)
-        ctx.static, ctx.needs = (*static(o), o.cached, o.top_k), list(differentiable(wanted))
-        return y  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        xq, xs, h, hs, v, inv, offs, *operands = ctx.saved_tensors
-        plain = library.is_plain_tensor(grads[0])
-        if plain and h is not None:
-            h = [h]  # backward pops it and frees it after its last use
-            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        run = _run_backward if plain else _OPS.moe_ffn_fp8_backward.default
-        call = partial(run, grads[0], xq, xs, h, hs, v, inv, offs, *operands, *ctx.static, ctx.needs)
-        found = main_grad.gradients(call, operands, ctx.needs, plain)
-        return MoeFfnFp8Forward.by_argument(**dict(zip(OPERANDS, found)))
+LAYER = Layer("moe_ffn_fp8", MoeFfnFp8Forward, MoeFfnFp8Backward, ("xq", "xs", "h", "hs", "v", "inv", "offs"))
 
 
 def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
@@ -164,10 +133,42 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
             raise InputError(
                 "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
             )
-        return _MoeFfnFp8.apply(*o.to(MoeFfnFp8Forward))
+        return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(MoeFfnFp8Forward))
     return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
 
 
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
-_run_backward = library.checked_kernel("moe_ffn_fp8_backward", "any")
 library.register_autograd_kernel("moe_ffn_fp8", _autograd)
+
+
+# On weights that are packed: checkpoints in FP8 blocks of 128 x 128 hold what products in FP8 multiply by, so that inference reads
+# them as they lie. Other packed weights, and calls that need gradients, multiply in the dtype of the tokens.
+
+
+def with_sources(*args: Any) -> Any:
+    """The layer, of arguments of which some weights are packed."""
+    o = MoeFfnFp8Forward._make(args)
+    found = _as_they_lie(o)
+    if isinstance(found, MoeFfnFp8):
+        return torch.ops.hexa.moe_ffn_fp8.default(*found)
+    say_once(f"compute='fp8_block' multiplies by packed weights in {o.x.dtype}: {found}")
+    return torch.ops.hexa.moe_ffn_sources.default(*sources.operands(tuple(o.to(MoeFfn))))
+
+
+def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
+    """The operands with packed weights as quantised ones; or why that cannot be."""
+    both = (o.w1, o.w2)
+    if o.w3 is not None or not all(isinstance(w, QuantizedWeight) and w.format == FP8_BLOCK.name for w in both):
+        return "they are not all in FP8 blocks, with gate and up in one"
+    if is_grad_enabled() and _any_requires_grad(*o):
+        return "gradients are wanted"
+    packed, layouts = [], []
+    for weight, layout in zip(both, (o.layout1, o.layout2), strict=True):
+        assert isinstance(weight, QuantizedWeight)
+        packed.append(weight)
+        layouts.append(flip(layout) if weight.transposed else layout)
+    w1, w2 = (weight.packed for weight in packed)
+    if not is_whole(w1, w2, o.glu, *layouts):
+        return "gate, up and down do not lie as blocks that products read"
+    s1, s2 = (weight.scales[0] for weight in packed)
+    return o.to(MoeFfnFp8, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)

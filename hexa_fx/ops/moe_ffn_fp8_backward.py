@@ -11,7 +11,8 @@ from torch import Tensor
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8_arguments import first, first_bias, kernel, second, steps
 from hexa_fx.ops.rows import routed_rows
-from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfnFp8Backward
+from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Backward
 
 _OPS = torch.ops.hexa
 

@@ -1,4 +1,4 @@
-"""The forward and backward programs that `hexa::moe_ffn` runs: what is asked of the compiler, and what it gives.
+"""The forward and backward programs that a layer runs: what is asked of the compiler, and what it gives.
 
 The compiler (`hexa_fx.passes.lowering`) is above the operators and reaches them through `hexa_fx.registry`.
 """
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
-from hexa_fx.ops.table_layers import OPERANDS
+from hexa_fx.ops.forms import DENSE
+from hexa_fx.ops.table_layers import READ_WITH_X, SOURCES_OPERANDS
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,12 @@ class FfnRequest:
 
     Args:
         spec: the expert.
-        given: which of `OPERANDS` are not None.
-        grads: which of `OPERANDS` need a gradient.
+        given: which of `SOURCES_OPERANDS` are not None.
+        grads: which of them need a gradient.
         training: whether the forward program also returns what backward needs.
         added: which of `grads` the backward program adds to buffers (its operands ``main_NAME``) instead of returning.
         fused_backward: dX, dW and db of the first projection in one kernel (`esfk`), else in three.
+        formats, alphas: of w1, w3 and w2, as `hexa::moe_ffn_sources` takes them; empty for `hexa::moe_ffn`.
     """
 
     spec: FfnSpec
@@ -36,10 +38,31 @@ class FfnRequest:
     training: bool = False
     added: frozenset[str] = frozenset()
     fused_backward: bool = True
+    formats: tuple[str, ...] = ()
+    alphas: tuple[float, ...] = ()
+
+    def format_of(self, number: str) -> str:
+        """Of the weight of projection ``1``, ``3`` or ``2``."""
+        return self.formats["132".index(number)] if self.formats else DENSE
+
+    def alpha_of(self, number: str) -> float:
+        """What its low-rank addition is multiplied by."""
+        return self.alphas["132".index(number)]
+
+    @property
+    def keeps_x(self) -> bool:
+        """Whether backward reads x."""
+        return self.spec.recompute_h or bool(self.grads & READ_WITH_X)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What forward makes that backward reads."""
+        narrow = (f"u{number}" for number in "132" if f"a{number}" in self.given)
+        return (*(() if self.spec.recompute_h else ("h",)), *narrow, "v", "inv", "offs")
 
 
 class FfnPrograms(Protocol):
-    """Two callables over all operands by position, with None for missing ones."""
+    """Two callables over a record of operands: `MoeFfn` or `MoeFfnSources`, and its backward's. Buffers may follow the latter."""
 
     @property
     def forward(self) -> Callable[..., Any]: ...
@@ -51,41 +74,38 @@ class FfnPrograms(Protocol):
 def programs(
     static: tuple[Any, ...],
     given: tuple[bool, ...],
-    needs: tuple[bool, ...],
-    training: bool,
     device: str,
+    needs: tuple[bool, ...] | None = None,
     added: tuple[bool, ...] = (),
     fused_backward: bool = True,
 ) -> FfnPrograms:
     """The programs for one kind of call, bound to the kernels of a device type. Cached.
 
     Args:
-        static: (activation, glu, params, layout1, layout2, recompute_h).
-        given: of each of `OPERANDS`, whether it is not None.
-        needs: of each of `OPERANDS`, whether it needs a gradient.
-        training: whether the forward program also returns what backward needs.
+        static: what `Layer.static` is.
+        given: of each of `SOURCES_OPERANDS`, whether it is not None; shorter for `hexa::moe_ffn`.
         device: device type.
-        added: for each of `OPERANDS` after the first, whether its gradient is added to a buffer. Empty for none.
+        needs: of each of them, whether it needs a gradient. None for inference, else forward also returns what backward needs.
+        added: for each of them after the first, whether its gradient is added to a buffer. Empty for none.
         fused_backward: see `FfnRequest`.
     """
-    return _made(static, given, needs, training, device, added, fused_backward, library.kernel_generation)
+    return _made(static, given, device, needs, added, fused_backward, library.kernel_generation)
 
 
 @lru_cache(maxsize=1024)
 def _made(
     static: tuple[Any, ...],
     given: tuple[bool, ...],
-    needs: tuple[bool, ...],
-    training: bool,
     device: str,
+    needs: tuple[bool, ...] | None,
     added: tuple[bool, ...],
     fused_backward: bool,
     generation: int,
 ) -> FfnPrograms:
-    activation, glu, params, layout1, layout2, recompute_h = static
+    activation, glu, params, layout1, layout2, recompute_h, *sources = static
     spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
-    present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
-    buffered = frozenset(compress(OPERANDS[1:], added))
-    request = FfnRequest(spec, present, grads & present, training, buffered & grads & present, fused_backward)
-    made: FfnPrograms = registry.compiler()(request, device)
+    present, grads = (frozenset(compress(SOURCES_OPERANDS, flags)) for flags in (given, needs or ()))
+    buffered = frozenset(compress(SOURCES_OPERANDS[1:], added))
+    asked = grads & present, needs is not None, buffered & grads & present, fused_backward
+    made: FfnPrograms = registry.compiler()(FfnRequest(spec, present, *asked, *sources), device)
     return made

@@ -1,171 +1,127 @@
-"""A projection of experts: a weight, dense or packed, with or without a low-rank addition: ``x @ W^T + s (x @ A^T) @ C^T``.
+"""Factors of low-rank additions to weights, as a layer's programs read them: ``x @ W^T + s (x @ A^T) @ C^T``.
 
-Neither ``W + s C A`` nor a packed W as a whole ever exists. ``x @ A^T`` is an expert-specific product with the rank as its width;
-that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.low_rank`).
+Neither ``W + s C A`` nor a packed W as a whole ever exists. ``u = x @ A^T`` is an expert-specific product with the rank r as its
+width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.low_rank`). A is (E, r, K) and C (E, N, r), of any
+strides and dtype. Copies of them are made where they are read, so that none is kept for backward.
+
+Functions here are nodes of programs, by other operators, which `hexa_fx.passes.lowering.bind` makes those of a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, wraps
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.rows import columns_of, flip
-
-_OPS = torch.ops.hexa
-
-DENSE = "dense"
-"""The format of a weight that is a tensor of numbers."""
+from hexa_fx.ops import library
+from hexa_fx.ops.forms import experts_last
+from hexa_fx.ops.rows import columns_of
 
 
-class Projection(NamedTuple):
-    """One projection of all experts.
+class Composed(Protocol):
+    """A function that is made of operators."""
 
-    Args:
-        weight: (E, N, K) or (E, K, N), as ``layout`` says; or such a weight as ``format`` packs it.
-        scales: that go with a packed weight.
-        format: a name of `hexa_fx.formats.FORMATS`, or `DENSE`.
-        bias: (E, N) or None.
-        a, c: (E, r, K) and (E, N, r), any strides and dtype; both None where there is no addition.
-        scale: s.
-        layout: of the weight.
-    """
-
-    weight: Tensor
-    scales: Sequence[Tensor]
-    format: str
-    bias: Tensor | None
-    a: Tensor | None
-    c: Tensor | None
-    scale: float
-    layout: str
-
-    def left(self, rows: Tensor) -> Tensor:
-        """``s C`` for products with these rows."""
-        assert self.c is not None
-        return _multiplied_with(rows, self.c, self.scale)
-
-    def added(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """u (n, r) = ``x @ A^T``, and ``s C`` as the weight lies."""
-        c = self.left(u)
-        return u, c if self.layout == "nk" else c.transpose(1, 2)
+    def __call__(self, *args: Any) -> Any: ...
+    def on(self, device: str) -> Callable[..., Any]:
+        """The same by the kernels of a device type."""
+        ...
 
 
-class Rows(NamedTuple):
-    """Where rows are read: in expert order if v is None, else gathered from tokens with top_k slots each."""
+def composed(function: Callable[..., Any]) -> Composed:
+    """Decorates a function whose first argument holds the operators."""
 
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        return function(torch.ops.hexa, *args)
 
-    @property
-    def own(self) -> Rows:
-        """Rows in expert order."""
-        return Rows(None, self.offs, 1)
+    def on(device: str) -> Callable[..., Any]:
+        @wraps(function)
+        def bound(*args: Any) -> Any:
+            return function(_kernels(device, library.kernel_generation), *args)
+
+        return bound
+
+    run.on = on  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
 
 
-def _multiplied_with(rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
-    """A factor in the rows' dtype, contiguous, scaled. Copies are made where they are read, so that none is kept for backward."""
+@cache
+def _kernels(device: str, generation: int) -> SimpleNamespace:
+    names = ("esmm", "low_rank_gradients", "scaled_transpose")
+    return SimpleNamespace(**{name: library.kernel_for(name, device) for name in names})
+
+
+def _multiplied_with(by: Any, rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
+    """A factor in the rows' dtype, contiguous, scaled."""
     if experts_last(factor):
         matrix = factor.permute(1, 2, 0).flatten(0, 1)
-        transposed: Tensor = _OPS.scaled_transpose(matrix, rows.dtype, scale)
+        transposed: Tensor = by.scaled_transpose(matrix, rows.dtype, scale)
         return transposed.view(factor.shape)
     cast = factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
     return cast if scale == 1 else cast * scale
 
 
-def experts_last(factor: Tensor) -> bool:
-    """Whether a factor (E, N, r) lies as (N, r, E), which is how PEFT stores those of its second linear layer."""
-    experts, _, rank = factor.shape
-    return experts > 1 and factor.stride() == (1, rank * experts, experts)
+@composed
+def narrowed(by: Any, x: Tensor, a: Tensor, *rows: Any) -> Tensor:
+    """``x @ A^T`` (n, r). rows: v, offs and top_k."""
+    return by.esmm(x, _multiplied_with(by, x, a), None, *rows, "nk")  # type: ignore[no-any-return]
 
 
-def narrowed(x: Tensor, p: Projection, rows: Rows) -> Tensor | None:
-    """``x @ A^T`` (n, r); None without an addition."""
-    return None if p.a is None else _OPS.esmm(x, _multiplied_with(x, p.a), None, *rows, "nk")
+@composed
+def left(by: Any, u: Tensor, c: Tensor, scale: float, layout: str) -> Tensor:
+    """``s C`` for products with u, as a weight of the layout lies."""
+    scaled = _multiplied_with(by, u, c, scale)
+    return scaled if layout == "nk" else scaled.transpose(1, 2)
 
 
-def project(x: Tensor, p: Projection, rows: Rows, u: Tensor | None) -> Tensor:
-    """(n, N), of rows and their products with A."""
-    return _product(x, p, p.bias, rows, p.layout, None if u is None else p.added(u))
+@composed
+def right(by: Any, t: Tensor, a: Tensor, layout: str) -> Tensor:
+    """A for products with t, likewise."""
+    cast = _multiplied_with(by, t, a)
+    return cast if layout == "nk" else cast.transpose(1, 2)
 
 
-def narrowed_gradient(g: Tensor, p: Projection, rows: Rows) -> Tensor | None:
-    """The gradient of `narrowed` from that of the projection's result, ``g @ (s C)`` (n, r); None without an addition."""
-    return None if p.c is None else _OPS.esmm(g, p.left(g), None, *rows, "kn")
+@composed
+def narrowed_gradient(by: Any, g: Tensor, c: Tensor, scale: float, *rows: Any) -> Tensor:
+    """t (n, r), the gradient of `narrowed` from that of the projection's result: ``g @ (s C)``."""
+    return by.esmm(g, _multiplied_with(by, g, c, scale), None, *rows, "kn")  # type: ignore[no-any-return]
 
 
-def added_gradient(p: Projection, t: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """What the rows' gradient has besides ``g @ W``: t (n, r), and A as the weight is read there."""
-    if t is None or p.a is None:
-        return None
-    a = _multiplied_with(t, p.a)
-    return t, a if p.layout == "nk" else a.transpose(1, 2)
+@composed
+def a_gradient(by: Any, x: Tensor, t: Tensor, a: Tensor, *rows: Any) -> Tensor:
+    """dA (E, r, K), of the rows that the projection was given and of t."""
+    return by.low_rank_gradients(x, t, None, None, *rows, "nk", a.dtype, 1.0, False)[1]  # type: ignore[no-any-return]
 
 
-def input_gradient(g: Tensor, p: Projection, rows: Rows, t: Tensor | None) -> Tensor:
-    """(n, K), of the gradient g (n, N) and its products with C."""
-    return _product(g, p, None, rows, flip(p.layout), added_gradient(p, t))
+@composed
+def c_gradient(
+    by: Any, u: Tensor, g: Tensor, c: Tensor, scale: float, both: bool, top_k_weights: Tensor | None, *rows: Any
+) -> tuple[Tensor, Tensor]:
+    """t, if both are wanted, and dC (E, N, r) in C's dtype and memory order, of one reading of g.
 
-
-def _product(
-    x: Tensor, p: Projection, bias: Tensor | None, rows: Rows, layout: str, added: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """``x @ W^T + b`` with the weight read as ``layout`` says, and the product of ``added``."""
-    if p.format == DENSE:
-        operands = (x, p.weight, bias, *rows, layout)
-        dense: Tensor = _OPS.esmm(*operands) if added is None else _OPS.esmm_low_rank(*operands, *added)
-        return dense
-    packed = (x, p.weight, p.scales, p.format, bias, *rows, layout)
-    found: Tensor = _OPS.esmm_packed(*packed) if added is None else _OPS.esmm_packed_low_rank(*packed, *added)
-    return found
+    Args:
+        u: rows in expert order, which count as often as routing weights say, if given.
+    """
+    scaled, last = _multiplied_with(by, g, c, scale) if both else None, experts_last(c)
+    t, dc = by.low_rank_gradients(g, u, scaled, top_k_weights, *rows, "kn", c.dtype, scale, last)
+    return t, dc.permute(2, 0, 1) if last else dc
 
 
 def side_by_side(
-    first: Sequence[Projection], u: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The additions of a first projection, or of gate and up, as one: U of both, and each C with zeros where U is the other's."""
-    given = [each for each in u if each is not None]
-    if not given:
-        return None
-    if len(first) == 1:
-        return *first[0].added(given[0]), None
-    before, width, wide = 0, sum(each.shape[1] for each in given), []
-    for p, each in zip(first, u, strict=True):
-        rank = 0 if each is None else each.shape[1]
-        c = p.left(given[0]) if rank else p.weight.new_zeros((p.weight.shape[0], columns_of(p.weight, p.layout), 0))
-        c = torch.nn.functional.pad(c, (before, width - before - rank))
-        wide.append(c if p.layout == "nk" else c.transpose(1, 2))
-        before += rank
+    layout: str, w1: Tensor, u1: Tensor | None, c1: Tensor | None, u3: Tensor | None, c3: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The additions of gate and up as one: u of both, and each C with zeros where u is the other's; as weights like w1 lie."""
+    given = [each for each in (u1, u3) if each is not None]
+    first, width, wide = 0, sum(each.shape[1] for each in given), []
+    for u, c in ((u1, c1), (u3, c3)):
+        rank, columns = 0 if u is None else u.shape[1], columns_of(w1, layout)
+        if c is None:
+            c = w1.new_zeros((w1.shape[0], columns, 0) if layout == "nk" else (w1.shape[0], 0, columns))
+        around = (first, width - first - rank)
+        wide.append(torch.nn.functional.pad(c, around if layout == "nk" else (0, 0, *around)))
+        first += rank
     return torch.cat(given, 1), wide[0], wide[1]
-
-
-def a_gradient(x: Tensor, t: Tensor, p: Projection, rows: Rows) -> Tensor:
-    """dA (E, r, K), of rows that the projection was given and of t, its result's gradient times s C."""
-    assert p.a is not None
-    da: Tensor = _OPS.low_rank_gradients(x, t, None, None, *rows, "nk", p.a.dtype, 1.0, False)[1]
-    return da
-
-
-def c_gradient(u: Tensor, g: Tensor, p: Projection, rows: Rows) -> Tensor:
-    """dC (E, N, r), of u, the given rows' products with A, and of the result's gradient, whose rows are read as ``rows`` says."""
-    return _of_c(u, g, p, rows, None, None)[1]
-
-
-def narrowed_and_c_gradient(
-    u: Tensor, g: Tensor, p: Projection, rows: Rows, top_k_weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`narrowed_gradient` and `c_gradient` of one reading of g. The latter is of rows of u times routing weights, if given."""
-    return _of_c(u, g, p, rows, p.left(g), top_k_weights)
-
-
-def _of_c(
-    u: Tensor, g: Tensor, p: Projection, rows: Rows, scaled: Tensor | None, top_k_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The same without the former if s C is not given. dC is in C's dtype and memory order."""
-    assert p.c is not None
-    last = experts_last(p.c)
-    t, dc = _OPS.low_rank_gradients(g, u, scaled, top_k_weights, *rows, "kn", p.c.dtype, p.scale, last)
-    return t, dc.permute(2, 0, 1) if last else dc

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows
 from hexa_fx.ops.sources import esmm
 from hexa_fx.ops.table_layers import MoeFfn
@@ -19,7 +19,8 @@ _OPS = torch.ops.hexa
 
 def has_any(weights: Sequence[Any]) -> bool:
     """Whether the rows of one of these weights are scaled."""
-    return any(isinstance(weight, AdaptedWeight) and weight.row_scale is not None for weight in weights)
+    adapted = [weight for weight in weights if type(weight) is AdaptedWeight]
+    return any(weight.row_scale is not None for weight in adapted) if adapted else False
 
 
 def moe_ffn(*args: Any) -> Tensor:

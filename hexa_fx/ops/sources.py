@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.formed import Formed, PackedStack
-from hexa_fx.ops.projection import DENSE
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.formed import Formed, PackedStack
+from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.ops.forms import DENSE
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
 
 _OPS = torch.ops.hexa
 
+_PACKED, _SOURCES = (QuantizedWeight, PackedStack), (QuantizedWeight, Formed)
 TAKE_SOURCES = ("moe_ffn", "moe_ffn_fixed")
 """Operators of rewritten graphs that take sources in place of weights."""
 
@@ -28,38 +30,31 @@ def takes_sources(target: Any) -> bool:
 
 def is_source(weight: Any) -> bool:
     """Whether a weight is packed or has an addition."""
-    return isinstance(weight, Formed | QuantizedWeight)
+    return isinstance(weight, _SOURCES)
 
 
-def moe_ffn(*args: Any) -> Any:
-    """`hexa::moe_ffn` of arguments of which some weights are sources."""
-    return _OPS.moe_ffn_sources.default(*_operands(MoeFfn._make(args)))
-
-
-def moe_ffn_fixed(*args: Any) -> Any:
-    """`hexa::moe_ffn_fixed` of such arguments."""
-    return _OPS.moe_ffn_sources_fixed.default(*_operands(MoeFfn._make(args)))
-
-
-def _operands(o: MoeFfn) -> MoeFfnSources:
-    first, second = [_source(w, o.layout1) for w in (o.w1, o.w3)], _source(o.w2, o.layout2)
+def operands(args: Sequence[Any]) -> MoeFfnSources:
+    """Of `hexa::moe_ffn_sources`, from those of `hexa::moe_ffn` of which some weights are sources."""
+    o = MoeFfn._make(args)
     layout1: str = o.layout1
-    if any(source.weight is not None and source.layout == flip(layout1) for source in first):
-        layout1 = flip(layout1)
-        first = [source.read_as(layout1) for source in first]
-    all_of: dict[str, Any] = dict(zip("132", (*first, second)))
-    given: dict[str, Any] = {f"w{n}": source.weight for n, source in all_of.items()}
-    given |= {f"{kind}{n}": factor for n, source in all_of.items() for kind, factor in zip("ac", source.factors)}
-    given |= {f"s{n}": source.scales for n, source in all_of.items()}
-    given |= {"alphas": [source.scale for source in all_of.values()], "layout1": layout1, "layout2": second.layout}
-    return o.to(MoeFfnSources, formats=[source.format for source in all_of.values()], **given)
+    first, up, down = _source(o.w1, layout1), _source(o.w3, layout1), _source(o.w2, o.layout2)
+    other = flip(layout1)
+    if first.layout == other or (up.weight is not None and up.layout == other):
+        layout1, first, up = other, first.read_as(other), up.read_as(other)
+    tokens, biases = (o.x, o.top_k_index, o.top_k_weights), (o.b1, o.b3, o.b2)
+    weights = (first.weight, biases[0], up.weight, biases[1], down.weight, biases[2])
+    factors = (*first.factors, *up.factors, *down.factors)
+    packed = ([first.scale, up.scale, down.scale], first.scales, up.scales, down.scales)
+    formats = [first.format, up.format, down.format]
+    static = (o.activation, o.glu, o.params, layout1, down.layout, o.recompute_h)
+    return MoeFfnSources._make((*tokens, *weights, *factors, *packed, formats, *static))
 
 
 class _Source(NamedTuple):
     """A weight as the operator takes it."""
 
     weight: Tensor | None
-    scales: tuple[Tensor, ...]
+    scales: list[Tensor]
     format: str
     factors: tuple[Tensor | None, Tensor | None]
     scale: float
@@ -75,17 +70,20 @@ class _Source(NamedTuple):
 
 
 def _source(weight: Any, layout: str) -> _Source:
-    adapted = isinstance(weight, AdaptedWeight)
-    base = weight.weight if adapted else weight
-    factors, scale = (weight.factors(layout), weight.scale) if adapted else ((None, None), 1.0)
-    if not isinstance(base, QuantizedWeight | PackedStack):
-        return _Source(base, (), DENSE, factors, scale, layout)
-    return _Source(base.packed, base.scales, base.format, factors, scale, flip(layout) if base.transposed else layout)
+    base, scale = weight, 1.0
+    factors: tuple[Tensor | None, Tensor | None] = (None, None)
+    if isinstance(weight, AdaptedWeight):
+        base, factors, scale = weight.weight, weight.factors(layout), weight.scale
+    if not isinstance(base, _PACKED):
+        return _Source(base, [], DENSE, factors, scale, layout)
+    return _Source(
+        base.packed, [*base.scales], base.format, factors, scale, flip(layout) if base.transposed else layout
+    )
 
 
 def esmm(x: Tensor, weight: Any, *rest: Any) -> Any:
     """`hexa::esmm` with a weight that is packed."""
-    if isinstance(weight, QuantizedWeight | PackedStack):
+    if isinstance(weight, _PACKED):
         *rows, layout = rest
         layout = flip(layout) if weight.transposed else layout
         return _OPS.esmm_packed.default(x, weight.packed, weight.scales, weight.format, *rows, layout)

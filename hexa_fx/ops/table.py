@@ -1,4 +1,7 @@
-"""The table of operators on rows: what each is given, what comes out, and what must hold. `table_layers` has whole layers.
+"""The table of operators on rows: what each is given, what comes out, and what must hold.
+
+`table_variants` has those with low-rank additions and packed weights, `table_gradients` gradients of weights, `table_layers` whole
+layers, and what ends in ``fp8`` the operators of FP8 block compute.
 
 T tokens, k slots a token, n rows in expert order (T k with sentinels), E experts; K and N are columns of rows and of their product,
 I those of an activation, r a few. An operand ``gathered by`` an index has a row a token, of which row p is ``x[v[p] // top_k]``;
@@ -16,11 +19,9 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from hexa_fx.errors import InputError
-from hexa_fx.formats import format_of
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation, inner_width
-from hexa_fx.ops.forms import FLOATING, INTEGER, AtLeastOne, Form, added_to, floating, index, numbers, shape
+from hexa_fx.ops.forms import INTEGER, AtLeastOne, Form, floating, index, numbers, shape
 from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import Operands
 from hexa_fx.ops.rows import columns_of, row_count
@@ -65,7 +66,7 @@ def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
     return v, inv, offs
 
 
-class _X(Operands):
+class XRows(Operands):
     x: Rows
 
 
@@ -73,7 +74,7 @@ class _Weight(Operands):
     weight: Weight
 
 
-class _Rows(Operands):
+class RowsOfProduct(Operands):
     bias: Bias
     v: V
     offs: Offs
@@ -82,7 +83,7 @@ class _Rows(Operands):
 
 
 @operator("esmm", autocast=True)
-class Esmm(_Rows, _Weight, _X):
+class Esmm(RowsOfProduct, _Weight, XRows):
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]`` for every row p in expert order (paper, Algorithm 2). Returns (n, N)."""
 
     @property
@@ -187,11 +188,11 @@ def gate_and_up_faults(o: Any, layout: str) -> str:
     return f"w1 is {shape(o.w1)}: gate and up need an even width" if odd else ""
 
 
-class _Dy(Operands):
+class DyRows(Operands):
     dy: Annotated[Tensor, floating("n K", by="v")]
 
 
-class _RowsOfH(Operands):
+class RowsOfH(Operands):
     h: Annotated[Tensor, floating("n .width")]
     top_k_weights: BySlot
     v: Annotated[Tensor, index("n")]
@@ -201,7 +202,7 @@ class _RowsOfH(Operands):
 
 
 @operator("esmm_act_backward", differentiable=False)
-class EsmmActBackward(Activated, _RowsOfH, _Weight, _Dy):
+class EsmmActBackward(Activated, RowsOfH, _Weight, DyRows):
     """``activate_backward(esmm(dy, weight, None, v, offs, top_k, layout), h, ...)``; the gradient of a is not stored.
 
     Args:
@@ -290,100 +291,6 @@ class ActivateBackward(Activated, _Gradient):
         return activation_gradients(self.h, self.da.shape[1], self.top_k_weights)
 
 
-@operator("ess")
-class Ess(Operands):
-    """Sum of the rows of each expert: the gradient of its bias (paper, Algorithm 3).
-
-    Args:
-        scale: by slot: row p counts ``scale[v[p]]`` times. Needs v.
-
-    Returns:
-        (E, C); zero for an expert without rows.
-    """
-
-    g: Annotated[Tensor, floating("n C", by="v")]
-    v: V
-    offs: Offs
-    top_k: TopK
-    scale: BySlot
-
-    def faults(self) -> str:
-        return "scale is by slot, so it needs v" if self.scale is not None and self.v is None else ""
-
-    def results(self) -> Any:
-        return self.g.new_empty((self.offs.shape[0] - 1, self.g.shape[1]))
-
-
-@operator("estmm", autocast=True)
-class Estmm(Operands):
-    """``dW[e]``, the sum of ``x[row]^T g[row]`` over the rows of expert e: a weight's gradient (paper, Algorithm 4).
-
-    Args:
-        layout: of the result, that of the weight.
-
-    Returns:
-        (E, N, K) for ``nk``, (E, K, N) for ``kn``, contiguous; zero for an expert without rows.
-    """
-
-    x: Annotated[Tensor, floating("n K", by="x_index")]
-    g: Annotated[Tensor, floating("n N", by="g_index")]
-    x_index: V
-    g_index: V
-    offs: Offs
-    top_k: TopK
-    layout: Layout
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.x_index)
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.offs.shape[0] - 1
-
-    def results(self) -> Any:
-        n, k = self.g.shape[1], self.x.shape[1]
-        return self.x.new_empty((self.experts, n, k) if self.layout == "nk" else (self.experts, k, n))
-
-
-class _Esfk(Operands):
-    x: Annotated[Tensor, floating("n K", by="x_index")]
-    g: Annotated[Tensor, floating("n N")]
-    weight: Weight
-    x_index: V
-    offs: Offs
-    top_k: TopK
-    layout: Layout
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.offs.shape[0] - 1
-
-
-@operator("esfk", autocast=True, differentiable=False)
-class Esfk(_Esfk):
-    """The three gradients of ``y = esmm(x, W, b)`` from g = dy, in one launch (paper, "Fused Kernel in Backward").
-
-    Args:
-        has_bias: compute db.
-
-    Returns:
-        dx: (n, K) in expert order, not yet summed over slots.
-        dW: shaped as weight, contiguous.
-        db: (E, N), or shape (0,) without bias.
-    """
-
-    has_bias: bool
-    returns = "(Tensor dx, Tensor dw, Tensor db)"
-
-    def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        dx, db = (self.g.shape[0], self.x.shape[1]), (self.experts, self.g.shape[1]) if self.has_bias else (0,)
-        return self.g.new_empty(dx), self.weight.new_empty(self.weight.shape), self.g.new_empty(db)
-
-
 @operator("combine")
 class Combine(Operands):
     """``out[t] = sum over s of w[t, s] * y[inv[t*k + s]]``: gather and sum, in a fixed order, so deterministic.
@@ -410,259 +317,3 @@ class Combine(Operands):
 
     def results(self) -> Tensor:
         return self.y.new_empty((self.tokens, self.y.shape[1]))
-
-
-@operator("scaled_transpose")
-class ScaledTranspose(Operands):
-    """``scale * x^T`` of a contiguous x, multiplied in float32 (float64 if either dtype is) and rounded once to ``dtype``."""
-
-    x: Annotated[Tensor, floating("R C")]
-    dtype: torch.dtype
-    scale: float
-
-    def faults(self) -> str:
-        if self.x.is_contiguous() and self.dtype in FLOATING:
-            return ""
-        strides = f"x has strides {tuple(self.x.stride())} and becomes {self.dtype}"
-        return f"{strides}; expected contiguous rows, and one of {FLOATING}"
-
-    def results(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[1], self.x.shape[0]), dtype=self.dtype)
-
-
-@operator("low_rank_gradients", autocast=True, differentiable=False)
-class LowRankGradients(Operands):
-    """``du[p] = rows[row(p)] @ F[e(p)]``, and ``dF[e] = scale * sum over its rows p of rows[row(p)]^T w_p u[p]``, of one reading.
-
-    The gradients of ``y = u F^T``, F a factor of a few columns: `esfk` of such a weight, with rows that may be gathered, and with
-    the factor's gradient as the factor is stored.
-
-    Args:
-        u: rows in expert order, of r few columns.
-        factor: F, (E, N, r) for layout ``kn``, (E, r, N) for ``nk``; None where du is not wanted.
-        top_k_weights: w by slot, (T, k), that u's rows are multiplied by, and rounded; None for 1. Goes with v.
-        layout: of the factor and its gradient.
-        dtype: of the gradient.
-        scale: what the gradient is multiplied by.
-        experts_last: the gradient of layout ``kn`` lies as (N, r, E), which is how PEFT stores some factors.
-
-    Returns:
-        du: (n, r). Shape (0,) without a factor.
-        dF: as its layout says, or (N, r, E); contiguous.
-    """
-
-    rows: Annotated[Tensor, floating("n N", by="v")]
-    u: Annotated[Tensor, floating("n r")]
-    factor: Annotated[Tensor | None, floating("E r N", layout="layout")]
-    top_k_weights: BySlot
-    v: V
-    offs: Offs
-    top_k: TopK
-    layout: Layout
-    dtype: torch.dtype
-    scale: float
-    experts_last: bool
-    returns = "(Tensor du, Tensor dfactor)"
-
-    def faults(self) -> str:
-        if self.top_k_weights is not None and self.v is None:
-            return "top_k_weights are by slot, so they need v"
-        if self.dtype in FLOATING and (self.layout == "kn" or not self.experts_last):
-            return ""
-        return f"a gradient {self.layout} of {self.dtype}; expected one of {FLOATING}, and kn to have experts last"
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        experts, columns, rank = self.offs.shape[0] - 1, self.rows.shape[1], self.u.shape[1]
-        matrix = (columns, rank) if self.layout == "kn" else (rank, columns)
-        du = self.u.new_empty((0,) if self.factor is None else self.u.shape)
-        return du, self.rows.new_empty(
-            (*matrix, experts) if self.experts_last else (experts, *matrix), dtype=self.dtype
-        )
-
-
-class _IntoWeight(Operands):
-    into: Annotated[Tensor, added_to("E N K", layout="layout")]
-
-
-class _IntoWeightAndBias(_IntoWeight):
-    into_bias: Annotated[Tensor | None, added_to("E N")]
-
-
-class _IntoSums(Operands):
-    into: Annotated[Tensor, added_to("E C")]
-
-
-class _Adding(Operands):
-    """Adds to buffers in the accumulators' type, any strides; the part of an expert without rows stays as it is. No gradient."""
-
-    def faults(self) -> str:
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in self):
-            return "it has no gradient; call it under torch.no_grad()"
-        return super().faults()
-
-    def results(self) -> Any:
-        """It only writes."""
-
-
-@operator("estmm_add")
-class EstmmAdd(_Adding, Estmm, _IntoWeight):
-    """``into += estmm(x, g, ...)``, the product added before it is rounded; into in float32 (float64 for float64), any strides."""
-
-    returns = "()"
-
-
-@operator("ess_add")
-class EssAdd(_Adding, Ess, _IntoSums):
-    """``into += ess(g, ...)``, as `estmm_add`."""
-
-    returns = "()"
-
-
-@operator("esfk_add")
-class EsfkAdd(_Adding, _Esfk, _IntoWeightAndBias):
-    """Returns dx of `esfk`, adds dW to into, and adds db to into_bias (E, N) unless that is None; as `estmm_add`."""
-
-    returns = "Tensor dx"
-
-    def results(self) -> Tensor:
-        return self.g.new_empty((self.g.shape[0], self.x.shape[1]))
-
-
-# Variants with a second product in the same accumulators, ``u @ C^T``: u has few columns, c lies as the weight does.
-
-U: TypeAlias = Annotated[Tensor, floating("n r")]
-C: TypeAlias = Annotated[Tensor, floating("E N r", layout="layout")]
-
-
-@operator("esmm_low_rank", differentiable=False)
-class EsmmLowRank(Esmm):
-    """`esmm` with ``esmm(u, c, None, None, offs, 1, layout)`` added."""
-
-    u: U
-    c: C
-
-
-@operator("esmm_act_low_rank", differentiable=False)
-class EsmmActLowRank(EsmmAct):
-    """`esmm_act` with such a product added to h; c3 is that of w3."""
-
-    u: U
-    c: C
-    c3: Annotated[Tensor | None, floating("E N r", layout="layout")]
-    defaults: ClassVar[dict[str, object]] = {}
-
-    def faults(self) -> str:
-        return super().faults() or ("c3 is missing; it goes with w3" if (self.c3 is None) != (self.w3 is None) else "")
-
-
-@operator("esmm_act_backward_low_rank", differentiable=False)
-class EsmmActBackwardLowRank(EsmmActBackward):
-    """`esmm_act_backward` with such a product added to the gradient of a."""
-
-    u: U
-    c: Annotated[Tensor, floating("E N r", layout="layout")]
-
-
-# Variants with a packed weight: ``packed`` and ``scales`` as ``format`` (a name of `hexa_fx.formats.FORMATS`) stores it, frozen.
-
-
-class Packed(Operands):
-    """An operand record with a packed weight."""
-
-    packed: Tensor
-    scales: Sequence[Tensor]
-    format: str
-
-    @property
-    def stand_in(self) -> Tensor:
-        """Of the weight that is packed, in its shape and the rows' dtype, without memory."""
-        return shaped_as(self[0], self.packed, self.format)
-
-    def dense(self, weight: Tensor) -> Operands:
-        """The record of the operator on a dense weight."""
-        raise NotImplementedError
-
-    def check(self, op: str) -> None:
-        check_packed(op, "packed", self[0], self.packed, self.scales, self.format)
-        self.dense(self.stand_in).check(op)
-
-    def results(self) -> Any:
-        return self.dense(self.stand_in).results()
-
-
-def shaped_as(x: Tensor, packed: Tensor, format: str) -> Tensor:
-    """A stand-in for the weight that is packed, of its shape and x's dtype, without memory."""
-    return x.new_empty(()).expand(format_of(format).shape_of(packed))
-
-
-def check_packed(op: str, name: str, x: Tensor, packed: Tensor, scales: Sequence[Tensor], format: str) -> None:
-    """Checks that a packed weight is as its format says, frozen, and on x's device."""
-    format_of(format).check(op, name, packed, scales)
-    if packed.device != x.device:
-        raise InputError(f"hexa::{op}: x is on {x.device} but {name} is on {packed.device}")
-    if packed.requires_grad or any(scale.requires_grad for scale in scales):
-        raise InputError(f"hexa::{op}: {name} is {format}, which has no gradient; freeze it (requires_grad_(False))")
-
-
-@operator("esmm_packed", autocast=True)
-class EsmmPacked(_Rows, Packed, _X):
-    """`esmm` with such a weight."""
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.v)
-
-    @property
-    def columns(self) -> int:
-        """N."""
-        return columns_of(self.stand_in, self.layout)
-
-    def dense(self, weight: Tensor) -> Esmm:
-        return self.to(Esmm, weight=weight)
-
-
-@operator("esmm_packed_low_rank", differentiable=False)
-class EsmmPackedLowRank(EsmmPacked):
-    """`esmm_low_rank` with such a weight."""
-
-    u: U
-    c: C
-
-    def dense(self, weight: Tensor) -> EsmmLowRank:
-        return self.to(EsmmLowRank, weight=weight)
-
-
-@operator("esmm_act_packed", differentiable=False)
-class EsmmActPacked(Activated, EsmmPacked):
-    """`esmm_act`, or `esmm_act_low_rank` where u and c are given, with such a weight."""
-
-    keep_h: bool
-    u: Annotated[Tensor | None, floating("n r")]
-    c: Annotated[Tensor | None, floating("E N r", layout="layout")]
-    returns = EsmmAct.returns
-
-    @property
-    def inner(self) -> int:
-        """Columns of a."""
-        return inner_width(self.columns, self.glu)
-
-    def dense(self, weight: Tensor) -> EsmmAct:  # type: ignore[override]
-        return self.to(EsmmAct if self.u is None else EsmmActLowRank, w1=weight, b1=self.bias)
-
-
-@operator("esmm_act_backward_packed", differentiable=False)
-class EsmmActBackwardPacked(Activated, _RowsOfH, Packed, _Dy):
-    """`esmm_act_backward`, or `esmm_act_backward_low_rank` where u and c are given, with such a weight."""
-
-    u: Annotated[Tensor | None, floating("n r")]
-    c: Annotated[Tensor | None, floating("E N r", layout="layout")]
-    returns = EsmmActBackward.returns
-
-    @property
-    def product(self) -> EsmmPacked:
-        """What gives the activation's gradient."""
-        return self.to(EsmmPacked, x=self.dy)
-
-    def dense(self, weight: Tensor) -> EsmmActBackward:
-        return self.to(EsmmActBackward if self.u is None else EsmmActBackwardLowRank, weight=weight)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
-from hexa_fx.ir import Glu, Layout
+from hexa_fx.ir import Glu
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.forms import Form, exactly, index, numbers, shape
 from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import Operands
-from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.ops.rows import row_count
 from hexa_fx.ops.table import Offs, TopK, V
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,16 +33,12 @@ _SLOTS: TypeAlias = Annotated[Tensor, index("n")]
 _BY_SLOT: TypeAlias = Annotated[Tensor | None, numbers("n", flat=True)]
 
 
-def _elements(dims: str, by: str = "", written: bool = False) -> Form:
+def elements(dims: str, by: str = "", written: bool = False) -> Form:
     return exactly(ELEMENT, dims, by, written)
 
 
-def _scales(dims: str, by: str = "", written: bool = False) -> Form:
+def scales(dims: str, by: str = "", written: bool = False) -> Form:
     return exactly(torch.float32, dims, by, written)
-
-
-def _quantizable(dims: str, by: str = "") -> Form:
-    return Form(dims, QUANTIZABLE, "of 16 or 32 bits ", by=by)
 
 
 def glu_of(gated: bool) -> Glu:
@@ -60,14 +56,6 @@ def groups_and_scales(like: Tensor, groups: int, width: int) -> tuple[Tensor, Te
     return like.new_empty((groups, width, BLOCK), dtype=ELEMENT), like.new_empty((groups, width), dtype=torch.float32)
 
 
-def weight_sizes(w: Tensor, layout: str, glu: str) -> tuple[int, int, int]:
-    """E, and the rows and columns of what `quantize_weight_fp8` makes of a weight."""
-    n, k = columns_of(w, layout), columns_of(w, flip(layout))
-    if glu == "none":
-        return w.shape[0], padded(n), padded(k)
-    return w.shape[0], 2 * padded(n if glu == "split" else n // 2), padded(k)
-
-
 def is_whole(w1: Tensor, w2: Tensor, glu: str, layout1: str, layout2: str) -> bool:
     """Whether weights in blocks of 128 x 128 lie as products read them."""
     halves = {"none": 1, "concat": 2}.get(glu, 0)
@@ -83,28 +71,7 @@ def scale_faults(q: Tensor, s: Tensor | None) -> str:
     return "" if s is None or fits else f"scales are {shape(s)}; expected torch.float32 {expected}"
 
 
-@operator("quantize_rows_fp8")
-class QuantizeRowsFp8(Operands):
-    """Rows in blocks of 1 x 128.
-
-    Args:
-        x: any strides.
-        binary: scales are powers of two, as `GroupRowsFp8` asks for.
-
-    Results:
-        q: (R, C') e4m3.
-        s: (R, C' / 128) float32.
-    """
-
-    x: Annotated[Tensor, _quantizable("R C")]
-    binary: bool
-    returns = "(Tensor q, Tensor s)"
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
-
-
-class _Grouped(Operands):
+class Grouped(Operands):
     v: V
     offs: Offs
     top_k: TopK
@@ -114,84 +81,14 @@ class _Grouped(Operands):
         return group_count(row_count(x, self.v), self.offs.shape[0] - 1)
 
 
-class _Numbers(Operands):
-    x: Annotated[Tensor, _quantizable("n C", by="v")]
-
-
-@operator("quantize_columns_fp8")
-class QuantizeColumnsFp8(_Grouped, _Numbers):
-    """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
-
-    Results:
-        q: (G, C', 128) e4m3. ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where F(e) is the sum of
-            ``ceil(rows / 128)`` over the experts before e; zero where the expert has no such row.
-        s: (G, C') float32, of the 128 rows of a group in a column.
-    """
-
-    returns = "(Tensor q, Tensor s)"
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        return groups_and_scales(self.x, self.groups(self.x), padded(self.x.shape[1]))
-
-
-class _QuantizedRows(Operands):
-    x: Annotated[Tensor, _elements("n C", by="v")]
-    xs: Annotated[Tensor, _scales("n C/128", by="v")]
-
-
-@operator("group_rows_fp8")
-class GroupRowsFp8(_Grouped, _QuantizedRows):
-    """Quantised rows as `QuantizeColumnsFp8` lays rows out, of whose columns 128 share a scale in a group.
-
-    It is the largest of the 128 rows' scales. All are powers of two (`QuantizeRowsFp8` with ``binary``), so that elements stay the
-    numbers that they are but for those that become denormal; as activations in section 3.3.3 of the DeepSeek-V3 report
-    (arXiv 2412.19437).
-
-    Results:
-        q: (G, C', 128) e4m3.
-        s: (G, C').
-    """
-
-    returns = "(Tensor q, Tensor s)"
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        return groups_and_scales(self.x, self.groups(self.x), self.x.shape[1])
-
-
-@operator("quantize_weight_fp8")
-class QuantizeWeightFp8(Operands):
-    """Quantises a projection's weight in blocks of 128 x 128 into buffers, in either orientation.
-
-    Gate and up become the first and the second half of the rows. Every element of the buffers is written.
-
-    Args:
-        q, s: of N' rows, where N' is 2 I' for a gated weight, and K' columns.
-        q_t, s_t: the same elements and scales, transposed; or None.
-        w: (E, N, K) for layout ``nk``, (E, K, N) for ``kn``, any strides.
-        w3: the up projection, shaped as w, for glu ``split``.
-        glu: how gate and up lie in w, as in `FfnSpec`; ``none`` for the second projection.
-    """
-
-    q: Annotated[Tensor, _elements("E R C", written=True)]
-    s: Annotated[Tensor, _scales("E R/128 C/128", written=True)]
-    q_t: Annotated[Tensor | None, _elements("E C R", written=True)]
-    s_t: Annotated[Tensor | None, _scales("E C/128 R/128", written=True)]
-    w: Annotated[Tensor, _quantizable("E P Q")]
-    w3: Annotated[Tensor | None, _quantizable("E P Q")]
-    layout: Layout
-    glu: Glu
-    returns = "()"
-
-    def faults(self) -> str:
-        if (self.w3 is not None) != (self.glu == "split") or (self.w3 is not None and self.w3.dtype != self.w.dtype):
-            return f"w3 is {None if self.w3 is None else shape(self.w3)}; only 'split' has one, like w"
-        expected = weight_sizes(self.w, self.layout, self.glu)
-        return "" if tuple(self.q.shape) == expected else f"q is {shape(self.q)}; expected {expected}"
+class QuantizedRows(Operands):
+    x: Annotated[Tensor, elements("n C", by="v")]
+    xs: Annotated[Tensor, scales("n C/128", by="v")]
 
 
 class _QuantizedWeight(Operands):
-    w: Annotated[Tensor, _elements("E N C")]
-    ws: Annotated[Tensor, _scales("E N/128 C/128")]
+    w: Annotated[Tensor, elements("E N C")]
+    ws: Annotated[Tensor, scales("E N/128 C/128")]
 
 
 class _Bias(Operands):
@@ -212,7 +109,7 @@ class _GatheredSlots(Operands):
 
 
 @operator("esmm_act_fp8")
-class EsmmActFp8(_GatheredSlots, _Bias, _QuantizedWeight, _QuantizedRows):
+class EsmmActFp8(_GatheredSlots, _Bias, _QuantizedWeight, QuantizedRows):
     """``h[p] = x[v[p] // top_k] @ W[e(p)]^T + bias[e(p)]`` and ``a = act(h)``, both quantised from float32 in blocks of 1 x 128.
 
     Args:
@@ -234,8 +131,8 @@ class EsmmActFp8(_GatheredSlots, _Bias, _QuantizedWeight, _QuantizedRows):
 
 
 class _OwnRows(Operands):
-    x: Annotated[Tensor, _elements("n C")]
-    xs: Annotated[Tensor, _scales("n C/128")]
+    x: Annotated[Tensor, elements("n C")]
+    xs: Annotated[Tensor, scales("n C/128")]
 
 
 @operator("esmm_fp8")
@@ -259,7 +156,7 @@ class CombineFp8(Operands):
     """`combine` of the rows of `EsmmFp8`, added up in float32. ``columns``: D, the first columns that are wanted. Gives (T, D)."""
 
     y: Annotated[Tensor, exactly(torch.uint8, "n .padded")]
-    ys: Annotated[Tensor, _scales("n .padded/128")]
+    ys: Annotated[Tensor, scales("n .padded/128")]
     top_k_weights: _BY_SLOT
     inv: _SLOTS
     offs: Offs
@@ -277,13 +174,13 @@ class CombineFp8(Operands):
 
 
 class _GradientRows(Operands):
-    dy: Annotated[Tensor, _elements("n C", by="v")]
-    dys: Annotated[Tensor, _scales("n C/128", by="v")]
+    dy: Annotated[Tensor, elements("n C", by="v")]
+    dys: Annotated[Tensor, scales("n C/128", by="v")]
 
 
 class _Kept(Operands):
-    h: Annotated[Tensor, _elements("n .width")]
-    hs: Annotated[Tensor, _scales("n .width/128")]
+    h: Annotated[Tensor, elements("n .width")]
+    hs: Annotated[Tensor, scales("n .width/128")]
     top_k_weights: _BY_SLOT
 
 
@@ -345,10 +242,10 @@ class EstmmFp8(Operands):
     """
 
     out: Annotated[Tensor, Form("E * *", QUANTIZABLE, "of 16 or 32 bits ", written=True)]
-    x: Annotated[Tensor, _elements("G A 128")]
-    xs: Annotated[Tensor, _scales("G A")]
-    g: Annotated[Tensor, _elements("G B 128")]
-    gs: Annotated[Tensor, _scales("G B")]
+    x: Annotated[Tensor, elements("G A 128")]
+    xs: Annotated[Tensor, scales("G A")]
+    g: Annotated[Tensor, elements("G B 128")]
+    gs: Annotated[Tensor, scales("G B")]
     offs: Offs
     shared: bool
     add: bool
@@ -365,8 +262,8 @@ class EstmmFp8(Operands):
 class EssFp8(Operands):
     """Sums over every expert's rows, the gradient of a bias, (E, C') float32. g lies as `QuantizeColumnsFp8` lays rows out."""
 
-    g: Annotated[Tensor, _elements("G C 128")]
-    gs: Annotated[Tensor, _scales("G C")]
+    g: Annotated[Tensor, elements("G C 128")]
+    gs: Annotated[Tensor, scales("G C")]
     offs: Offs
 
     def results(self) -> Tensor:

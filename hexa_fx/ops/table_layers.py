@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.formats.fp8_scaling import ELEMENT, padded
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.forms import FLOATING, INTEGER, Form, floating, numbers
+from hexa_fx.ops.forms import DENSE, INTEGER, Form, experts_last, floating, numbers
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.projection import DENSE, Projection, experts_last
 from hexa_fx.ops.records import Operands
 from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.table import Activated, Bias, check_packed, gate_and_up_faults, routing_of, shaped_as, width_of
-from hexa_fx.ops.table_fp8 import is_whole, rows_and_scales, scale_faults
+from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
+from hexa_fx.ops.table_variants import check_packed, shaped_as
+
+PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
+OPERANDS = ("x", "top_k_weights", *PARAMETERS)
+"""The differentiable operands of moe_ffn, in the order of its schema."""
+FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
+SOURCES_OPERANDS = (*OPERANDS, *FACTORS)
+"""Those of moe_ffn_sources."""
+READ_WITH_X = frozenset({"w1", "w3", "a1", "a3"})
+"""Those whose gradients are made of x."""
 
 
 class _Tokens(Operands):
@@ -41,52 +48,51 @@ class Weights(Operands):
     b2: Annotated[Tensor | None, floating("E O")]
 
 
-class _Static(Activated):
+class Static(Activated):
     layout1: Layout
     layout2: Layout
     recompute_h: bool
 
 
-class _Weighed(Protocol):
-    """A record with a layer's weights."""
-
-    @property
-    def w1(self) -> Tensor: ...
-    @property
-    def w2(self) -> Tensor: ...
-    @property
-    def glu(self) -> str: ...
-    @property
-    def layout1(self) -> str: ...
-    @property
-    def layout2(self) -> str: ...
-
-
 class Layer(Operands):
     """What follows from a layer's weights."""
 
-    @property
-    def experts(self: _Weighed) -> int:
-        """E."""
-        return self.w1.shape[0]
+    differentiable: ClassVar[tuple[str, ...]] = OPERANDS
+    """In the order of the schema."""
 
     @property
-    def width(self: _Weighed) -> int:
+    def static(self: Any) -> tuple[Any, ...]:
+        """What decides its programs besides tensors."""
+        return self.activation, self.glu, tuple(self.params), self.layout1, self.layout2, self.recompute_h
+
+    @classmethod
+    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
+        """The operands, and what follows them."""
+        given = iter(args)
+        return cls._make(islice(given, len(cls._fields))), tuple(given)
+
+    @property
+    def experts(self: Any) -> int:
+        """E."""
+        return self.w1.shape[0]  # type: ignore[no-any-return]
+
+    @property
+    def width(self: Any) -> int:
         """Columns of h."""
         return width_of(self.w1, self.layout1, self.glu)
 
     @property
-    def inner(self: _Weighed) -> int:
+    def inner(self: Any) -> int:
         """I."""
         return inner_width(columns_of(self.w1, self.layout1), self.glu)
 
     @property
-    def input_size(self: _Weighed) -> int:
+    def input_size(self: Any) -> int:
         """Columns of x."""
         return columns_of(self.w1, flip(self.layout1))
 
     @property
-    def output_size(self: _Weighed) -> int:
+    def output_size(self: Any) -> int:
         """Columns of y."""
         return columns_of(self.w2, self.layout2)
 
@@ -104,6 +110,10 @@ class Forward(Operands):
         """n."""
         return self.top_k_index.shape[0] * self.top_k_index.shape[1]  # type: ignore[no-any-return]
 
+    def keeps_x(self: Any, needs: Any) -> bool:
+        """Whether backward reads x. needs: of every operand, by name, whether it needs a gradient."""
+        return self.recompute_h or any(getattr(needs, name, False) for name in READ_WITH_X)
+
     def hidden(self: Any) -> Tensor:
         """The pre-activation that is kept, empty."""
         return self.x.new_empty((0 if self.recompute_h else self.rows, self.width))  # type: ignore[no-any-return]
@@ -117,12 +127,12 @@ def static_of(spec: FfnSpec) -> tuple[Any, ...]:
     """The operators' arguments behind their operands; raises `InputError` if that is no `FfnSpec`."""
     if not isinstance(spec, FfnSpec):
         raise InputError(f"spec is a {type(spec).__name__}; expected FfnSpec(activation, glu, ...)")
-    return tuple(getattr(spec, name) for name in _Static._fields)
+    return tuple(getattr(spec, name) for name in Static._fields)
 
 
 @operator("moe_ffn", autocast=True, or_float32=True)
 @operator("moe_ffn_fixed", autocast=True)
-class MoeFfn(Forward, _Static, Weights, _Tokens, Layer):
+class MoeFfn(Forward, Static, Weights, _Tokens, Layer):
     """See `hexa_fx.ops.moe_ffn.moe_ffn`."""
 
     def results(self) -> Any:
@@ -152,14 +162,8 @@ class Backward(Operands):
     returns = "Tensor[]"
     checked = False
 
-    @classmethod
-    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
-        """The operands, and the buffers that follow them."""
-        given = iter(args)
-        return cls._make(islice(given, len(cls._fields))), tuple(given)
 
-
-def _gradients(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
+def gradients_of(o: Any, differentiable: Sequence[str]) -> list[Tensor]:
     """The gradients that are needed, empty."""
     needed = [name for name, need in zip(differentiable, o.needs, strict=True) if need]
     rows = (o.dy.shape[0], o.input_size)
@@ -185,24 +189,17 @@ class _TopK(Operands):
 
 
 @operator("moe_ffn_backward", differentiable=False)
-class MoeFfnBackward(Backward, _Static, _TopK, Weights, _Saved, Layer):
+class MoeFfnBackward(Backward, Static, _TopK, Weights, _Saved, Layer):
     """Of `MoeFfn`, from dy and what forward kept: x and h if they are needed."""
 
     needs: Sequence[bool]
 
     def results(self) -> list[Tensor]:
-        return _gradients(self, OPERANDS)
+        return gradients_of(self, OPERANDS)
 
 
-PARAMETERS = ("w1", "b1", "w3", "b3", "w2", "b2")
-OPERANDS = ("x", "top_k_weights", *PARAMETERS)
-"""The differentiable operands of moe_ffn, in the order of its schema."""
 parameters = MoeFfn.pick(*PARAMETERS)
 """Weights and biases, of the arguments of a layer's forward."""
-tensors = MoeFfn.pick("x", "top_k_index", "top_k_weights", *PARAMETERS)
-"""All tensors of a layer of weights that are tensors, likewise."""
-static = MoeFfn.pick(*_Static._fields)
-differentiable = MoeFfn.pick(*OPERANDS)
 
 
 class _Sources(Operands):
@@ -219,28 +216,19 @@ class _Sources(Operands):
     formats: Sequence[str]
 
 
-class Projections(Operands):
-    """The projections of a layer over sources."""
+class Sources(Operands):
+    """What follows from a layer's weights that may be packed."""
+
+    differentiable: ClassVar[tuple[str, ...]] = SOURCES_OPERANDS
 
     @property
-    def first(self: Any) -> tuple[Projection, ...]:
-        """The first projection, and that of up for glu ``split``."""
-        one = Projection(self.w1, self.s1, self.formats[0], self.b1, self.a1, self.c1, self.alphas[0], self.layout1)
-        if self.w3 is None:
-            return (one,)
-        return one, Projection(
-            self.w3, self.s3, self.formats[1], self.b3, self.a3, self.c3, self.alphas[1], self.layout1
-        )
+    def static(self: Any) -> tuple[Any, ...]:
+        """What decides its programs besides tensors."""
+        return *Layer.static.fget(self), tuple(self.formats), tuple(self.alphas)  # type: ignore[attr-defined]
 
-    @property
-    def second(self: Any) -> Projection:
-        """The second projection."""
-        return Projection(self.w2, self.s2, self.formats[2], self.b2, self.a2, self.c2, self.alphas[2], self.layout2)
-
-    @property
-    def steps(self: Any) -> tuple[str, Any, Sequence[float]]:
-        """What the activation operators are told."""
-        return self.activation, self.glu, self.params
+    def hidden(self: Any) -> Tensor:
+        """The pre-activation that is kept, empty."""
+        return MoeFfn.hidden(self.shaped(self.x))
 
     def shaped(self, like: Tensor) -> Self:
         """The same with stand-ins for packed weights that have the shapes of what they hold."""
@@ -251,7 +239,7 @@ class Projections(Operands):
 
 @operator("moe_ffn_sources", autocast=True)
 @operator("moe_ffn_sources_fixed", autocast=True)
-class MoeFfnSources(Forward, Projections, _Static, _Sources, Weights, _Tokens, Layer):
+class MoeFfnSources(Sources, Forward, Static, _Sources, Weights, _Tokens, Layer):
     """`MoeFfn` on weights that are packed, have low-rank additions, or both.
 
     Args:
@@ -289,10 +277,6 @@ class MoeFfnSources(Forward, Projections, _Static, _Sources, Weights, _Tokens, L
         return self.x.new_empty((self.x.shape[0], self.shaped(self.x).output_size))
 
 
-SOURCES_OPERANDS = (*OPERANDS, "a1", "c1", "a3", "c3", "a2", "c2")
-"""The differentiable operands, in the order of the schema."""
-
-
 @operator("moe_ffn_sources_forward")
 @operator("moe_ffn_sources_fixed_forward")
 class MoeFfnSourcesForward(MoeFfnSources):
@@ -303,8 +287,7 @@ class MoeFfnSourcesForward(MoeFfnSources):
     def results(self) -> tuple[Tensor, ...]:
         ranks = [None if a is None else a.shape[1] for a in (self.a1, self.a3, self.a2)]
         u = [self.x.new_empty((0, 0) if rank is None else (self.rows, rank)) for rank in ranks]
-        h = self.shaped(self.x).hidden()
-        return super().results(), h, *u, *routing_of(self.top_k_index, self.experts)
+        return super().results(), self.hidden(), *u, *routing_of(self.top_k_index, self.experts)
 
 
 class _SavedOfSources(Operands):
@@ -320,87 +303,11 @@ class _SavedOfSources(Operands):
 
 
 @operator("moe_ffn_sources_backward", differentiable=False)
-class MoeFfnSourcesBackward(Backward, Projections, _Static, _Sources, Weights, _SavedOfSources, Layer):
+class MoeFfnSourcesBackward(Sources, Backward, Static, _Sources, Weights, _SavedOfSources, Layer):
     """Of `MoeFfnSources`, from dy and what forward kept."""
 
     top_k: int
     needs: Sequence[bool]
 
     def results(self) -> list[Tensor]:
-        return _gradients(self.shaped(self.dy), SOURCES_OPERANDS)
-
-
-class _Cached(Operands):
-    cached: bool
-
-
-@operator("moe_ffn_fp8_forward")
-class MoeFfnFp8Forward(_Cached, MoeFfn):
-    """`MoeFfn` whose products multiply e4m3 with block scales: y and what backward needs. All dtypes are floating, in any mixture.
-
-    Args:
-        cached: whether quantised weights are kept; not where other weights take turns in the same memory.
-    """
-
-    mixed = (*FLOATING, ELEMENT)
-    returns = "(Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
-
-    @property
-    def floating(self) -> dict[str, Tensor]:
-        """x, and weights and biases that are not quantised already, by name."""
-        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
-        return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
-
-    def results(self) -> tuple[Tensor, ...]:
-        x = rows_and_scales(self.x, self.x.shape[0], padded(self.input_size))
-        halves = 1 if self.glu == "none" else 2
-        h = rows_and_scales(self.x, 0 if self.recompute_h else self.rows, padded(self.inner) * halves)
-        return MoeFfn.results(self), *x, *h, *routing_of(self.top_k_index, self.experts)
-
-
-@operator("moe_ffn_fp8", autocast=True)
-class MoeFfnFp8(MoeFfnFp8Forward):
-    """The same without gradients, or differentiable.
-
-    Args:
-        s1, s2: scales of w1 and w2, which are quantised already, and frozen: (E, H', D') and (E, D', I') e4m3 as
-            `quantize_weight_fp8` makes them. Nothing in such a call needs a gradient.
-    """
-
-    s1: Tensor | None
-    s2: Tensor | None
-    returns = "Tensor"
-    defaults: ClassVar[dict[str, object]] = {"s1": None, "s2": None}
-
-    def faults(self) -> str:
-        quantised = [w is not None and w.dtype == ELEMENT for w in (self.x, self.w1, self.w3, self.w2)]
-        if quantised != [False, self.s1 is not None, False, self.s2 is not None] or quantised[1] != quantised[3]:
-            return "w1 and w2 are quantised, and have scales, or neither is"
-        if quantised[1] and not is_whole(self.w1, self.w2, self.glu, self.layout1, self.layout2):
-            return "quantised weights have layout nk, whole blocks, and gate and up as halves if any"
-        return super().faults() or scale_faults(self.w1, self.s1) or scale_faults(self.w2, self.s2)
-
-    def results(self) -> Any:
-        return MoeFfn.results(self)
-
-
-class _SavedInFp8(Operands):
-    dy: Tensor
-    xq: Tensor | None
-    xs: Tensor | None
-    h: Tensor | None
-    hs: Tensor | None
-    v: Tensor
-    inv: Tensor
-    offs: Tensor
-
-
-@operator("moe_ffn_fp8_backward", differentiable=False)
-class MoeFfnFp8Backward(Backward, _Cached, _Static, Weights, _SavedInFp8, Layer):
-    """Of `MoeFfnFp8`, from dy and what forward kept."""
-
-    top_k: int
-    needs: Sequence[bool]
-
-    def results(self) -> list[Tensor]:
-        return _gradients(self, OPERANDS)
+        return gradients_of(self.shaped(self.dy), SOURCES_OPERANDS)

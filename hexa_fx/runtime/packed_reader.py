@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.ops.formed import PackedStack
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.formed import PackedStack
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import MOVING, WeightReader
 from hexa_fx.sources.packed_parameters import packed_parameters

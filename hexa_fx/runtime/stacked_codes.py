@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.four_bit import NF4
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import PackedWeight
-from hexa_fx.ops.formed import PackedStack
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packed_reader import PackedReader
 from hexa_fx.runtime.paths import first_parameter

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.ir import PackedWeight
-from hexa_fx.ops.adapted_weight import AdaptedWeight
 from hexa_fx.ops.library import without_autocast
 from hexa_fx.ops.row_scaled import row_norms
 from hexa_fx.runtime.guards import GuardMiss

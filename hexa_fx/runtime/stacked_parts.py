@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.formats import format_of
+from hexa_fx.formats.formed import PackedStack
+from hexa_fx.formats.quantized_weight import Place, QuantizedWeight
 from hexa_fx.ir import PackedWeight
-from hexa_fx.ops.formed import PackedStack
-from hexa_fx.ops.quantized_weight import Place, QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packed_reader import PackedReader
 from hexa_fx.runtime.paths import first_parameter

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hexa_fx.ops.adapted_weight import AdaptedWeight
+from hexa_fx.formats.adapted_weight import AdaptedWeight
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 from hexa_fx.contexts import items_set
 from hexa_fx.formats.four_bit import NF4
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.lookup import lookup
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.isolation.torch_state import autocast_off
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _STATE = ("absmax", "shape", "code", "blocksize", "quant_type", "dtype", "offset", "state2")

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.four_bit import MXFP4, NF4, NF4_DOUBLE
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import set_packed
 

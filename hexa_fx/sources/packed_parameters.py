@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hexa_fx.contexts import items_set
 from hexa_fx.formats import FORMATS, format_of
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.sources import takes_sources
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -19,9 +19,9 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.adapted_weight import say_once
+from hexa_fx.formats.adapted_weight import say_once
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.library import without_autocast
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.sources.adapters import Adapter, Adapters
 
 _METHOD = "_activate_lora"

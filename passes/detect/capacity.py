@@ -16,9 +16,9 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
-from hexa_fx.ops.ranks import Order, ranks_of_choices
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals
 from hexa_fx.passes.detect.slots import Pairs, Slots
+from hexa_fx.passes.ranks import Order, ranks_of_choices
 
 ORDERS: tuple[Order, ...] = ("by_token", "by_slot")
 """Not by weight: which of two tokens with equal weights is kept, ``topk`` alone knows."""

@@ -18,13 +18,13 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.isolation.held_objects import is_object
-from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.decisions import leaves_decision
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import feature_size
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.passes.ranks import rank_among_equals
 
 _TOLERANCE = 1e-6
 _FACTORS = (1.0, -1.0, 64.0)

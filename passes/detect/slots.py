@@ -11,7 +11,7 @@ import torch.fx
 
 from hexa_fx import operations as ops
 from hexa_fx.operations import operation
-from hexa_fx.ops.ranks import rank_among_equals
+from hexa_fx.passes.ranks import rank_among_equals
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ class BindKernels(GraphPass):
             target = node.target
             if isinstance(target, OpOverload) and target.namespace == library.NAMESPACE:
                 node.target = library.kernel_for(target._opname, self.device)
-                bound += node.target is not target
+            elif hasattr(target, "on"):  # a function of operators
+                node.target = target.on(self.device)
+            bound += node.target is not target
         return bound
 
 

@@ -11,12 +11,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from hexa_fx.ops.program import FfnRequest
-from hexa_fx.ops.table_layers import OPERANDS
+from hexa_fx.ops.table_layers import SOURCES_OPERANDS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
+from hexa_fx.passes.lowering.graph_pass import Pipeline
 from hexa_fx.passes.lowering.lower import buffer_name, lower_backward, lower_forward
-from hexa_fx.passes.lowering.pipelines import pipeline_for
-
-_FORWARD_OPERANDS = ("x", "top_k_index", *OPERANDS[1:])
-_BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k", *map(buffer_name, OPERANDS[1:]))
+from hexa_fx.passes.lowering.pipelines import REFERENCE, pipeline_for
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,21 @@ class CompiledFfn:
 
     @cached_property
     def forward(self) -> Callable[..., Any]:
-        """The forward program, over all operands of moe_ffn by position."""
-        return _over(_FORWARD_OPERANDS, pipeline_for(self.device)(lower_forward(self.request)))
+        """The forward program, over the operands of `hexa::moe_ffn` or `hexa::moe_ffn_sources`."""
+        record = MoeFfnSources if self.request.formats else MoeFfn
+        return _over(record._fields, self._pipeline(lower_forward(self.request)))
 
     @cached_property
     def backward(self) -> Callable[..., Any]:
-        """The backward program, over dy, x, [h], v, inv, offs, the other operands, top_k and their buffers by position."""
-        return _over(_BACKWARD_OPERANDS, pipeline_for(self.device)(lower_backward(self.request)))
+        """The backward program, over the operands of its operator, of which h is in a list, and buffers."""
+        record = MoeFfnSourcesBackward if self.request.formats else MoeFfnBackward
+        operands = (*record._fields, *map(buffer_name, SOURCES_OPERANDS[1:]))
+        return _over(operands, self._pipeline(lower_backward(self.request)))
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        """Operators on factors and packed weights do not run on tiles."""
+        return REFERENCE if self.device == "cpu" and self.request.formats else pipeline_for(self.device)
 
 
 compile_ffn = CompiledFfn

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from hexa_fx.ops.table import ActivateBackward, Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops import library
+from hexa_fx.ops.projection import side_by_side
+from hexa_fx.ops.table import ActivateBackward, Esmm
+from hexa_fx.ops.table_variants import EsmmPacked
 from hexa_fx.passes.lowering.graph_pass import GraphPass
 
 hexa = torch.ops.hexa
@@ -44,12 +47,24 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
     projections = _projections(h, glu == "split")
     if not projections:
         return False
-    o, *up = (Esmm._make(projection.args) for projection in projections)
-    weights = {"w1": o.weight, "b1": o.bias, "w3": up[0].weight if up else None, "b3": up[0].bias if up else None}
+    target = _fused[_kind(projections)]
+    records = [_record(p) for p in projections]
+    o = records[0]
     keep_h = any(user is not activate for user in h.users)
-    args = tuple(o.to(EsmmAct, activation=activation, glu=glu, params=params, keep_h=keep_h, **weights))
+    given = {"activation": activation, "glu": glu, "params": params, "keep_h": keep_h}
+    if not isinstance(o, EsmmPacked):
+        for number, each in zip("13", records):
+            given |= {f"w{number}": each.weight, f"b{number}": each.bias}
+    if len(records) == 2 and target is hexa.esmm_act_low_rank.default:
+        of_each = [getattr(each, name, None) for each in records for name in ("u", "c")]
+        with gm.graph.inserting_before(h):
+            both = gm.graph.call_function(side_by_side, (o.layout, o.weight, *of_each))
+            given |= {
+                name: gm.graph.call_function(operator.getitem, (both, n)) for n, name in enumerate(("u", "c", "c3"))
+            }
+    args = tuple(o.to(library.record_of(target._opname), **given))
     with gm.graph.inserting_before(h):
-        fused = gm.graph.create_node("call_function", hexa.esmm_act.default, args, name="h_a")
+        fused = gm.graph.create_node("call_function", target, args, name="h_a")
     for node, position in ((activate, 1), (h, 0)):
         node.target, node.args = operator.getitem, (fused, position)
     for dead in (h, *(p for p in projections if p is not h)):
@@ -61,26 +76,54 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
 def _fuse_backward(gm: GraphModule, gradient: Node) -> bool:
     o: Any = ActivateBackward._make(gradient.args)
     da = o.da
-    if not isinstance(da, Node) or da.target is not hexa.esmm.default or len(da.users) != 1:
+    if not isinstance(da, Node) or da.target not in _PRODUCTS or len(da.users) != 1:
         return False
-    product = Esmm._make(da.args)
+    product = _record(da)
     if product.bias is not None or product.v is None or (product.v, product.offs) != (o.v, o.offs):
         return False
-    gradient.target = hexa.esmm_act_backward.default
-    more = {"dy": product.x, "weight": product.weight, "top_k": product.top_k, "layout": product.layout}
-    gradient.args = tuple(o.to(EsmmActBackward, **more))
+    gradient.target = _fused_backward[da.target]
+    given = {**o._asdict(), **product._asdict(), "dy": product.x}
+    gradient.args = tuple(map(given.get, library.record_of(gradient.target._opname)._fields))
     gm.graph.erase_node(da)
     return True
 
 
+_fused = {
+    hexa.esmm.default: hexa.esmm_act.default,
+    hexa.esmm_low_rank.default: hexa.esmm_act_low_rank.default,
+    hexa.esmm_packed.default: hexa.esmm_act_packed.default,
+    hexa.esmm_packed_low_rank.default: hexa.esmm_act_packed.default,
+}
+_fused_backward = {
+    hexa.esmm.default: hexa.esmm_act_backward.default,
+    hexa.esmm_low_rank.default: hexa.esmm_act_backward_low_rank.default,
+    hexa.esmm_packed.default: hexa.esmm_act_backward_packed.default,
+    hexa.esmm_packed_low_rank.default: hexa.esmm_act_backward_packed.default,
+}
+_PRODUCTS = tuple(_fused)
+_DENSE = _PRODUCTS[:2]
+
+
+def _kind(projections: tuple[Node, ...]) -> Any:
+    """The operator of a projection, or of gate and up, one of which may have an addition."""
+    return max((p.target for p in projections), key=_PRODUCTS.index)  # type: ignore[arg-type]
+
+
 def _projections(h: Node, split: bool) -> tuple[Node, ...]:
-    """The one or two esmm that h consists of; empty if it is something else, or if they have other users."""
+    """The one or two products that h consists of; empty if it is something else, or if they have other users. Of two, none is
+    packed.
+    """
     if not split:
-        return (h,) if h.target is hexa.esmm.default else ()
+        return (h,) if h.target in _PRODUCTS else ()
     if h.target is not torch.ops.aten.cat.default:
         return ()
     gate, up = h.all_input_nodes
-    if not all(n.target is hexa.esmm.default and len(n.users) == 1 for n in (gate, up)):
+    if not all(n.target in _DENSE and len(n.users) == 1 for n in (gate, up)):
         return ()
-    one, other = (Esmm._make(n.args)._replace(weight=None, bias=None) for n in (gate, up))
+    one, other = (_record(n).to(Esmm, weight=None, bias=None) for n in (gate, up))
     return (gate, up) if tuple(one) == tuple(other) else ()
+
+
+def _record(product: Node) -> Any:
+    """The operands of an operator's node."""
+    return library.record_of(product.target._opname)._make(product.args)  # type: ignore[union-attr]

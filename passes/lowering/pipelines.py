@@ -13,7 +13,7 @@ CUDA = Pipeline((FuseActivation(gradients=True), BindKernels("cuda"), TakeSaved(
 CPU = Pipeline((FuseActivation(), TileRows(), TakeSaved()))
 """All operators of a tile of rows before the next tile, so that rows stay in cache."""
 
-REFERENCE = Pipeline((FuseActivation(), TakeSaved()))
+REFERENCE = Pipeline((FuseActivation(gradients=True), TakeSaved()))
 """Any other device: the operators as torch's dispatcher finds them, which are torch's own where nothing is registered."""
 
 PIPELINES = {"cuda": CUDA, "cpu": CPU}

@@ -13,8 +13,8 @@ import torch.fx as fx
 
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
-from hexa_fx.ops.dispatch import dispatch_combine
-from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
+from hexa_fx.passes.options.dispatch import dispatch_combine
+from hexa_fx.passes.options.separate_backward import moe_ffn_without_esfk
 
 _CANONICAL = torch.ops.hexa.moe_ffn.default
 

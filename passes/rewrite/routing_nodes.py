@@ -11,11 +11,11 @@ import torch.fx
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.detect.graph import is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
+from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
 
 
 @dataclass

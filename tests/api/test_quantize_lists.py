@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import hexa_fx
 from hexa_fx.errors import InputError
-from hexa_fx.ops import quantized_weight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats import quantized_weight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from tests.integrations.test_transformers import operators_run
 
 E, D, H = 4, 64, 128

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.fine_tuning_memory import MODELS, memory, packed_bytes, table
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 
 PAGE = Path(__file__).parents[2] / "docs" / "fine_tuning.md"
 

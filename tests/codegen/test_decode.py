@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import render
 from hexa_fx.codegen.family import shared_limit
 from hexa_fx.codegen.family_decode import (
@@ -27,9 +28,9 @@ from hexa_fx.codegen.family_decode import (
 from hexa_fx.cuda import calls, decode
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import kernel_set
 from hexa_fx.cuda.kernel_set import launched as launched_by
-from hexa_fx.cuda.layer import PROGRAMS, moe_ffn
+from hexa_fx.cuda.layer import LAYERS, PROGRAMS
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuiltKernel, KernelHandle
@@ -346,7 +347,7 @@ def test_the_first_call_is_checked_and_gives_the_bits_of_the_second(emulated, mo
     def general(*args: Any) -> Any:
         raise AssertionError("operator by operator")
 
-    first = moe_ffn(general, *args)
-    assert torch.equal(moe_ffn(general, *args), first)
+    first = LAYERS["moe_ffn"](general, *args)
+    assert torch.equal(LAYERS["moe_ffn"](general, *args), first)
     with pytest.raises(InputError, match="top_k_index"):
-        moe_ffn(general, *given(ids=torch.zeros(4, 2, dtype=torch.int64)))
+        LAYERS["moe_ffn"](general, *given(ids=torch.zeros(4, 2, dtype=torch.int64)))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
+from hexa_fx.cuda import calls, packed, packed_layer
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import packed, packed_layer
 from hexa_fx.cuda.packed import PackedProduct, unsupported
+from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.table import Esmm, EsmmAct
+from hexa_fx.ops.table_layers import MoeFfnSources
 from tests.codegen.emulated import emulated  # noqa: F401
-from tests.cuda.cards import HOPPER
+from tests.cuda.cards import AMPERE, HOPPER
 from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -125,6 +128,11 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
 
 
+def a_step(operator, first, *rest):
+    """What a plan does in place of a launch."""
+    return planning_of(first).torch(operator, first, *rest)
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["concat", "split"])
 def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     torch.manual_seed(0)
@@ -137,11 +145,15 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     static = ("silu", "split" if split else "concat", [], "nk", "nk", False)
     sources = (*[None] * 6, [0.0] * 3, *scales, ["nf4", "nf4" if split else "dense", "nf4"])
     args = (x, index, torch.rand(5, 2).to(BF16), *operands, *sources, *static)
-    monkeypatch.setattr(packed_layer, "reindex", torch.ops.hexa.reindex)
-    monkeypatch.setattr(packed_layer, "combine", torch.ops.hexa.combine)
-    monkeypatch.setattr(packed_layer, "generic", None)
-    want = torch.ops.hexa.moe_ffn_sources(*args)
-    assert row_error(packed_layer._few_rows(packed_layer.MoeFfnSources(*args)), want) < 3 * TOLERANCE[BF16]
+    for name in ("reindex", "combine"):  # by torch
+        monkeypatch.setattr(packed_layer, name, partial(a_step, getattr(torch.ops.hexa, name).default))
+    _, tensors, addresses = calls.kind_of(args)
+    card = AMPERE._replace(multiprocessors=1)
+    plan = calls.planned(lambda *o: packed_layer.few_rows(MoeFfnSources(*o)), args, card, calls.chosen())
+    plan.load()
+    assert [kernel.spec.family for kernel in plan.kernels] == ["packed_gemm"] * 2
+    found, want = plan(tensors, addresses, x.device), torch.ops.hexa.moe_ffn_sources(*args)
+    assert row_error(found, want) < 3 * TOLERANCE[BF16]
 
 
 def test_what_is_left_to_other_ways(monkeypatch):

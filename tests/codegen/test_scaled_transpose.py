@@ -11,7 +11,7 @@ from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.errors import InputError
 from hexa_fx.ops import scaled_transpose
 from hexa_fx.ops.low_rank import scaled_transpose_any
-from hexa_fx.ops.table import ScaledTranspose
+from hexa_fx.ops.table_variants import ScaledTranspose
 from tests.codegen.emulated import emulated  # noqa: F401
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

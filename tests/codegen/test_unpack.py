@@ -11,6 +11,7 @@ import torch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed_rows as cuda_packed_rows
 from hexa_fx.cuda import unpack as cuda_unpack
+from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FORMATS, MXFP4
 from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
 from tests.codegen.emulated import emulated  # noqa: F401
@@ -61,7 +62,7 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
         if into.last:
             into.out[bounds[-1] :] = 0
 
-    monkeypatch.setattr(cuda_packed_rows, "esmm_segment", product)
+    monkeypatch.setattr(cuda_packed_rows, "esmm_segment", a_step(product))
     monkeypatch.setattr(cuda_unpack, "MOST_BYTES", most)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     cuda_choosing.forget_choices()
@@ -70,6 +71,11 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
     torch.testing.assert_close(found, torch.ops.hexa.esmm_packed(*arguments), rtol=1e-2, atol=1e-2)
     assert sum(seen) == experts
     assert max(seen) * 2 * 64 * 32 <= max(most, 2 * 64 * 32)
+
+
+def a_step(function):
+    """What a plan does in place of a launch."""
+    return lambda o, into: planning_of(o.offs).run(function, o, into)
 
 
 def dense_segment(o, into):
@@ -99,7 +105,7 @@ def dense_segment(o, into):
 def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layout, rank):  # noqa: F811
     """Against each as an operator of its own: which rows, factors, biases and gates a group is given."""
     torch.manual_seed(0)
-    monkeypatch.setattr(cuda_packed_rows, "fused_segment", dense_segment)
+    monkeypatch.setattr(cuda_packed_rows, "fused_segment", a_step(dense_segment))
     monkeypatch.setattr(cuda_packed_rows, "_fuses", lambda *_: True)
     monkeypatch.setattr(cuda_unpack, "MOST_BYTES", 2 * 2 * 64 * 64)
     f, experts, k, n, dtype = FORMATS["nf4_double"], 7, 64, 64, torch.float64

@@ -25,8 +25,8 @@ from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.jit import BuiltKernel, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
-from hexa_fx.ops.program import programs
-from hexa_fx.ops.table_layers import MoeFfn
+from hexa_fx.ops.moe_ffn import backward_on, forward_on
+from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -145,30 +145,24 @@ class Cards:
         monkeypatch.setattr(cuda_kernel, "_said", set())
 
     def run_general(self, *args: Any) -> Any:
-        return self._forward(False, args)
+        self.general += 1
+        o = MoeFfn._make(args)
+        o.check("moe_ffn")
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_on("cuda", False, o)
 
     def run_general_forward(self, *args: Any) -> Any:
-        return self._forward(True, args)
-
-    def _forward(self, training: bool, args: Sequence[Any]) -> Any:
         self.general += 1
-        MoeFfn._make(args).check("moe_ffn")
-        static = (*args[9:11], tuple(args[11]), *args[12:])
-        program = programs(static, (True, *(t is not None for t in args[2:9])), (False,) * 8, training, "cuda")
         with torch._C._AutoDispatchBelowAutograd():
-            return program.forward(*args[:9])
+            return forward_on("cuda", True, MoeFfn._make(args))
 
     def run_general_backward(self, *args: Any) -> Any:
         self.general += 1
-        dy, x, h, *rest = args
-        weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
-        given, added = (True, *(t is not None for t in weights)), tuple(t is not None for t in buffers)
-        program = programs((*static[:2], tuple(static[2]), *static[3:]), given, needs, True, "cuda", added)
         with torch._C._AutoDispatchBelowAutograd():
-            return list(program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers))
+            return backward_on("cuda", MoeFfnBackward, args)
 
     def run(self, args: Sequence[Any]) -> Tensor:
-        return cuda_layer.moe_ffn(self.run_general, *args)
+        return cuda_layer.LAYERS["moe_ffn"](self.run_general, *args)  # type: ignore[no-any-return]
 
 
 def arguments(

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import get_family
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import fp8, fp8_rows, register
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.kernel_set import fp8_kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
-from hexa_fx.ops.table_layers import MoeFfnFp8
+from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8
 from tests.cuda.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256

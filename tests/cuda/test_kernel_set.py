@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import KernelSpec, family_names, get_family, render
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import kernel_set as cuda_kernel_set
 from hexa_fx.cuda.choosing import Card, typical_card
-from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set
 from hexa_fx.errors import KernelError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.fixed_order import fixed_order

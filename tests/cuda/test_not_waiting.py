@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing, fallback, gemm, layer, modes
-from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuildError, background
 from hexa_fx.jit.env import JitSettings

@@ -12,12 +12,14 @@ from torch import Tensor
 
 import hexa_fx
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.cuda import choosing, packed_layer, sources_requests
+from hexa_fx.cuda import choosing, sources_requests
+from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
+from hexa_fx.cuda.kernel_set import frozen, kernel_set, launched
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.table_layers import MoeFfnSources
+from hexa_fx.source_kernels import layer_of as sources_layer_of
 from tests.api.test_quantize import D, Model
 
 MOST = 300
@@ -40,7 +42,7 @@ def layer(spec: FfnSpec, format: str, ranks: Mapping[str, int], hidden: int = 64
     }
     if spec.glu == "interleaved":
         operands |= {"b1": torch.empty(4, 2 * inner).bfloat16(), "b2": torch.empty(4, hidden).bfloat16()}
-    return layer_of(spec, operands, packed, ranks)
+    return sources_layer_of(spec, operands, packed, ranks)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -55,10 +57,10 @@ def layer(spec: FfnSpec, format: str, ranks: Mapping[str, int], hidden: int = 64
 )
 def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ranks: dict[str, int], arch: int) -> None:
     made, card = layer(spec, format, ranks), typical_card(arch)
-    found = sources_kernel_set(made, card, most=MOST)
-    every = set.union(*(set(launched(made, card, tokens)) for tokens in (*range(1, MOST, 13), MOST)))
+    found = kernel_set(frozen(made), card, most=MOST)
+    every = set.union(*(set(launched(frozen(made), card, tokens)) for tokens in (*range(1, MOST, 13), MOST)))
     assert every <= set(found)
-    assert set(sources_kernel_set(made, card, False, MOST)) < set(found)
+    assert set(kernel_set(frozen(made), card, False, MOST)) < set(found)
     families = {spec.family for spec in found}
     assert "unpack" in families or not format
     assert "packed_gemm" in families or format in ("", "nf4_double")
@@ -71,7 +73,7 @@ def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ra
 @pytest.mark.parametrize("tokens", [1, 40, 4000])
 def test_a_low_rank_addition_is_added_in_the_launch_of_its_product(tokens: int) -> None:
     made = layer(FfnSpec("silu", "concat"), "", {"w1": 16, "w2": 16}, hidden=128)
-    ops = [spec.op for spec in launched(made, typical_card(90), tokens, train=False)]
+    ops = [spec.op for spec in launched(frozen(made), typical_card(90), tokens, training=False)]
     around = ["esmm", "scaled_transpose"]
     assert [op for op in ops if not op.startswith("reindex")] == [*around, "esmm_act", *around, "esmm", "combine"]
 
@@ -101,10 +103,10 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
     threads: list[Thread] = []
     find = sources_requests.request
     monkeypatch.setattr(sources_requests, "request", lambda *args: threads.append(find(*args)))
-    monkeypatch.setattr(packed_layer, "_few_rows", lambda o: None)
+    general = {name: lambda *args: None for name in ("moe_ffn_sources", "moe_ffn_sources_forward")}
     made = layer(FfnSpec("silu", "concat"), "nf4", {"w1": 8, "w2": 8})
     choosing.forget_choices()
-    for tokens, run in ((5, sources_requests.moe_ffn_sources), (7, sources_requests.moe_ffn_sources_forward)):
+    for tokens, (name, run) in zip((5, 7), general.items()):
         o = made._replace(x=torch.empty(tokens, 64).bfloat16(), top_k_index=torch.zeros(tokens, 2, dtype=torch.int64))
         o = o._replace(top_k_weights=torch.zeros(tokens, 2))
         weights = {name: getattr(o, name) for name in MoeFfnSources._fields[3:15]}
@@ -112,10 +114,10 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
             **{name: None if t is None else torch.zeros_like(t, device="cpu") for name, t in weights.items()}
         )
         o = o._replace(**{name: [torch.zeros_like(t, device="cpu") for t in getattr(o, name)] for name in ("s1", "s2")})
-        run(*o)
+        cuda_layer.LAYERS[name](run, *o)
     assert len(threads) == 1
     threads[0].join()
-    assert set(requested) == set(sources_kernel_set(made, typical_card(90)))
+    assert set(requested) == set(kernel_set(frozen(made), typical_card(90)))
 
 
 def test_those_of_adapters_that_are_there_are_requested(requested: list[KernelSpec]) -> None:

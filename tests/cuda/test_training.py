@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 def forward(cards: Cards, args: Sequence[Any], general: bool = False) -> Any:
     if general:
         return cards.run_general_forward(*args)
-    return cuda_layer.moe_ffn_forward(cards.run_general_forward, *args)
+    return cuda_layer.LAYERS["moe_ffn_forward"](cards.run_general_forward, *args)
 
 
 def backward(cards: Cards, dy: Tensor, saved: Sequence[Any], args: Sequence[Any], general: bool = False) -> Any:
@@ -48,7 +48,7 @@ def backward(cards: Cards, dy: Tensor, saved: Sequence[Any], args: Sequence[Any]
     every = (dy, args[0], [h], v, inv, offs, *args[2:9], args[1].shape[1], *args[9:], needs)
     if general:
         return cards.run_general_backward(*every)
-    return cuda_layer.moe_ffn_backward(cards.run_general_backward, *every)
+    return cuda_layer.LAYERS["moe_ffn_backward"](cards.run_general_backward, *every)
 
 
 def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple[list[Any], list[Tensor]]:
@@ -139,7 +139,7 @@ def test_gradients_are_added_to_buffers(hopper: Cards) -> None:
     want = step(hopper.run_general_backward)
     hopper.general = 0
     for _ in range(4):
-        got = step(lambda *every: cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every))
+        got = step(lambda *every: cuda_layer.LAYERS["moe_ffn_backward"](hopper.run_general_backward, *every))
         assert got == want
     assert hopper.general == 1
     places = [name for launch in got[0] for name in (*launch[2], *(m[0] for m in launch[3]))]
@@ -154,7 +154,7 @@ def test_the_list_that_held_h_is_empty_afterwards(hopper: Cards) -> None:
         kept = [h]
         needs = [True] * 3 + [False] * 3 + [True, False]
         every = (torch.randn_like(y), args[0], kept, *rest, *args[2:9], 2, *args[9:], needs)
-        cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
+        cuda_layer.LAYERS["moe_ffn_backward"](hopper.run_general_backward, *every)
         assert not kept
 
 
@@ -171,7 +171,7 @@ def test_the_h_of_a_large_layer_is_freed_while_backward_goes_on(monkeypatch: pyt
 
     v = inv = offs = torch.zeros(1, dtype=torch.int32)
     needs = [True] * 8
-    cuda_layer.moe_ffn_backward(
+    cuda_layer.LAYERS["moe_ffn_backward"](
         general, given[0], given[0], [torch.randn(4, 4)], v, inv, offs, *given[2:9], 2, *given[9:], needs
     )
     assert freed == [True]
@@ -186,7 +186,7 @@ def test_other_gradients_are_another_kind_of_call(hopper: Cards) -> None:
     hopper.general = 0
     h, v, inv, offs = saved[1:]
     every = (dy, args[0], [h], v, inv, offs, *args[2:9], 2, *args[9:], [True] + [False] * 7)
-    found = cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
+    found = cuda_layer.LAYERS["moe_ffn_backward"](hopper.run_general_backward, *every)
     assert (hopper.general, len(found)) == (1, 1)
 
 

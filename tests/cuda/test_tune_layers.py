@@ -47,8 +47,8 @@ def test_a_model_that_is_not_known() -> None:
 
 @pytest.mark.parametrize("form", sorted({forms[0] for *_, forms in MODELS.values()}, key=str), ids=lambda f: f.glu)
 def test_a_layer_of_every_form_runs_forward_and_backward(monkeypatch: pytest.MonkeyPatch, form: FfnSpec) -> None:
-    ran, run = [], moe_ffn_autograd._run
-    monkeypatch.setattr(moe_ffn_autograd, "_run", lambda name, *rest: (ran.append(name), run(name, *rest))[1])
+    ran, run = [], moe_ffn_autograd.run
+    monkeypatch.setattr(moe_ffn_autograd, "run", lambda name, *rest: (ran.append(name), run(name, *rest))[1])
     run_layer(Sizes(5, 4, 2, 16, 8, form), torch.float32, torch.device("cpu"))
     assert ran == ["moe_ffn_forward", "moe_ffn_backward"]
 

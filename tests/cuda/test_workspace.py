@@ -76,8 +76,8 @@ def test_a_step_of_swins_layers_on_two_devices_is_played_again(hopper: Cards, ca
     needs = [True, True, True, False, False, False, True, False]
     for _ in range(3):
         hopper.general = 0
-        y, *saved = cuda_layer.moe_ffn_forward(hopper.run_general_forward, x, ids, *weights, *static)
+        y, *saved = cuda_layer.LAYERS["moe_ffn_forward"](hopper.run_general_forward, x, ids, *weights, *static)
         every = (torch.empty_like(y), x, [saved[0]], *saved[1:], *weights, top_k, *static, needs)
-        cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
+        cuda_layer.LAYERS["moe_ffn_backward"](hopper.run_general_backward, *every)
     assert hopper.general == 0
     assert all(plan.workspace <= 257 * MIB for plan in cuda_layer._known.values() if plan is not None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.ops.ranks import repeated_in_groups
+from hexa_fx.passes.ranks import repeated_in_groups
 from tests.detect.test_what_strangers_write import Mixture, _tokens
 from tests.zoo.common import TopKGate, experts
 from tests.zoo.compare import compare, operators_run, perturb

@@ -18,7 +18,8 @@ def launches(columns: int, rank: int) -> None:
     """Launches of a product with gathered rows, of few steps, all with the same result."""
     from hexa_fx.codegen.tiles_sm90 import COOPERATIVE
     from hexa_fx.cuda import gemm_sm90 as sm90
-    from hexa_fx.ops.table import Esmm, EsmmLowRank
+    from hexa_fx.ops.table import Esmm
+    from hexa_fx.ops.table_variants import EsmmLowRank
     from tests.gpu.cases import make_routing, randn
 
     r = make_routing("random", 301, 3, 7)

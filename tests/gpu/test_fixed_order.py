@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import sources
+from hexa_fx.ops import direct
 from tests.ops import test_fixed_order as cases
 
 SIZES = [(48, 33, 150), (256, 192, 1500)]
@@ -28,7 +28,7 @@ def test_bits_are_the_same_in_any_batch(spec: FfnSpec, dtype: torch.dtype, model
 def test_packed_and_adapted_weights(format: str | None, rank: int, spec: FfnSpec, tokens: int) -> None:
     layouts = (spec.layout1, spec.layout2)
     given = cases.operands(torch.bfloat16, 256, 192, tokens, spec.glu, layouts, device="cuda")
-    cases.assert_same_bits(*cases.with_sources(given, format, rank), spec, sources.moe_ffn_fixed)
+    cases.assert_same_bits(*cases.with_sources(given, format, rank), spec, direct.moe_ffn_fixed)
 
 
 @pytest.mark.parametrize("routing", cases.ROUTINGS)

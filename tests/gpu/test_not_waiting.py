@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.cuda import choosing
 from hexa_fx.cuda import layer as cuda_layer
-from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import builder, kernel
 from hexa_fx.ops.moe_ffn import moe_ffn

@@ -10,7 +10,7 @@ from transformers import pytorch_utils
 
 import hexa_fx
 from hexa_fx import HexaConfig
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from tests.integrations.test_transformers import operators_run
 
 peft = pytest.importorskip("peft")

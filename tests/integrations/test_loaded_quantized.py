@@ -6,8 +6,8 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.errors import InputError
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, moe_ffn_fp8
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.sources.packed_parameters import packed_parameters
 from tests.api.test_quantize import D as WIDTH
 from tests.api.test_quantize import Model

@@ -9,9 +9,9 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import HexaConfig
+from hexa_fx.formats import adapted_weight
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ir import Small
-from hexa_fx.ops import adapted_weight
 from tests.integrations.test_transformers import Listed, operators_run
 from tests.ops.test_moe_ffn_sources import Launches
 

@@ -7,9 +7,9 @@ import torch
 
 import hexa_fx
 from hexa_fx.errors import InputError
+from hexa_fx.formats import adapted_weight, quantized_weight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
-from hexa_fx.ops import adapted_weight, quantized_weight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from tests.ops.test_moe_ffn_sources import Launches
 
 peft = pytest.importorskip("peft")

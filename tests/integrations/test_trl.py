@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hexa_fx
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
-from hexa_fx.ops.quantized_weight import QuantizedWeight
 from tests.ops.test_moe_ffn_sources import Launches
 
 trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")

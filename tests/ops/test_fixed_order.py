@@ -11,10 +11,10 @@ from torch.nn import functional as F
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.errors import InputError
+from hexa_fx.formats.adapted_weight import AdaptedWeight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fixed_order, sources
-from hexa_fx.ops.adapted_weight import AdaptedWeight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.ops import direct, fixed_order
 
 EXPERTS = 6
 
@@ -69,7 +69,7 @@ SOURCES = [(None, 4), ("int8_rows", 0), ("nf4", 0), ("nf4", 8)]
 @pytest.mark.parametrize(("format", "rank"), SOURCES)
 def test_bits_of_packed_and_adapted_weights_are_the_same_in_any_batch(format, rank, spec, dtype):
     given = operands(dtype, 64, 128, 100, spec.glu, (spec.layout1, spec.layout2))
-    assert_same_bits(*with_sources(given, format, rank), spec, sources.moe_ffn_fixed)
+    assert_same_bits(*with_sources(given, format, rank), spec, direct.moe_ffn_fixed)
 
 
 def with_sources(given, format, rank):

@@ -322,3 +322,18 @@ def test_arguments_that_do_not_fit():
             run({**packed, **change}, spec)
     with pytest.raises(InputError, match="has no gradient; freeze it"):
         run({**packed, "s1": [packed["s1"][0].requires_grad_()]}, spec)
+
+
+@pytest.mark.parametrize("spec", SPECS[:4:3], ids=lambda spec: spec.glu)
+def test_gradients_of_dense_weights_are_added_to_main_grad(spec):
+    given = layer(spec, adapted="2", dtype=torch.float32)
+    names = [name for name in NAMES if given[name] is not None]
+    plain = {name: given[name].clone().requires_grad_() for name in names}
+    expected = torch.autograd.grad(reference({**given, **plain}, spec).sum(), [plain[name] for name in names])
+    trained = {name: torch.nn.Parameter(given[name]) for name in names}
+    for parameter in trained.values():
+        parameter.main_grad = torch.ones_like(parameter)
+    run({**given, **trained}, spec).sum().backward()
+    assert all(parameter.grad is None for parameter in trained.values())
+    found = [trained[name].main_grad - 1 for name in names]
+    torch.testing.assert_close(found, list(expected), rtol=1e-3, atol=1e-3)

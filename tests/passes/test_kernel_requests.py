@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import hexa_fx
+from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing, modes
-from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.passes import kernel_requests, verify_block
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
-from hexa_fx.formats import FORMATS
-from hexa_fx.ops import direct, quantized_weight
-from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.formats import FORMATS, quantized_weight
+from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.ops import direct
 
 SHAPE = (4, 32, 64)
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.formed import Formed
+from hexa_fx.formats.formed import Formed
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def _formed(value: Any) -> Any:
 class PackedStack(Formed):
     """A `QuantizedWeight` (E, ., .) that is made while a compiler traces, which cannot look into one.
 
-    Args: as those of `hexa_fx.ops.quantized_weight.QuantizedWeight`.
+    Args: as those of `hexa_fx.formats.quantized_weight.QuantizedWeight`.
     """
 
     packed: Tensor
