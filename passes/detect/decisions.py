@@ -29,6 +29,8 @@ from hexa_fx.passes.detect.verdict import Refuse
 _CHOICES = frozenset(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
 )
+_FILLED = frozenset("zeros_like ones_like empty_like new_zeros new_ones new_empty".split())
+"""Of what these are given they take the size alone."""
 ON_DATA = (
     "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or the decision "
     "outside of the block, can be rewritten"
@@ -238,7 +240,7 @@ def _is_size_or_choice(node: torch.fx.Node, follows: set[torch.fx.Node]) -> bool
         return False
     made = node.args[0] if operation(node) == "getitem" else node
     chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
-    if operation(node) in SIZES or (chosen and node in follows and is_tensor(node) and not is_float(node)):
+    if operation(node) in SIZES | _FILLED or (chosen and node in follows and is_tensor(node) and not is_float(node)):
         return True
     return asks_who_was_chosen(node)
 

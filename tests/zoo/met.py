@@ -1,13 +1,15 @@
-"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things."""
+"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things, counts of marks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, experts
-from tests.zoo.variant import D, E, I, K, Variant, variant, weight
+from tests.zoo.variant import D, E, I, K, Variant, hidden_states, variant, weight
 
 
 class Looped(nn.Module):
@@ -115,6 +117,62 @@ class KeptLogits(nn.Module):
         return out
 
 
+class CountedMarks(nn.Module):
+    """Counts of marks in a tensor like the scores; every part of the sorted rows in a buffer is the output of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = self.gate(flat).softmax(-1)
+        weights, ids = scores.topk(K, -1)
+        counts = torch.zeros_like(scores).scatter(1, ids, 1).long().sum(0).tolist()
+        order = ids.view(-1).argsort(stable=True)
+        rows = Products.apply(F.gelu(Products.apply(flat[order // K], self.up, counts)), self.down, counts)
+        rows = rows * weights.view(-1)[order][:, None]
+        return torch.zeros_like(flat).index_add(0, order // K, rows).view(x.shape)
+
+
+class Products(torch.autograd.Function):
+    """(rows, in) x (E, in, out) -> (rows, out), each expert's rows into its part of one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.counts, out = counts, rows.new_empty(len(rows), weights.shape[-1])
+        for expert, (part, into) in enumerate(zip(rows.split(counts), out.split(counts))):
+            torch.mm(part, weights[expert], out=into)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        parts = list(zip(rows.split(ctx.counts), gradient.split(ctx.counts)))
+        of_rows = torch.cat([g @ weights[e].T for e, (_, g) in enumerate(parts)])
+        return of_rows, torch.stack([r.T @ g for r, g in parts]), None
+
+
+class Conditioned(Looped):
+    """One condition for each sequence, (batch, 1, D), is added to its tokens."""
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        x = x + condition
+        weights, ids = self.gate(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight, mine = weights.mul(ids == number).sum(-1), (ids == number).any(-1)
+            out[mine] += weight[mine].unsqueeze(-1) * expert(x[mine])
+        return out
+
+
+def with_condition(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tokens (batch, seq, D) and a condition (batch, 1, D)."""
+    return hidden_states(batch, seq, dtype, seed)[0] + hidden_states(batch, 1, dtype, seed + 1)[0], {}
+
+
 VARIANTS: tuple[Variant, ...] = (
     variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
@@ -125,5 +183,11 @@ VARIANTS: tuple[Variant, ...] = (
         ScaledBefore,
         "tokens scaled in float32, biases by repeat_interleave",
         dtypes=(torch.float32,),
+    ),
+    variant(
+        "sorted_counted_marks", CountedMarks, "counts of marks in zeros_like(scores), products with out= in a Function"
+    ),
+    variant(
+        "around_conditioned", Conditioned, "a condition (batch, 1, D) is added to the tokens", inputs=with_condition
     ),
 )
