@@ -179,7 +179,7 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
 
 
 def _note_autocast(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    """Tells the recorder whose code switches autocast on or off. A graph does not say for which nodes."""
+    """Tells the recorder whose code switches autocast on or off."""
     original = torch.autocast.__enter__
 
     def enter(self: torch.autocast) -> Any:

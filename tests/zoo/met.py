@@ -1,4 +1,4 @@
-"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things, counts of marks."""
+"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things."""
 
 from __future__ import annotations
 

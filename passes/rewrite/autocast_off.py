@@ -1,0 +1,65 @@
+"""Where the code has switched autocast off, a rewritten block under autocast computes without it, too: a router in float32, say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.functional import WithoutAutocast
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, operation
+from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.runtime.attribute_guards import called_in, is_within
+
+_EITHER_WAY = frozenset(
+    "getitem view reshape flatten to float type type_as transpose permute expand unsqueeze squeeze detach clone contiguous "
+    "zeros_like ones_like full_like zeros ones full tensor gather scatter scatter_ topk masked_fill where set_item after "
+    "add add_ sub mul mul_ div truediv randn_like rand_like".split()
+)
+"""What autocast leaves as it is: moves, choices, and sums and products element by element."""
+_INSIDE = (
+    "the code switches autocast off for what its experts compute, or around the call of a submodule; around operations of its "
+    "router, or inside of the submodule, it can stay"
+)
+
+
+def switch_off(
+    graph: torch.fx.Graph,
+    new: Mapping[torch.fx.Node, torch.fx.Node],
+    captured: CapturedBlock,
+    outputs: Sequence[torch.fx.Node],
+) -> None:
+    """Makes the operations of ``graph`` that were recorded so run with autocast off.
+
+    Args:
+        new: the nodes of ``graph``, by those of the recorded graph.
+        outputs: where regions end.
+
+    Raises:
+        Refuse: experts compute with autocast off, or the code switches it off around a call that stays a call.
+    """
+    called = called_in(graph)
+    off = [node for node in captured.graph.nodes if record_of(node).autocast_off]
+    if not off or all(is_within(scope, called) for scope in captured.in_autocast):
+        return
+    inside = _inside(captured, new, outputs, called)
+    for node in off:
+        if node in inside or is_within(record_of(node).scope, called):
+            raise Refuse(_INSIDE, node)
+        copy = new.get(node, node)
+        copied = copy.meta.get("from") == node.name and copy.op in ("call_function", "call_method")
+        if copied and is_float(node) and operation(node) not in _EITHER_WAY:
+            copy.op, copy.target = "call_function", WithoutAutocast(copy.target, record_of(node).autocast_off)
+
+
+def _inside(
+    captured: CapturedBlock,
+    new: Mapping[torch.fx.Node, torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+    called: Collection[str],
+) -> set[torch.fx.Node]:
+    """What is computed with parameters that the new graph reads no more, which are experts', up to ``outputs``."""
+    read = (node for node in captured.graph.nodes if node.op == "get_attr" and node not in new and is_float(node))
+    weights = [node for node in read if not is_within(record_of(node).scope, called)]
+    return descendants(weights) & (ancestors(outputs) | {*outputs})
