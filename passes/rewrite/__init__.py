@@ -113,7 +113,7 @@ class _Rewriter:
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
         self._drop_unused()
-        switch_off(self.graph, self.new, captured, [match.output for match in self.match.regions])
+        switch_off(self.graph, self.new, captured, self.match.regions)
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)

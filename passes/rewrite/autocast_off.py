@@ -9,6 +9,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import WithoutAutocast
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, operation
+from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 
@@ -28,13 +29,13 @@ def switch_off(
     graph: torch.fx.Graph,
     new: Mapping[torch.fx.Node, torch.fx.Node],
     captured: CapturedBlock,
-    outputs: Sequence[torch.fx.Node],
+    regions: Sequence[MoEMatch],
 ) -> None:
     """Makes the operations of ``graph`` that were recorded so run with autocast off.
 
     Args:
         new: the nodes of ``graph``, by those of the recorded graph.
-        outputs: where regions end.
+        regions: those of the block.
 
     Raises:
         Refuse: experts compute with autocast off, or the code switches it off around a call that stays a call.
@@ -43,7 +44,10 @@ def switch_off(
     off = [node for node in captured.graph.nodes if record_of(node).autocast_off]
     if not off or all(is_within(scope, called) for scope in captured.in_autocast):
         return
-    inside = _inside(captured, new, outputs, called)
+    inside = _inside(captured, new, [match.output for match in regions], called)
+    inside.update(
+        node for match in regions for each in match.steps for step in (each, *each.alike) for node in step.nodes
+    )
     for node in off:
         if node in inside or is_within(record_of(node).scope, called):
             raise Refuse(_INSIDE, node)
