@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,26 +21,6 @@ def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
 def row_dropout(rows: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Stands for a dropout that draws random numbers, in a run in which it drops nothing."""
     return rows.clone()
-
-
-class WithoutAutocast:
-    """A call with autocast off, as a target of a graph.
-
-    Args:
-        target: a function, or the name of a method.
-        device: the kind of device.
-    """
-
-    def __init__(self, target: Callable[..., Any] | str, device: str) -> None:
-        self.target, self.device = target, device
-        name = target if isinstance(target, str) else getattr(target, "__name__", "call")
-        self.__name__ = self.__qualname__ = f"{name}_without_autocast"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device, enabled=False):
-            if isinstance(self.target, str):
-                return getattr(args[0], self.target)(*args[1:], **kwargs)
-            return self.target(*args, **kwargs)
 
 
 class Applied:

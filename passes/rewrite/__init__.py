@@ -21,7 +21,7 @@ from hexa_fx.passes.detect.in_numpy import refuse_array
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_generator
 from hexa_fx.passes.detect.size_decisions import SIZES, cuts_rows
-from hexa_fx.passes.rewrite.autocast_off import switch_off
+from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
 from hexa_fx.passes.rewrite.far_limits import require_fewer
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
@@ -113,7 +113,7 @@ class _Rewriter:
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
         self._drop_unused()
-        switch_off(self.graph, self.new, captured, self.match.regions)
+        mark_without_autocast(self.graph, self.new, captured, self.match.regions)
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.functional import WithoutAutocast
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import called_in, is_within
+from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST
 
 _EITHER_WAY = frozenset(
     "getitem view reshape flatten to float type type_as transpose permute expand unsqueeze squeeze detach clone contiguous "
@@ -20,41 +20,55 @@ _EITHER_WAY = frozenset(
 )
 """What autocast leaves as it is: moves, choices, and sums and products element by element."""
 _INSIDE = (
-    "the code switches autocast off for what its experts compute, or around the call of a submodule; around operations of its "
-    "router, or inside of the submodule, it can stay"
+    "the code switches autocast off for what its experts compute; around its router, or around the block, it can stay"
+)
+_AROUND = (
+    "the code switches autocast off around some calls of a submodule, or around one that switches it, too; around the block, or "
+    "inside of the submodule, it can stay"
 )
 
 
-def switch_off(
+def mark_without_autocast(
     graph: torch.fx.Graph,
     new: Mapping[torch.fx.Node, torch.fx.Node],
     captured: CapturedBlock,
     regions: Sequence[MoEMatch],
 ) -> None:
-    """Makes the operations of ``graph`` that were recorded so run with autocast off.
+    """Marks the nodes of ``graph`` that compute with autocast off, for `hexa_fx.runtime.program`.
 
     Args:
         new: the nodes of ``graph``, by those of the recorded graph.
         regions: those of the block.
 
     Raises:
-        Refuse: experts compute with autocast off, or the code switches it off around a call that stays a call.
+        Refuse: experts compute with autocast off, or one cannot tell how a submodule is called.
     """
     called = called_in(graph)
-    off = [node for node in captured.graph.nodes if record_of(node).autocast_off]
+    off = {node: record_of(node).autocast_off for node in captured.graph.nodes if record_of(node).autocast_off}
     if not off or all(is_within(scope, called) for scope in captured.in_autocast):
         return
     inside = _inside(captured, new, [match.output for match in regions], called)
     inside.update(
         node for match in regions for each in match.steps for step in (each, *each.alike) for node in step.nodes
     )
-    for node in off:
-        if node in inside or is_within(record_of(node).scope, called):
+    for node, device in off.items():
+        if node in inside:
             raise Refuse(_INSIDE, node)
         copy = new.get(node, node)
         copied = copy.meta.get("from") == node.name and copy.op in ("call_function", "call_method")
         if copied and is_float(node) and operation(node) not in _EITHER_WAY:
-            copy.op, copy.target = "call_function", WithoutAutocast(copy.target, record_of(node).autocast_off)
+            copy.meta[WITHOUT_AUTOCAST] = device
+    for call in graph.find_nodes(op="call_module"):
+        _mark_call(call, captured, off)
+
+
+def _mark_call(call: torch.fx.Node, captured: CapturedBlock, off: Mapping[torch.fx.Node, str]) -> None:
+    path = {str(call.target)}
+    nodes = [node for node in captured.graph.nodes if is_within(record_of(node).scope, path) and is_float(node)]
+    devices = {off.get(node, "") for node in nodes} or {""}
+    if len(devices) > 1 or (devices != {""} and any(is_within(scope, path) for scope in captured.in_autocast)):
+        raise Refuse(_AROUND, next(node for node in nodes if node in off))
+    call.meta[WITHOUT_AUTOCAST] = devices.pop()
 
 
 def _inside(

@@ -163,7 +163,7 @@ def test_experts_that_switch_it_off_are_their_own_under_autocast(caplog):
     assert "switches autocast off for what its experts compute" in caplog.text
 
 
-class SwitchedAround(Block):
+class SwitchedAround(WithLogits):
     """Around a router that draws, which stays a call."""
 
     def __init__(self):
@@ -187,11 +187,13 @@ class Drawing(nn.Module):
 def test_switched_off_around_a_router():
     model, optimized = pair(SwitchedAround)
     with torch.autocast("cpu", torch.bfloat16):
+        assert operators_run(optimized, (x(),))
         results = []
         for each in (model, optimized):
             torch.manual_seed(3)
             results.append(each(x()))
-    torch.testing.assert_close(*results, rtol=0.05, atol=0.01)
+    torch.testing.assert_close(results[1]["hidden"], results[0]["hidden"], rtol=0.05, atol=0.01)
+    assert torch.equal(results[1]["logits"], results[0]["logits"])
 
 
 class Switch(nn.Module):
@@ -218,6 +220,20 @@ def test_a_router_that_switches_it_off_stays_a_call():
     with torch.autocast("cpu", torch.bfloat16):
         assert operators_run(optimized, (x(),))
         torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
+
+
+class SwitchedTwice(SwitchedAround):
+    """The router's own code switches it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = Switch()
+
+
+def test_switched_off_around_a_router_that_switches_it_too():
+    model, optimized = pair(SwitchedTwice)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(optimized(x())["logits"], model(x())["logits"])
 
 
 class Enabling(Block):
