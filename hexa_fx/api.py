@@ -17,7 +17,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError
 from hexa_fx.example_inputs import ExampleInputs
 from hexa_fx.example_tokens import example_tokens
-from hexa_fx.first_call import put_on
+from hexa_fx.first_call import let_go, put_on
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.isolation.garbage import collections_are_cheap
@@ -110,6 +110,7 @@ def optimize_(
     config = _checked(config)
     if example_inputs is not None:
         check_values(model)
+    let_go(model)  # of what an earlier call left, if the model was not called since
     spread = Spread(mesh, strategy, capacities, partition, data_mesh)
     spread.check(example_inputs)
     if config.skip.strip() == "*" and mesh is None:

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.observe import ancestors_of_suspects
@@ -101,6 +102,12 @@ class FirstCall(InPlace):
         return module
 
     @property
+    def __code__(self) -> CodeType:
+        """The original's code object, after which torch.export names its trace."""
+        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", let_go.__code__)
+        return code
+
+    @property
     def own_forward(self) -> Callable[..., Any] | None:
         """The forward that the instance had of its own; None if it had the class's."""
         return self._own_original  # type: ignore[no-any-return]
@@ -108,6 +115,9 @@ class FirstCall(InPlace):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, shared = self.module, self._shared
         slot = next((slot for slot in (FORWARD, INSIDE_HOOK) if vars(module).get(slot) is self), "")
+        if is_dynamo_compiling():
+            torch._dynamo.graph_break(msg=_BEFORE_FULLGRAPH)  # which fullgraph=True makes an error
+            return torch.compiler.disable(self)(*args, **kwargs)
         if is_compiling():
             say_in_trace("the model", "it was not analysed before; call it once, or give hexa_fx.optimize an example")
         elif getattr(shared.within, "on", False) or not self._waits(module):
@@ -180,6 +190,10 @@ def put_on(model: nn.Module, analyse: Analyse) -> None:
             module.__dict__.update({FORWARD: call, REPLICATE: call.replica})
 
 
+_BEFORE_FULLGRAPH = (
+    "hexa_fx has not analysed the model yet: call it once before torch.compile(fullgraph=True), "
+    "or give hexa_fx.optimize an example"
+)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 

@@ -61,7 +61,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
     if not blocks:
         raise InputError(
             "quantize_experts_ packs what rewritten blocks read, and no block of this model is rewritten: call hexa_fx.optimize_ "
-            "first"
+            "before, and the model once if it got no example"
         )
     places = [place for path, forward in blocks.items() for place in _places_of(path, forward, format)]
     by_weight: dict[int, list[_OwnedParameter]] = {}

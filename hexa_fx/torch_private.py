@@ -117,6 +117,7 @@ grouped_mm = getattr(torch, "_grouped_mm", torch.nn.functional.grouped_mm)
 _is_amx_tile_supported: Callable[[], bool] = getattr(
     torch.cpu, "_is_amx_tile_supported", bool
 )  # else products run in float32
+_is_avx512_bf16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
 _is_amx_fp16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", bool)
 
 

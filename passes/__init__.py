@@ -33,7 +33,7 @@ from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.perturb import Replacements
-from hexa_fx.capture.probes import OVERFLOW_TOKENS, overflow_inputs, overflow_sizes, probe_inputs
+from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -41,9 +41,8 @@ from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
-from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of, refused
-from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.cover.complete import detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.dropouts import expert_dropouts
@@ -52,15 +51,12 @@ from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, exa
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
-from hexa_fx.passes.preconditions.first_call import set_up
 from hexa_fx.passes.preconditions.host_rules import depends_on_mode, only_written, refusal_of_host
-from hexa_fx.passes.preconditions.idle_experts import with_idle_experts
 from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, why_unreadable
-from hexa_fx.passes.rewrite import rewrite
+from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
-from hexa_fx.passes.verify import VerificationResult, verify, why_refused
+from hexa_fx.passes.verify import verify_block, why_refused
 from hexa_fx.passes.verify.cases import changes_itself
-from hexa_fx.passes.verify.left_over import decided_by_count
 from hexa_fx.passes.verify.settings import settings_of, unlike
 from hexa_fx.runtime.attribute_guards import called_in
 
@@ -88,10 +84,6 @@ class _Runs:
     by_mode: bool = False
 
 
-_Differed = dict[str, VerificationResult]
-"""Of rewritten code that is not the block's, by its text."""
-
-
 class _NotRecorded(Refusal):
     """The block raised an error on the inputs."""
 
@@ -113,21 +105,12 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     try:
         with random_state_kept():
             found = with_few_enough_tokens(_analyse, observation, config)
-            return refused(found) if isinstance(found, Refusal) else _analyse_set_up(observation, config, found)
+            if not isinstance(found, Refusal) and found.check is not None and changes_itself(found.check.cases):
+                found = with_few_enough_tokens(_analyse, observation, config)  # a cache that is full now, perhaps
+            return refused(found) if isinstance(found, Refusal) else found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
         return refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
-
-
-def _analyse_set_up(observation: Observation, config: HexaConfig, found: BlockAnalysis) -> BlockAnalysis:
-    """Where a block is refused for what a first call sets up: with that there, as all other calls find it."""
-    if found.refusal is None:
-        return found
-    probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
-    outside = found.check is not None and changes_itself(found.check.cases)  # a cache that is full now, perhaps
-    with set_up(observation.module, *probe) as differs:
-        again = with_few_enough_tokens(_analyse, observation, config) if differs or outside else found
-    return found if isinstance(again, Refusal) or again.refusal is not None else again
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -161,39 +144,31 @@ def _with_hint(analysis: BlockAnalysis, hint: str) -> BlockAnalysis:
 
 
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    best: BlockAnalysis | None = None
-    differed: _Differed = {}
-    left = [*ATTEMPTS]
-    while left:
-        attempt = left.pop(0)
-        if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
-            continue
-        # so that a capacity that the code names is exceeded
-        overflow_tokens = overflow_sizes(best.captured.graph)[-1] if best and best.captured else OVERFLOW_TOKENS
-        analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
-        if analysis.captured is not None:  # which modules that stay calls write to
-            put_back(analysis.captured.held, analysis.captured.written)
-        if best is None or (best.refusal is not None and analysis.refusal is None):
-            best = analysis
-        if best.match is None or analysis.settled or (best.refusal is None and (best.check is None or best.check.ok)):
-            break
-        cases = analysis.check.cases if analysis.check else ()
-        if any(case.outcome == "different" and case.gradient_error > case.forward_error for case in cases):
-            # of tensors with the same numbers one is detached
-            left.sort(key=lambda attempt: not attempt.prefer_earliest)
-    assert best is not None
-    return best
+    """Analyses the block on one example. If what was found differs from the block, it is looked for once more in another way."""
+    probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    first = _analyse_on(observation, config, probe)
+    if first.match is None or first.settled or first.check is None or first.check.ok:
+        return first
+    assert first.captured is not None
+    different = next((case for case in first.check.cases if case.outcome == "different"), None)
+    if different is not None and (different.raised or different.gradient_error > different.forward_error):
+        # of two tensors with the same numbers one is detached, or is not there in every call
+        again = _analyse_on(observation, config, probe, prefer_earliest=True)
+    else:  # so that a capacity that the code names is exceeded
+        probe = overflow_inputs(*probe, overflow_sizes(first.captured.graph)[-1])
+        again = _analyse_on(observation, config, probe)
+    return first if again.refusal else again
 
 
 def _analyse_on(
-    observation: Observation, config: HexaConfig, attempt: Attempt, overflow_tokens: int, differed: _Differed
+    observation: Observation,
+    config: HexaConfig,
+    probe: tuple[tuple[Any, ...], dict[str, Any]],
+    prefer_earliest: bool = False,
 ) -> BlockAnalysis:
     started, path, runs = time.perf_counter(), observation.path, _Runs()
-    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
-    if attempt.overflow:
-        args, kwargs = overflow_inputs(args, kwargs, overflow_tokens)
     with at_block(path, mode_of(observation.module)):
-        outcome = _rewrite(observation, args, kwargs, config, attempt, runs)
+        outcome = _rewrite(observation, *probe, config, prefer_earliest, runs)
         seconds, reads = time.perf_counter() - started, tuple(runs.reads)
         mode = bool(observation.module.training) if runs.by_mode else None
         if isinstance(outcome, Refusal):
@@ -203,7 +178,9 @@ def _analyse_on(
         put_back(captured.held, captured.written)
         request_kernels(captured, rewritten, training=rewritten.training is not False)
         found = BlockAnalysis(path, match, captured, rewritten, seconds=seconds, reads=reads, training=mode)
-        return _checked(found, observation, (args, kwargs), config, differed) if config.verify else found
+        found = _checked(found, observation, probe, config) if config.verify else found
+        put_back(captured.held, captured.written)  # which modules that stay calls write to
+        return found
 
 
 def _rewrite(
@@ -211,7 +188,7 @@ def _rewrite(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     config: HexaConfig,
-    attempt: Attempt,
+    prefer_earliest: bool,
     runs: _Runs,
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     def record(replacements: Replacements) -> CapturedBlock:
@@ -220,18 +197,17 @@ def _rewrite(
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
-            captured = with_idle_experts(captured)
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)
         runs.by_mode |= depends_on_mode(captured)
         with announced("canonicalize", captured.graph) as done:
-            captured = canonicalize(captured)
+            captured = canonicalize_block(captured)
             done.graph = captured.graph
         return captured
 
     try:
-        match = detect_all(record, attempt.prefer_earliest)
+        match = detect_all(record, prefer_earliest)
     except CaptureError as error:
         runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
@@ -239,7 +215,7 @@ def _rewrite(
         return only_written(match, runs.reads)
     with announced("rewrite", match.captured.graph) as done:
         try:
-            rewritten = rewrite(match, config.recompute_h, attempt.live, attempt.from_end)
+            rewritten = rewrite_block(match, config.recompute_h)
         except Refuse as found:
             return found.at(observation.path)
         rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=NEVER_SMALL)
@@ -256,22 +232,16 @@ def _checked(
     observation: Observation,
     example: tuple[tuple[Any, ...], dict[str, Any]],
     config: HexaConfig,
-    differed: _Differed,
 ) -> BlockAnalysis:
-    """Compares what was rewritten with the original. What differs becomes a refusal, also if another attempt gives it again."""
+    """Compares what was rewritten with the original. What differs becomes a refusal."""
     captured, rewritten, block = found.captured, found.rewritten, observation.module
     assert captured is not None
     assert rewritten is not None
     settings = settings_of(captured, config, unlike(observation.given, example))
-    code = rewritten.graph.python_code("self").src
     with announced("verify", rewritten.graph) as done, muted(), torch_operators():
-        check = differed.get(code) or verify(block, rewritten, *example, settings)
+        check = verify_block(block, rewritten, *example, settings)
         done.note = check.reason or "equal"
-    if any(case.outcome == "different" for case in check.cases):
-        differed[code] = check
     if check.ok:
         return replace(found, check=check)
-    counted = settings.counts.cause(check.cases)
-    reason = why_refused(check, block, counted or decided_by_count(captured, rewritten))
-    refusal = Refusal(observation.path, reason, settled=bool(counted) or changes_itself(check.cases))
+    refusal = Refusal(observation.path, why_refused(check, block), settled=changes_itself(check.cases))
     return replace(found, check=check, rewritten=None, refusal=refusal)

@@ -139,6 +139,46 @@ def test_accelerate_after_optimize(mixtral: nn.Module) -> None:
         assert counts(model) == {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None:
+    """The first call is analysed outside of graphs, and the second compiles what is there then. One graph cannot hold that."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    opt, x, seen = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D), list[str]()
+
+    def backend(module: Any, _: Any) -> Any:
+        seen.extend(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    compiled = torch.compile(opt, backend=backend, fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(Exception, match="call it once before"):
+            compiled(x)
+        return
+    expected = compiled(x)
+    torch.testing.assert_close(compiled(x), expected)
+    assert counts(opt) == {"left.1": (1, 0)}
+    assert "hexa.moe_ffn.default" in seen
+
+
+def test_optimize_again_before_the_first_call() -> None:
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(6, D)
+    hexa_fx.optimize_(model.left, config=CONFIG)
+    for _ in range(2):
+        hexa_fx.optimize_(model, config=CONFIG)
+    for _ in range(2):
+        model(x)
+    assert counts(model) == {"left.1": (2, 0)}
+
+
+def test_export_before_the_first_call(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no call to analyse; the model's own code is traced if it can be, and that is said."""
+    opt = hexa_fx.optimize(nn.Sequential(nn.Linear(D, D)), config=CONFIG)
+    assert torch.export.export(opt, (torch.randn(6, D),)).graph is not None
+    assert "it was not analysed before; call it once" in caplog.text
+
+
 def test_a_replica_of_data_parallel_runs_its_own_code() -> None:
     opt = hexa_fx.optimize(Branches(), config=CONFIG)
     replica: Any = opt._replicate_for_data_parallel()  # type: ignore[operator]

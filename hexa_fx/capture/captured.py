@@ -58,7 +58,6 @@ class CapturedBlock:
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout, a gradient or a module's mode
             (`hexa_fx.capture.ran_code`).
-        numbers: whole numbers that the code names.
         held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
         written: where those are that torch wrote to.
         changed_parameters: names of parameters that the run wrote to. They hold what they held before.
@@ -85,7 +84,6 @@ class CapturedBlock:
     collections: tuple[Any, ...] = ()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    numbers: frozenset[int] = frozenset()
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     written: frozenset[int] = frozenset()
     changed_parameters: tuple[str, ...] = ()

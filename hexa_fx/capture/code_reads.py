@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -97,22 +97,6 @@ def code_reads(code: types.CodeType) -> CodeReads:
             imports[imported[name], *_attributes(following)] = None
     asks, puts = frozenset(_asked(instructions)), frozenset(_put(instructions))
     return CodeReads(tuple(chains), tuple(imports), tuple(sets), asks, puts)
-
-
-@functools.lru_cache(maxsize=4096)
-def whole_numbers(code: types.CodeType) -> frozenset[int]:
-    """Whole numbers that ``code`` names, also within tuples and as texts."""
-    return frozenset(_whole_numbers(code.co_consts))
-
-
-def _whole_numbers(constants: Iterable[object]) -> Iterator[int]:
-    for constant in constants:
-        if isinstance(constant, (tuple, frozenset)):
-            yield from _whole_numbers(constant)
-        elif (isinstance(constant, str) and constant.isdecimal()) or (
-            isinstance(constant, (int, float)) and constant == constant // 1
-        ):
-            yield int(constant)
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:

@@ -59,9 +59,6 @@ NOT_REACHED = "its experts did not run on the example: give an example that reac
 
 _MIXTURE = re.compile("expert|moe|mixture", re.IGNORECASE)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
-COMPARISONS = frozenset(
-    "gt ge lt le __gt__ __ge__ __lt__ __le__ greater greater_equal less less_equal where nonzero".split()
-)
 
 
 @dataclass

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import is_of_sizes
+from hexa_fx.operations import kind
 
 
 def probe_inputs(
@@ -55,13 +57,10 @@ def _rows(tensor: torch.Tensor) -> int:
 OVERFLOW_TOKENS = 160
 """Tokens in a probe that overflows experts, unless the code names a larger capacity."""
 
-_COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
-_LEAST = frozenset("max maximum clamp_min clamp_min_ clamp_max clamp_max_ mod __mod__ remainder".split())
-_SUBSCRIPTS = frozenset(("getitem", "set_item"))
-_PARTS = _SUBSCRIPTS | frozenset("split split_with_sizes tensor_split narrow".split())
-_LESS = frozenset("sub __sub__ rsub __rsub__ sub_ isub".split())
-_QUOTIENTS = frozenset("floordiv __floordiv__ floor_divide".split())
-_ORDER = frozenset("lt le gt ge".split())
+_subscripts = ops.of("getitem set_item")
+_cuts_rows = ops.of("getitem set_item split split_with_sizes tensor_split narrow")
+_compares_counts = ops.of("lt le gt ge clamp min minimum")
+_names_number = ops.of("lt le gt ge clamp clamp_min clamp_max min minimum max maximum remainder floor_divide")
 LARGEST_LIMIT = 8192
 
 
@@ -79,9 +78,9 @@ def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple
 
 def limits_of(node: torch.fx.Node) -> list[int]:
     """The numbers that it compares counts with, divides them by or cuts rows at, also as floats. What bounds features is none."""
-    if _name(node) not in _PARTS and any(map(_is_of_features, node.all_input_nodes)):
+    if not _cuts_rows(node) and any(map(_is_of_features, node.all_input_nodes)):
         return []
-    given = [*node.args, *node.kwargs.values()] if _name(node) in _COMPARISONS | _QUOTIENTS | _LEAST else []
+    given = [*node.args, *node.kwargs.values()] if _names_number(node) else []
     numbers = [value for value in given if isinstance(value, (int, float)) and math.isfinite(value)]
     return [*map(int, numbers), *_limits(node)]
 
@@ -89,33 +88,25 @@ def limits_of(node: torch.fx.Node) -> list[int]:
 def decides_between_numbers(graph: torch.fx.Graph) -> bool:
     """Whether the host looked for the larger of two numbers that the code computed, as ``max(counts)`` does."""
     asked = [n for node in graph.nodes if node.op != "output" and record_of(node).decision for n in _with_inputs(node)]
-    return any(_name(node).strip("_") in _ORDER and len(node.all_input_nodes) > 1 for node in asked)
+    return any(ops.orders(node) and len(node.all_input_nodes) > 1 for node in asked)
 
 
 def _with_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [node, *node.all_input_nodes]
 
 
-def _name(node: torch.fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
-
-
 def _limits(node: torch.fx.Node) -> list[int]:
-    name = _name(node)
-    if (
-        name in _COMPARISONS
-        or (name in _QUOTIENTS and not is_of_sizes(node))
-        or (name in _LESS and not _is_float(node))
-    ):
+    quotient = kind(node) == "floor_divide" and not is_of_sizes(node)
+    if _compares_counts(node) or quotient or (kind(node) in ("sub", "rsub") and not _is_float(node)):
         return _compared(node)
-    if name not in _PARTS or not node.args or not isinstance(node.args[0], torch.fx.Node):
+    if not _cuts_rows(node) or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return []
     given = record_of(node.args[0]).value
     rows = given.shape[0] if isinstance(given, torch.Tensor) and given.dim() and given.is_floating_point() else 0
     first = node.args[1] if len(node.args) > 1 else None
-    places = [*first] if name == "tensor_split" and isinstance(first, (list, tuple)) else [first]
+    places = [*first] if kind(node) == "tensor_split" and isinstance(first, (list, tuple)) else [first]
     numbers = [*places, *node.kwargs.values()]
-    if name in _SUBSCRIPTS:
+    if _subscripts(node):
         first = first[0] if isinstance(first, tuple) and first else first
         numbers = [first.start, first.stop] if isinstance(first, slice) else []
     return [abs(number) for number in _whole_numbers(numbers) if abs(number) >= rows]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hexa_fx.capture.calls import user_location
-from hexa_fx.capture.code_reads import ONLY_IF, code_reads, whole_numbers
+from hexa_fx.capture.code_reads import ONLY_IF, code_reads
 from hexa_fx.capture.output import LOGS, noted_output, say_left_out, writer
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
@@ -83,10 +83,6 @@ class RanCode:
     def putting(self, name: str) -> set[str]:
         """The modules whose code sets something of that name (`CodeReads.puts`)."""
         return {scope for code, scopes, _ in self._ran.values() if name in code_reads(code).puts for scope in scopes}
-
-    def whole_numbers(self) -> frozenset[int]:
-        """Those that the code names."""
-        return frozenset().union(*(whole_numbers(code) for code, _, _ in self._ran.values()))
 
     def mention(self, name: str, of_all: bool = True) -> set[str]:
         """Of an attribute, the modules whose code has its name in it, perhaps as a text, or may make it.

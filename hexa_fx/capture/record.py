@@ -164,7 +164,6 @@ def _capture(
         collections=tuple(reads.edges.collections()),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
-        numbers=reads.ran.whole_numbers(),
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
         written=frozenset(recorder.written),
         changed_parameters=tuple(reads.ran.changed),

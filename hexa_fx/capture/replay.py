@@ -13,6 +13,7 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
+from hexa_fx import operations as ops
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.records import record_of
@@ -207,11 +208,9 @@ def _is_product(node: torch.fx.Node) -> bool:
     leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
     operands = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
     others = (leaf for leaf in leaves if not isinstance(leaf, torch.fx.Node | str | None))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _PRODUCTS and len(operands) == 2 and operands[0] is not operands[1] and not any(True for _ in others)
-
-
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "einsum"})
+    return (
+        ops.contracts(node) and len(operands) == 2 and operands[0] is not operands[1] and not any(True for _ in others)
+    )
 
 
 def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:

@@ -12,21 +12,12 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.memory import memory_of
 from hexa_fx.isolation.choices import choosing_call, numbers_intervals
 from hexa_fx.isolation.module_tree import modules_of
 
-SELECTIONS = frozenset(
-    "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
-    "bucketize searchsorted randint randperm remainder __mod__".split()
-)
-_CHOICES = frozenset("topk argmax sort argsort multinomial".split())
-_OF_POSITIONS = frozenset(("remainder", "__mod__"))
-_LOOK_UPS = frozenset("__getitem__ gather index_select take take_along_dim embedding".split())
-_CUTS = frozenset("split chunk tensor_split hsplit".split())
-_TO_NUMPY = frozenset({"numpy", "__array__"})
-"""What takes numbers out of torch, by which numpy may choose."""
 _INTEGERS = (torch.int64, torch.int32)
 _WHOLE_NUMBERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
 
@@ -54,20 +45,20 @@ class Selections(TorchFunctionMode):
         self._tables = set(map(memory_of, _whole_numbers_of(self.model)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, ops.canonical(getattr(func, "__name__", ""))
         if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
             return func(*args, **kwargs)
-        if name in overlooked.COMPARISONS and self.stack:
+        if (name in ops.ORDERS or name in ("where", "nonzero")) and self.stack:
             self.runs.compare(self.stack[-1])
         result = func(*args, **kwargs)
         if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
             self.selecting.add(self.stack[-1])
-        if name in _CHOICES:
+        if name in ops.BEST:
             self.runs.choose(result)
             call = choosing_call(func, args, kwargs)
             if call is not None and self.stack:
                 self.runs.candidates.setdefault(self.stack[-1], set()).add(call.size)
-        if name in _CUTS and self.stack:
+        if name in ops.CUTS and name != "unbind" and self.stack:
             self.runs.cut(self.stack[-1], name, args[0], result)
         if name == "embedding" and self.stack:
             self.runs.look_up(self.stack[-1], args[0])
@@ -75,7 +66,7 @@ class Selections(TorchFunctionMode):
 
     def _finds_ids(self, name: str, args: Any, kwargs: Any) -> bool:
         """Whether whole numbers are looked up in a table of whole numbers that a module keeps: a token's expert by its id, say."""
-        if name not in _LOOK_UPS:
+        if name not in ops.LOOK_UPS:
             return False
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if len(tensors) < 2 or any(tensor.dtype not in _WHOLE_NUMBERS for tensor in tensors):
@@ -94,7 +85,8 @@ def _whole_numbers_of(model: nn.Module) -> Iterator[torch.Tensor]:
 def _selects(name: str, args: Any, result: Any) -> bool:
     """Whether a function of torch selects by index."""
     # remainders of what weights are packed in, and of fractions, are no selections: those of positions and ids are
-    codes = name in _OF_POSITIONS and getattr(args[0], "dtype", torch.int64) not in _INTEGERS
-    if name in SELECTIONS and not codes:
+    codes = name == "remainder" and getattr(args[0], "dtype", torch.int64) not in _INTEGERS
+    if name in ops.BY_INDEX and not codes:
         return True
-    return numbers_intervals(name, args, result) or name in _TO_NUMPY
+    # numpy may choose by what it is given
+    return numbers_intervals(name, args, result) or name in ("numpy", "__array__")

@@ -45,7 +45,7 @@ def _ended(group: dist.ProcessGroup) -> str:
 def _connected(group: dist.ProcessGroup, rank: int) -> bool:
     """Gloo refuses to receive over a closed connection. Over an open one nothing is ever sent for this: the caller raises."""
     try:
-        dist.irecv(torch.empty(1), group=group, group_src=rank, tag=_NEVER_SENT)
+        dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=rank, tag=_NEVER_SENT)
     except RuntimeError:
         return False
     return True

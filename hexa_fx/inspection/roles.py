@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.inspection.view import NodeView, Role
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, operation
+from hexa_fx.passes.detect.graph import ancestors
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.example_values import MOE_FFN
 
@@ -114,7 +116,7 @@ class _Parts:
         if operands and not data and _holds_floats(node):  # a view, a slice, a stack of weights
             self._operand[node] = operands[0]
             return "weight"
-        if operands and operation(node) in CONTRACTIONS:
+        if operands and ops.contracts(node):
             part: Role = "down" if "w2" in operands else "up"
         else:
             part = self._carried(inputs)

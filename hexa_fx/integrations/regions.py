@@ -16,8 +16,8 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx import operations as ops
 from hexa_fx.capture.observe import with_ancestors
-from hexa_fx.capture.selections import SELECTIONS
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.runtime.shared_storage import stack
@@ -117,7 +117,7 @@ def _inside(path: str, other: str) -> bool:
 
 def _selects(region: Region) -> bool:
     """Whether a region selects by index, or is given indices along with tokens."""
-    if any(getattr(node.target, "__name__", node.target) in SELECTIONS for node in region.nodes):
+    if any(ops.canonical(getattr(node.target, "__name__", str(node.target))) in ops.BY_INDEX for node in region.nodes):
         return True
     kinds = {node.meta["example_value"].is_floating_point() for node in region.inputs if _is_tensor(node)}
     return len(kinds) == 2

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx import operations as ops
 from hexa_fx.ir import Choice
 
-NAMES = frozenset({"topk", "argmax", "max", "sort", "argsort", "multinomial"})
+NAMES = ops.BEST | {"max"}
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,12 @@ def with_groups(ids: Tensor, call: ChoosingCall, experts: int) -> Tensor:
     return ranks.scatter(1, of_ids, -1).argsort(dim=1, stable=True)[:, : call.width]
 
 
-_CASTS = frozenset("long int to type".split())
-
-
 def numbers_intervals(name: str, args: tuple[Any, ...], result: Any) -> bool:
     """Whether a call makes whole numbers of fractions, as those of the intervals that times lie in."""
-    if name not in _CASTS or not isinstance(result, torch.Tensor) or not isinstance(args[0], torch.Tensor):
+    if (
+        ops.canonical(name) not in ops.CASTS
+        or not isinstance(result, torch.Tensor)
+        or not isinstance(args[0], torch.Tensor)
+    ):
         return False
     return args[0].is_floating_point() and result.dtype in (torch.int64, torch.int32)

@@ -26,8 +26,6 @@ class InFloat64(TorchFunctionMode):
     def __init__(self, own: torch.dtype) -> None:
         super().__init__()
         self._own = own
-        self.largest = 0
-        """Elements of the largest result."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +43,6 @@ class InFloat64(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):
             return result
-        self.largest = max(self.largest, result.numel())
         return result.double() if result.dtype in _LOWER and _is_of_no_tensors(args, kwargs) else result
 
 

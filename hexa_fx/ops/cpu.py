@@ -4,8 +4,8 @@ On a CPU a loop over experts is the right thing. What makes the usual loop slow 
 scatter and half a dozen autograd nodes per expert. Here empty experts cost nothing, every matmul writes into its slice of one
 output, and many small float32 matmuls go through torch's own grouped one, whose loop is in C++.
 
-Without AMX or AVX512-BF16, torch's bfloat16 and float16 matmuls run at a fraction of float32's speed. Rows are then multiplied in
-float32, converting one expert's weight at a time, and results are rounded once.
+Without AMX or AVX512-BF16, torch's bfloat16 and float16 matmuls run at a fraction of float32's speed, and with AVX512-BF16 those of
+few short rows do. Rows are then multiplied in float32, converting one expert's weight at a time, and results are rounded once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hexa_fx.torch_private import _is_amx_fp16_supported, _is_amx_tile_supported, grouped_mm
+from hexa_fx.torch_private import _is_amx_fp16_supported, _is_amx_tile_supported, _is_avx512_bf16_supported, grouped_mm
 
 Group = tuple[int, int, int]
 """(expert, first row, end row) of an expert that has rows."""
@@ -30,6 +30,9 @@ _GROUPED_MM_EXPERTS = 8
 
 SMALL = 1 << 14
 """Elements up to which another copy costs less than preparing slices to write into."""
+
+_ELEMENTS_IN_BF16 = 1 << 14
+"""Elements of an expert's rows from which torch's bfloat16 matmul beats float32's on a CPU with AVX512-BF16."""
 
 _FEW_ROWS = 4
 """Fewer rows than this read a half-type weight once anyway: converting it first would only add traffic."""
@@ -68,8 +71,10 @@ def multiplies_in_float32(dtype: torch.dtype) -> bool:
     return False
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which rows of ``dtype`` are multiplied."""
+def compute_dtype(dtype: torch.dtype, elements: int = 0) -> torch.dtype:
+    """The dtype in which rows of ``dtype`` are multiplied, where an expert reached has so many ``elements`` in its rows."""
+    if dtype == torch.bfloat16 and elements >= _ELEMENTS_IN_BF16 and _is_avx512_bf16_supported():
+        return dtype
     return torch.float32 if multiplies_in_float32(dtype) else dtype
 
 
@@ -94,9 +99,9 @@ def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list
 
 def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group], out: Tensor) -> None:
     """`multiply_groups` into ``out`` (n, N), which may be a part of wider rows."""
-    half = multiplies_in_float32(weight.dtype)
+    other = not x.dtype == weight.dtype == out.dtype
     for (e, _, _), rows, y in split(groups, x, out):
-        if half:
+        if other:
             y.copy_(multiply(rows, weight, bias, e))
         elif bias is None:
             torch.mm(rows, weight[e], out=y)

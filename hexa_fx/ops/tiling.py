@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import cpu
-from hexa_fx.ops.cpu import Group, compute_dtype
+from hexa_fx.ops import cpu, fixed_order
+from hexa_fx.ops.cpu import Group
 from hexa_fx.ops.reindex import int_tensor, sort_slots
 from hexa_fx.ops.rows import accumulate_dtype
 
@@ -36,17 +36,19 @@ class Tiling:
         bounds: E + 1 row offsets.
         n: number of rows, including those without an expert.
         top_k: slots a token.
-        dtype: of the operands and the outputs.
+        like: an operand: (., columns), in the dtype of all operands and of the outputs.
     """
 
     def __init__(
-        self, slots: Tensor | None, token: Tensor | None, bounds: list[int], n: int, top_k: int, dtype: torch.dtype
+        self, slots: Tensor | None, token: Tensor | None, bounds: list[int], n: int, top_k: int, like: Tensor
     ) -> None:
         self.slots, self.token, self.bounds = slots, token, bounds
         self.n, self.tokens = n, n // top_k
         self.experts, self.routed = len(bounds) - 1, bounds[-1]
-        self.dtype = dtype
-        self.wide = accumulate_dtype(dtype)
+        self.dtype = like.dtype
+        self.wide = accumulate_dtype(like.dtype)
+        elements = 0 if fixed_order.is_fixed() else self.routed * like.shape[-1] // max(len(cpu.groups_of(bounds)), 1)
+        self.compute = cpu.compute_dtype(like.dtype, elements)
         self.outputs: dict[str, Callable[[], Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
@@ -71,13 +73,13 @@ class Tiling:
 def route(top_k_index: Tensor, num_experts: int, like: Tensor) -> Tiling:
     """The tiling of a routing, for operands like ``like``."""
     found = sort_slots(top_k_index, num_experts)
-    return Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+    return Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like)
 
 
 def route_and_reindex(top_k_index: Tensor, num_experts: int, like: Tensor) -> tuple[Tiling, Tensor, Tensor, Tensor]:
     """`route` and the tensors (v, inv, offs) that `hexa::reindex` gives."""
     found = sort_slots(top_k_index, num_experts)
-    tiling = Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+    tiling = Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like)
     return tiling, *found.tensors()
 
 
@@ -85,10 +87,10 @@ def routed(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tiling:
     """The tiling of what `hexa::reindex` gave; with v None, of operands in expert order, of as many rows as like."""
     bounds: list[int] = offs.tolist()
     if v is None:
-        return Tiling(None, None, bounds, like.shape[0], 1, like.dtype)
+        return Tiling(None, None, bounds, like.shape[0], 1, like)
     slots = v.long()
     token = slots if top_k == 1 else slots.div(top_k, rounding_mode="floor")
-    return Tiling(slots, token, bounds, v.shape[0], top_k, like.dtype)
+    return Tiling(slots, token, bounds, v.shape[0], top_k, like)
 
 
 def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> Tiling:
@@ -142,7 +144,7 @@ class Tile:
 
     def operand(self, x: Tensor, v: Tensor | None) -> Tensor:
         """x as the kernels take it: whole if they gather from it, else the tile's rows in compute dtype."""
-        return x if v is not None else self.part(x).to(compute_dtype(x.dtype))
+        return x if v is not None else self.part(x).to(self.tiling.compute)
 
     def padded(self, y: Tensor) -> Tensor:
         """The tile's rows extended to all rows, with zeros for rows without an expert, in the operands' dtype."""
@@ -160,9 +162,7 @@ class Tile:
         found = self._rows.get(id(x))
         if found is None:
             assert self.tiling.token is not None
-            found = x.index_select(0, self.part(self.tiling.token))
-            if cpu.multiplies_in_float32(x.dtype):
-                found = found.float()
+            found = x.index_select(0, self.part(self.tiling.token)).to(self.tiling.compute)
             self._rows[id(x)] = found
         return found
 

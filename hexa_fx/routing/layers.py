@@ -66,7 +66,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
             "the routing of some blocks cannot be separated from the rest: " + "; ".join(dict.fromkeys(reasons))
         )
     if not found:
-        raise InputError("the model has no block that hexa_fx rewrote; call hexa_fx.optimize first")
+        raise InputError(
+            "the model has no block that hexa_fx rewrote; call hexa_fx.optimize before, and the model once if it got no example"
+        )
     return found
 
 

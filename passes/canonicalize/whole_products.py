@@ -15,7 +15,7 @@ import torch.fx
 import torch.nn.functional as F
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
-from hexa_fx.passes.detect.graph import operation
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.tags import expert_groups
 
 

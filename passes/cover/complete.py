@@ -15,8 +15,7 @@ from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced
 from hexa_fx.passes.cover.coverage import Lost, uncovered
 from hexa_fx.passes.cover.replaced_values import replaced
-from hexa_fx.passes.detect import Form, MoEMatch, detect
-from hexa_fx.passes.detect.in_numpy import refuse_numpy
+from hexa_fx.passes.detect import Form, MoEMatch, detect_block
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -85,7 +84,7 @@ def _announced(
     with announced("detect", captured.graph) as done:
         best: Found | None = None
         for form in forms:
-            found = detect(captured, prefer_earliest, form)
+            found = detect_block(captured, prefer_earliest, form)
             lost = () if isinstance(found, Refusal) else lost_by(found, active)
             if isinstance(found, MoEMatch) and not lost:
                 best = found, ()
@@ -129,7 +128,6 @@ def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
     if name in captured.constants:
         try:
             constant(captured, lost.node)
-            refuse_numpy(captured.graph, before=lost.node, chosen=True)
         except Refuse as found:
             return found.at(captured.path)
         name = "a tensor that is made anew of plain numbers"

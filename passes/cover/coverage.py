@@ -16,33 +16,23 @@ from typing import Literal
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.cover.dormant import is_constant, leaves_out_sentinels, levels_out, restricts, sets_to_zero
 from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
-from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.operations import (
-    CASTS,
-    MADE,
-    MOVES,
-    PRODUCTS,
-    SELECTING,
-    SUMS,
-    VIEWS,
-)
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
 
 Node = torch.fx.Node
 Role = Literal["outputs", "added", "hidden", "rows", "factor", "select", "weights"]
 
-_SIZES = frozenset("size numel nelement dim stride".split())
-_OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
-_OFF = frozenset("dropout dropout_ row_dropout".split())
+_is_off = ops.of("dropout row_dropout")
 """Random operations, which detection lets pass only where they do nothing in the run."""
-_COUNTED = frozenset("histc ceil floor round trunc".split())
+_counts = ops.of("histc ceil floor round trunc")
 """What counts are floating point in, or a room for so many of them."""
-_NOT_FINITE = frozenset("nan_to_num nan_to_num_ isnan isinf isfinite".split())
 _LARGE = 1e6
 """Numbers from here on are out of the reach of the experiments with what experts compute."""
 
@@ -153,19 +143,21 @@ class _Walk:
 
     def _outputs(self, node: Node) -> None:
         """A value that experts' outputs are part of."""
-        if node in self.ends or operation(node) in MADE | _SIZES:
+        if node in self.ends or ops.makes(node) or operation(node) in ops.SIZES:
             return
-        name, inputs = operation(node), node.all_input_nodes
+        inputs = node.all_input_nodes
         inside = [n for n in inputs if n in self.from_ends]
         others = [n for n in inputs if n not in self.from_ends]
         if not inside:
             return  # added to the outputs, which numbers explain
         self._also("outputs", inside)
-        if name in SELECTING and not any(n in self.from_ends for n in node.all_input_nodes if not is_float(n)):
+        if ops.selects(node) and not any(n in self.from_ends for n in node.all_input_nodes if not is_float(n)):
             self._also("select", [n for n in others if not is_float(n)])
-        elif name in PRODUCTS:
+        elif _multiplies(node):
             self._also("factor", others)
-        elif name in SUMS | MOVES | _OFF or name == "mean":  # whose divisor is a constant of the routing
+        elif (
+            ops.adds(node) or ops.moves(node) or _is_off(node) or kind(node) == "mean"
+        ):  # whose divisor is a constant of the routing
             self._also("added", [n for n in others if is_float(n)])
             self._also("select", [n for n in others if not is_float(n)])
         else:
@@ -173,7 +165,7 @@ class _Walk:
 
     def _added(self, node: Node) -> None:
         """What is added to the outputs: numbers tell if it is not zero."""
-        if operation(node) in MADE or bool((record_of(node).value != 0).any()) or self._is_read_weight(node):
+        if ops.makes(node) or bool((record_of(node).value != 0).any()) or self._is_read_weight(node):
             return
         if node.op in ("placeholder", "get_attr"):
             self._lose(node, "added")
@@ -184,7 +176,7 @@ class _Walk:
         if node in self.starts or self._is_read_weight(node):
             return
         large = any(abs(value) >= _LARGE for value in literals([node]))
-        if node.op in ("placeholder", "get_attr") or operation(node) in _NOT_FINITE or large:
+        if node.op in ("placeholder", "get_attr") or ops.checks_finite(node) or kind(node) == "nan_to_num" or large:
             self._lose(node, "hidden")
             return
         self._also("hidden", [n for n in node.all_input_nodes if self.tags[n].experts])
@@ -194,15 +186,15 @@ class _Walk:
 
     def _rows(self, node: Node) -> None:
         """Rows that experts are given."""
-        name, inputs = operation(node), node.all_input_nodes
-        if name in MADE:
+        inputs = node.all_input_nodes
+        if ops.makes(node):
             return
-        if name in MOVES | _OFF:
+        if ops.moves(node) or _is_off(node):
             rows = [n for n in inputs if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
             rest: Role = "select"
-        elif name in SELECTING and literals([node]) == [0.0]:
+        elif ops.selects(node) and literals([node]) == [0.0]:
             rows, rest = inputs[:1], "select"
-        elif name in PRODUCTS | SUMS:
+        elif _multiplies(node) or ops.adds(node):
             rows = [n for n in inputs if self._may_be_rows(n, record_of(node).value.shape[-1])]
             rest = "factor"
         else:
@@ -220,27 +212,27 @@ class _Walk:
         """Numbers that rows are multiplied by."""
         if not is_float(node):
             self._select(node)
-        elif node.op.startswith("call") and operation(node) in MOVES | SUMS | PRODUCTS and not self._is_explained(node):
-            if operation(node) not in MOVES and levels_out(node):
+        elif (ops.moves(node) or ops.adds(node) or _multiplies(node)) and not self._is_explained(node):
+            if not ops.moves(node) and levels_out(node):
                 self._lose(node, "factor")
             self._also("factor", node.all_input_nodes)
         elif sets_to_zero(node) and not self._is_explained(node):
             self._also("factor", [n for n in node.all_input_nodes if is_float(n)])
             self._also("select", [n for n in node.all_input_nodes if not is_float(n)])
-        elif operation(node) not in MADE and not self._is_explained(node) and not self._is_read_weight(node):
+        elif not ops.makes(node) and not self._is_explained(node) and not self._is_read_weight(node):
             self._lose(node, "factor")
 
     def _select(self, node: Node) -> None:
         """What says which rows go where."""
-        name = operation(node)
-        if name in _SIZES | _OF_SIZES or self._is_explained(node):
+        if operation(node) in ops.SIZES or ops.makes_like(node) or self._is_explained(node):
             return
         capacity = self.match.routing.capacity
         if capacity is not None and capacity.is_asked(node):
             self._also("select", node.all_input_nodes)
             return
         number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
-        changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | _COUNTED
+        kept = ops.moves(node) or ops.makes(node) or ops.adds(node) or _multiplies(node) or _counts(node)
+        changed = is_float(node) and not kept
         if not number and (node.op in ("placeholder", "get_attr") or restricts(node) or changed):
             if not leaves_out_sentinels(node, self.from_index, self.match.num_experts):
                 self._lose(node, "select")
@@ -249,7 +241,7 @@ class _Walk:
 
     def _weights(self, node: Node) -> None:
         """The experts' parameters on their way to what reads them: the rewritten graph reads them as they are."""
-        moved = operation(node) in MOVES | MADE or not (is_tensor(node) and node.op.startswith("call"))
+        moved = ops.moves(node) or ops.makes(node) or not (is_tensor(node) and node.op.startswith("call"))
         if moved or node in self.emitted:
             self._also("weights", self._parameters_in(node))
         else:
@@ -277,6 +269,10 @@ class _Walk:
         return (held or compared) and is_constant(node)
 
 
+def _multiplies(node: Node) -> bool:
+    return ops.scales(node) or ops.contracts(node)
+
+
 def _bases(match: MoEMatch) -> frozenset[str]:
     """The experts' parameters that the region reads."""
     body = match.body
@@ -291,7 +287,7 @@ def _bases(match: MoEMatch) -> frozenset[str]:
 def _views_behind(node: Node) -> list[Node]:
     """The node and what it is a view or cast of."""
     found = [node]
-    while node.op.startswith("call") and operation(node) in VIEWS | CASTS and node.args:
+    while (ops.views(node) or ops.casts(node)) and node.args:
         if not isinstance(node.args[0], Node):
             break
         node = node.args[0]

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import is_float, literals, operation
-from hexa_fx.passes.detect.operations import CASTS, COMPARED, SELECTING, VIEWS, adds_dimension
+from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect.graph import adds_dimension, is_float, literals
 
 Node = torch.fx.Node
 
@@ -44,14 +45,13 @@ _LEVEL = 1e-5
 
 def restricts(node: Node) -> bool:
     """Whether an operation compares or bounds numbers, other than to ask which ids are an expert's, or what is not zero."""
-    name = operation(node)
-    if name in ("where", "max", "min", "minimum", "maximum") and len(node.args) + len(node.kwargs) < 2:
+    if kind(node) in ("where", "max", "min", "minimum", "maximum") and len(node.args) + len(node.kwargs) < 2:
         return False
-    if name in ("eq", "__eq__", "ne", "__ne__"):
+    if ops.compares_for_equality(node):
         return any(is_float(n) for n in node.all_input_nodes) and literals([node]) != [0.0]
-    if name in ("gt", "__gt__") and literals([node]) == [0.0]:
+    if kind(node) == "gt" and literals([node]) == [0.0]:
         return is_float(node.all_input_nodes[0]) and is_constant(node)
-    return name in COMPARED or (is_float(node) and name.rstrip("_") in _BOUNDING)
+    return ops.compares(node) or (is_float(node) and ops.bounds(node) and kind(node) not in ("min", "max"))
 
 
 def leaves_out_sentinels(node: Node, from_index: Container[Node], experts: int) -> bool:
@@ -64,11 +64,11 @@ def leaves_out_sentinels(node: Node, from_index: Container[Node], experts: int) 
         experts: E.
     """
     ids, bounds = node.args[0] if node.args else None, literals([node])
-    if operation(node).strip("_") not in _ORDER or not isinstance(ids, Node) or len(bounds) != 1:
+    if kind(node) not in _ORDER or not isinstance(ids, Node) or len(bounds) != 1:
         return False
     if ids not in from_index or is_float(ids):
         return False
-    holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(experts)}
+    holds = {_ORDER[kind(node)](expert, bounds[0]) for expert in range(experts)}
     return len(holds) == 1 and _zeroes_rows(node, not holds.pop())
 
 
@@ -78,23 +78,22 @@ def _zeroes_rows(condition: Node, where: bool) -> bool:
 
 
 def _is_zeroing(user: Node, condition: Node, where: bool) -> bool:
-    name = operation(user)
-    if name in VIEWS or adds_dimension(user) or (name in CASTS and not where):
+    if ops.views(user) or adds_dimension(user) or (ops.casts(user) and not where):
         return _zeroes_rows(user, where)
-    if name in ("invert", "logical_not", "__invert__", "bitwise_not"):
+    if kind(user) in ("invert", "logical_not", "bitwise_not"):
         return _zeroes_rows(user, not where)
-    if name in ("masked_fill", "masked_fill_"):
+    if kind(user) == "masked_fill":
         return where and user.args[1] is condition and literals([user]) == [0.0]
-    if name == "where" and len(user.args) == 3:
+    if kind(user) == "where" and len(user.args) == 3:
         return user.args[0] is condition and _is_zero(user.args[1 if where else 2])
-    return name in ("mul", "mul_", "imul", "multiply") and not where
+    return kind(user) == "mul" and not where
 
 
 def sets_to_zero(node: Node) -> bool:
     """Whether an operation sets numbers to zero where a condition holds, or where it does not, and changes nothing else."""
     if operation(node) == "where":
         return len(node.args) == 3 and any(map(_is_zero, node.args[1:]))
-    return operation(node) in SELECTING and len(node.args) == 3 and _is_zero(node.args[2])
+    return ops.selects(node) and len(node.args) == 3 and _is_zero(node.args[2])
 
 
 def _is_zero(value: Any) -> bool:
@@ -104,6 +103,5 @@ def _is_zero(value: Any) -> bool:
 
 
 _ORDER: dict[str, Callable[[float, float], bool]] = {
-    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    name: getattr(operator, name) for name in ops.ORDERS | ops.EQUALITIES
 }
-_BOUNDING = frozenset("clamp clip clamp_min clamp_max minimum maximum".split())

@@ -21,72 +21,52 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
-from hexa_fx.capture.overlooked import SOFT
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import RUNS_ALREADY, Refusal
-from hexa_fx.passes.detect.beside_experts import beside_experts
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
-from hexa_fx.passes.detect.combine import APART, Combine, find_combine
-from hexa_fx.passes.detect.decisions import shape_branches
+from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
+from hexa_fx.passes.detect.explain import explained, refuse_merged_weights, without_products
+from hexa_fx.passes.detect.family import Family
 from hexa_fx.passes.detect.free import NotFree, detect_free
-from hexa_fx.passes.detect.graph import ancestors, descendants, operation
-from hexa_fx.passes.detect.looked_up import only_looked_up
+from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.no_product import multiplies_with_slices, refuse_merged_weights, without_products
-from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
-from hexa_fx.passes.detect.offset import check_base, explain_offset
-from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import (
-    MIXED,
     Contraction,
     find_contractions,
     group_instances,
     without_scores,
 )
-from hexa_fx.passes.detect.routing import Routing, find_routing, how_tokens_pass
+from hexa_fx.passes.detect.routing import Routing
 from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
-    decided_anew,
-    given_inside,
-    is_constant,
     is_cut_off,
     opaque_nodes,
-    refuse_own_backward,
-    refuse_stored_intermediates,
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.several import (
-    REPEATED,
-    SEVERAL_GATES,
-    chooses,
     families_of,
     find_several,
-    of_several_routings,
 )
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import (
     ALL,
-    ExpertGroups,
     Tag,
     expert_groups,
-    shared_by_some,
-    tag,
-    uneven_experts,
     without_lone_parts,
 )
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
 
-__all__ = ["MoEMatch", "detect"]
+__all__ = ["MoEMatch", "detect_block"]
 
 Form = Literal["any", "steps", "free"]
 """How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
 steps on single rows before and after the products; only as any steps on rows."""
 
 
-def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
+def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
     """The block's MoE region, which refers to further ones, or a sentence that says why there is none to rewrite.
 
     Args:
@@ -104,39 +84,21 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(captured.named_tensors())
-    look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
+    family = Family(captured, groups, Replay(captured), prefer_earliest)
+
+    def look(members: frozenset[str] | None, passed: frozenset[torch.fx.Node] = frozenset()) -> MoEMatch:
+        return _detect_family(replace(family, members=members, passed=passed), form)
+
     families = families_of(captured, groups)
     found = find_several(captured, groups, families, look)
     if found is not None:
         return found
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
-    wanted = itertools.chain(families.side_by_side or [None], (family for family in narrower if family is not None))
+    wanted = itertools.chain(families.side_by_side or [None], (members for members in narrower if members is not None))
     try:
-        return first_match(partial(look, family) for family in wanted)
+        return first_match(partial(look, members) for members in wanted)
     except Refuse as refusal:
-        raise only_looked_up(captured, groups) or _explained(captured, families.repeated or refusal) from None
-
-
-def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
-    """The refusal with a reason that the parameters give, if they do, and the code chooses anything at all."""
-    said = odd_expert(captured.block) or experts_in_groups(captured.block)
-    if (said or refusal.reason == APART) and not chooses(captured):
-        return Refuse(SOFT, refusal.node)
-    if (inside := given_inside(captured)) is not None:
-        return inside
-    parameters = captured.named_tensors()
-    said = said or beside_experts(captured, expert_groups(parameters), refusal.reason == APART)
-    uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
-    odd = f"{said} ({refusal.reason})" if said else None
-    several = None
-    if (refusal.reason == APART or isinstance(refusal, NoRouting)) and of_several_routings(captured):
-        several = SEVERAL_GATES if refusal.reason == APART else REPEATED
-    sliced = multiplies_with_slices(captured)
-    if sliced is not None:
-        return sliced
-    known = shared_by_some(parameters) or uneven or odd or several
-    elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
-    return Refuse(known or refusal.reason, refusal.node, elsewhere)
+        raise explained(captured, families.repeated or refusal) from None
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:
@@ -145,65 +107,42 @@ def _refuse_own_operators(captured: CapturedBlock) -> None:
             raise Refuse(RUNS_ALREADY, node)
 
 
-def _detect_family(
-    captured: CapturedBlock,
-    groups: ExpertGroups,
-    replay: Replay,
-    family: frozenset[str] | None,
-    prefer_earliest: bool,
-    form: Form,
-    passed: frozenset[torch.fx.Node] = frozenset(),
-) -> MoEMatch:
-    """The region with experts of the standard form, or else with experts of any form that run one at a time.
-
-    ``passed``: host decisions after the experts that do not count.
-    """
+def _detect_family(family: Family, form: Form) -> MoEMatch:
+    """The region with experts of the standard form, or else with experts of any form that run one at a time."""
     try:
         if form == "free":
-            raise Refuse(INSIDE if has_idle(captured) else "its experts are not read in the standard form")
-        return _detect_standard(captured, groups, replay, family, prefer_earliest, passed, form == "steps")
+            idle = has_idle(family.captured)
+            raise Refuse(INSIDE if idle else "its experts are not read in the standard form")
+        return _detect_standard(family, form == "steps")
     except Refuse:
         with suppress(NotFree):
-            return detect_free(captured, groups, replay, family, prefer_earliest, passed)
+            return detect_free(family)
         raise
 
 
 @experiments()
-def _detect_standard(
-    captured: CapturedBlock,
-    groups: ExpertGroups,
-    replay: Replay,
-    family: frozenset[str] | None,
-    prefer_earliest: bool,
-    passed: frozenset[torch.fx.Node],
-    with_steps: bool,
-) -> MoEMatch:
-    tags = tag(captured, groups, family)
+def _detect_standard(family: Family, with_steps: bool) -> MoEMatch:
+    captured, tags = family.captured, family.tags
     contractions = find_contractions(captured, tags)
     if not contractions:
         raise without_products(captured, tags)
     refuse_merged_weights(contractions)
-    products = [contraction.node for contraction in contractions]
-    stored = stored_outside_calls(captured, products)
-    weights = WeightTable(captured, groups, tags)
-    match_of = partial(_match_of, weights, replay, prefer_earliest, passed, with_steps, stored)
-    rows = match_rows(group_instances(contractions), captured, tags, replay, weights)
+    stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
+    rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
+    match_of = partial(_match_of, family, with_steps, stored)
     # where rows are given to experts unknown, there may be others, such as those that a mask keeps
     return first_match((partial(match_of, source, instances) for source, instances in rows), NoRouting)
 
 
 def _match_of(
-    weights: WeightTable,
-    replay: Replay,
-    prefer_earliest: bool,
-    passed: frozenset[torch.fx.Node],
+    family: Family,
     with_steps: bool,
     stored: tuple[Access | StoredValue, ...],
     source: torch.fx.Node,
     instances: list[Instance],
 ) -> MoEMatch:
     """The region if its tokens are the rows of ``source``."""
-    captured, tags = weights.captured, weights.tags
+    captured, tags, replay = family.captured, family.tags, family.replay
     products = [c.node for instance in instances for c in (*instance.first, instance.second)]
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
@@ -212,47 +151,20 @@ def _match_of(
     each = after is not None and len(after.alike) == len(instances)
     ends = [_ending_at(i, s.output) for i, s in zip(instances, after.alike)] if after and each else instances
     bounded = after is not None and not each
-    combine = find_combine(captured.graph, ends, tokens, replay, opaque | passed, bounded)
+    combine = find_combine(captured.graph, ends, tokens, replay, opaque | family.passed, bounded)
     late = _late_bias(instances, combine.node, tags) if after or bool((combine.offset != 0).any()) else None
-    body = identify_body(instances, tags, replay, weights, late)
-    experts = body.down.matrices.shape[0]
-    pairs = _pairs(instances, body, combine)
+    body = identify_body(instances, tags, replay, family.weights, late)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
-    offset = explain_offset(pairs, added, combine, source, weights, tags, replay)
-    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
+    experts = body.down.matrices.shape[0]
+    routed = family.routed(_pairs(instances, body, combine), combine, source, ends, experts, added)
+    routing = routed.routing
     if with_steps and routing.constant != 1:
         raise Refuse("a constant on what experts give is not read together with steps on it", combine.node)
-    if offset.base is not None:
-        check_base(offset.base, routing.weights, ends, combine.node, replay)
-    passing = how_tokens_pass(offset.identity, pairs, routing, experts, combine.node, replay)
     of_factor = _of_factor(routing, instances, combine.node, tags) if with_steps else None
-    last = [instance.second.node for instance in instances]
-    roots = [source, *routing.nodes, *filter(None, [offset.base])]
-    anew = decided_anew(captured, products, combine.node, roots)
-    everyone = tag(captured, weights.groups)
-    branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, last, combine.node, experts)
-    refuse_partial_looks(captured.graph, anew, tokens, pairs.token, replay)
-    refuse_stored_intermediates(stored, tags, combine.node)
-    refuse_own_backward(combine.node, tags, last)
-    return MoEMatch(
-        captured,
-        source,
-        combine.node,
-        experts,
-        body,
-        routing,
-        passing,
-        branches,
-        _idiom([instance.second for instance in instances], captured),
-        stored,
-        offset.base,
-        is_cut_off(source, [contraction.data for i in instances for contraction in i.first]),
-        is_constant(combine.node),
-        tuple(instances),
-        before,
-        after,
-        of_factor,
-    )
+    idiom = _idiom([instance.second for instance in instances], captured)
+    match = family.matched(source, routed, body, products, instances, stored, idiom)
+    detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
+    return replace(match, detached=detached, before=before, after=after, of_factor=of_factor)
 
 
 def _of_factor(

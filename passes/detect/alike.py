@@ -11,7 +11,8 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, live_nodes, operation
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, live_nodes
 from hexa_fx.passes.detect.tags import ALL, Tag
 
 Column = tuple[torch.fx.Node, ...]

@@ -16,8 +16,9 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.expert_function import Hypothesis, activate, hypotheses, row_factor
-from hexa_fx.passes.detect.graph import ancestors, literals, operation
+from hexa_fx.passes.detect.graph import ancestors, literals
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness

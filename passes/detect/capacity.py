@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
+from hexa_fx.operations import operation
 from hexa_fx.ops.ranks import Order, ranks_of_choices
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, operation
-from hexa_fx.passes.detect.size_decisions import COUNTING, NUMBERS
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals
 from hexa_fx.passes.detect.slots import Pairs, Slots
 
 ORDERS: tuple[Order, ...] = ("by_token", "by_slot")
@@ -39,7 +40,7 @@ class Capacity:
 
     def is_asked(self, node: torch.fx.Node) -> bool:
         """Whether ``node`` compares places or counts with the limit."""
-        if operation(node).strip("_") not in _BOUNDS:
+        if not _bounds(node):
             return False
         asked = {record_of(n).value for n in node.all_input_nodes if not is_tensor(n)} | set(literals([node]))
         return self.value in asked or self.value - 1 in asked
@@ -92,7 +93,7 @@ def _cuts(node: torch.fx.Node) -> bool:
     """Whether it takes the first rows of a list, or asks which places there are."""
     if node.op.startswith("call") and operation(node) == "getitem":
         return is_tensor(node) and not is_float(node)
-    return operation(node).strip("_") in _BOUNDS
+    return _bounds(node)
 
 
 def _is_number(node: torch.fx.Node, value: int) -> bool:
@@ -101,7 +102,7 @@ def _is_number(node: torch.fx.Node, value: int) -> bool:
 
 
 def _counts(node: torch.fx.Node) -> bool:
-    return node.op.startswith("call") and operation(node) in COUNTING | NUMBERS
+    return ops.finds(node) or ops.gives_numbers(node)
 
 
-_BOUNDS = frozenset("lt le gt ge clamp clamp_max minimum min max topk narrow".split())
+_bounds = ops.of("lt le gt ge clamp clamp_max minimum min max topk narrow")

@@ -14,12 +14,13 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.decisions import leaves_decision
-from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
+from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import feature_size
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
@@ -29,9 +30,7 @@ _TOLERANCE = 1e-6
 _FACTORS = (1.0, -1.0, 64.0)
 """Of the random rows: a branch on the outputs' sign or size, which keeps one sum, does not keep all."""
 
-_SAME_NUMBERS = frozenset(
-    "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after".split()
-)
+_keeps_numbers = ops.of("view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after")
 
 APART = "expert outputs do not come together in one tensor with a row for every token"
 
@@ -116,7 +115,7 @@ def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> tor
         read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
         if candidate.target is functional.after:  # the whole buffer, read again after a write through a view of it
             read = set(candidate.all_input_nodes[1:])
-        if operation(candidate) not in _SAME_NUMBERS or not read <= alike:
+        if not _keeps_numbers(candidate) or not read <= alike:
             break
         alike.add(candidate)
         shape = record_of(candidate).value.shape

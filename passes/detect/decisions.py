@@ -1,56 +1,93 @@
-"""Sorts the host decisions of a run (if, while, item()) into those that the rewrite replaces, guards, or cannot allow."""
+"""Host decisions of a run (if, while, item()): asked again in every call, left to verification, or refused.
+
+What can be computed from what the block is given, or is known once its experts have run, is a condition of every call. What
+follows from the routing may be a test for nothing, a limit, or a loop over what was chosen: verification varies these. Everything
+else the recorded run fixes as it went, so the block is refused with the line.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.finite_checks import is_check_of_numbers, refuse_unless_of_outputs
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
-from hexa_fx.passes.detect.size_decisions import (
-    COUNTING,
-    SIZES,
+from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect.counts import (
+    asks_who_was_chosen,
     counts_pieces,
-    is_condition,
-    refuse_exact_count,
-    refuse_exact_place,
+    depends_on_values,
+    is_exact,
+    is_size,
+    is_width,
     sizes_asked,
 )
-from hexa_fx.passes.detect.sparse_weights import asks_who_was_chosen
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_chosen, is_float, is_tensor, literals
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_CHOICES = frozenset(
-    "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
-)
-_FILLED = frozenset("zeros_like ones_like empty_like new_zeros new_ones new_empty".split())
-"""Of what these are given they take the size alone."""
+Node = torch.fx.Node
+
 ON_DATA = (
     "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or the decision "
     "outside of the block, can be rewritten"
 )
+_ON_EXPERTS = "the code takes a host decision (if, while, assert, item()) on what the experts computed"
+_EXACT = (
+    "the code takes a host decision on the exact number of tokens that an expert gets, or on a remainder of it, which is "
+    "known only after the routing; a decision on whether there are any can be rewritten"
+)
+_STRIDE = (
+    "the code takes a host decision on how something that it computes lies in memory (stride()), which the rewritten "
+    "block need not keep; one on sizes can be rewritten"
+)
+_SIZE_INSIDE = (
+    "the code takes a host decision on a size of what the experts compute, with a number other than 0 or another size; one "
+    "on a size of what the block is given can be rewritten"
+)
+_FINITE_INSIDE = "the code takes a host decision on whether numbers inside the experts are finite"
+_FINITE_AGAIN = (
+    "the code asks whether what experts give is finite, and draws random numbers or writes to buffers: if it is not, the "
+    "block would have to start again"
+)
+_KEPT = (
+    "the code takes a host decision (if, while, item()) on {}, which may change; an if that is reached before any buffer is "
+    "written can be rewritten"
+)
+_choices = ops.of(
+    "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique unique_consecutive"
+)
+_FILLED = frozenset("zeros_like ones_like empty_like new_zeros new_ones new_empty".split())
+"""Of what these are given they take the size alone."""
+
+
+class Verdict(enum.Enum):
+    """What becomes of a host decision."""
+
+    CONDITION = "asked in every call"
+    VARIED = "left to verification, which varies it"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True)
-class ShapeBranch:
-    """A host decision on sizes, on whether numbers are finite, or on parameters and buffers: the rewritten graph holds only while
-    ``condition`` keeps its recorded ``outcome``; while it gives as many ``pieces``; or, for a check of what experts give, while all
-    of that is finite.
+class Condition:
+    """A host decision that the rewritten graph holds for as it went: while ``node`` has its recorded ``outcome``; while it gives as
+    many ``pieces``; or, for a check of what experts give, while all of that is finite.
     """
 
-    condition: torch.fx.Node
+    node: Node
     outcome: bool
     of_outputs: bool = False
     pieces: int | None = None
 
-    def holds(self, asked: torch.fx.Node) -> torch.fx.Node:
-        """Emits whether it does, in the graph of ``asked``, which is the condition there."""
+    def holds(self, asked: Node) -> Node:
+        """Emits whether it does, in the graph of ``asked``, which is the node there."""
         graph = asked.graph
         if self.pieces is not None:
             return graph.call_function(operator.eq, (graph.call_function(len, (asked,)), self.pieces))
@@ -58,209 +95,217 @@ class ShapeBranch:
 
     def as_recorded(self) -> str:
         """In words, for the log line when it goes the other way."""
-        record = record_of(self.condition)
+        record = record_of(self.node)
         if self.pieces is not None:
             return f"the loop at {record.location} to go {self.pieces} times"
         return f"the condition at {record.location} to be {record.value}"
 
 
-def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -> bool:
+def leaves_decision(ends: Sequence[Node], opaque: set[Node]) -> bool:
     """Whether code after ``ends``, or beside them, still has a host loop or branch on data, which one run would fix."""
     graph = ends[0].graph
     left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
     return any(record_of(n).decision and n not in opaque and depends_on_data(n) for n in left)
 
 
-def depends_on_data(decision: torch.fx.Node) -> bool:
+def depends_on_data(decision: Node) -> bool:
     """Whether a decision depends on data. A size does only if it counts what was found; unbinding a tensor asks for a size."""
-    if operation(decision) in (*SIZES, "unbind"):
-        return any(operation(n) in COUNTING for n in ancestors([decision]))
+    if operation(decision) in ops.SIZES or operation(decision) == "unbind":
+        return any(map(ops.finds, ancestors([decision])))
     return True
 
 
-def shape_branches(
-    captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
-    routing: set[torch.fx.Node],
-    opaque: set[torch.fx.Node],
-    ends: Sequence[torch.fx.Node],
-    output: torch.fx.Node,
-    stacked: int,
-) -> tuple[ShapeBranch, ...]:
-    """Checks every host decision of the run.
+def is_check_of_numbers(node: Node) -> bool:
+    """Whether it is ``isfinite`` or the like, or compares a tensor with itself, which detects NaN."""
+    return ops.checks_finite(node) or (ops.compares_for_equality(node) and len(set(node.args)) == 1)
+
+
+@dataclass
+class Decisions:
+    """Judges the host decisions of a run.
 
     Args:
+        captured: the run.
         tags: those of all experts.
         routing: nodes that hold the ids.
-        opaque: nodes in submodule calls that stay calls.
         ends: what the experts give.
-        output: where the region ends.
-        stacked: how many experts its weights hold; tags count those of lists, other regions' too.
-
-    A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
-    becomes a guard. Any other makes the trace valid for this input only, unless it does no more than raise an error.
-
-    Raises:
-        Refuse: a decision depends on data other than the routing, or on an exact number of tokens of an expert.
+        outputs: where regions end.
+        opaque: nodes in submodule calls that stay calls, which decide again.
     """
-    experts = max(stacked, *(1 + number for tag in tags.values() for number in tag.experts))
-    after = descendants([output]) | {output}
-    follows = _follows_choices(captured.graph, tags, routing)
 
-    def guards_of(node: torch.fx.Node) -> list[ShapeBranch]:
-        behind = ancestors([node])
-        kept = _kept_values(captured, node)
-        if kept and not any(n.op == "placeholder" for n in behind):
-            return [_guard_of_kept(captured, node, kept)]
-        sizes = _sizes(node)
-        if sizes:
-            return _of_sizes(node, sizes, tags, (output,), after, routing)
-        asked = _asked(node, output, follows)
-        of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
-        if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
-            if not of_experts <= after:
-                refuse_unless_of_outputs(captured, node, of_experts, ends)
-            return [ShapeBranch(node, record_of(node).value, of_outputs=not of_experts <= after)]
-        if of_experts:
-            raise Refuse(
-                "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
-            )
+    captured: CapturedBlock
+    tags: Mapping[Node, Tag]
+    routing: set[Node]
+    ends: Sequence[Node]
+    outputs: Sequence[Node]
+    opaque: set[Node]
+    after: set[Node] = field(init=False)
+    chosen: set[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.after = descendants(self.outputs)
+        self.chosen = self._follow_choices()
+
+    def conditions(self, of_sizes: bool = False) -> tuple[Condition, ...]:
+        """Those of all decisions, or only of those ``of_sizes``.
+
+        Raises:
+            Refuse: a decision is to be refused, and does more than to raise an error.
+        """
+        return tuple(self._conditions(of_sizes))
+
+    def _conditions(self, of_sizes: bool) -> Iterator[Condition]:
+        for node in self.captured.graph.nodes:
+            if node.op == "output" or not record_of(node).decision or node in self.opaque:
+                continue
+            if of_sizes and not self._sizes(node):
+                continue
+            verdict, reason = self.judged(node)
+            if verdict is Verdict.REFUSED and not record_of(node).only_raises:
+                raise Refuse(reason, node)
+            if verdict is Verdict.CONDITION:
+                value = record_of(node).value
+                pieces = len(value) if counts_pieces(node) else None
+                yield Condition(node, bool(value), self._is_of_outputs(node), pieces)
+
+    def judged(self, decision: Node) -> tuple[Verdict, str]:
+        """The verdict on a decision, and the sentence of a refusal."""
+        reads_inputs = any(n.op == "placeholder" for n in ancestors([decision]))
+        kept = self._kept_values(decision)
+        if kept and not reads_inputs:
+            return self._of_kept(decision, kept)
+        if sizes := self._sizes(decision):
+            return self._of_sizes(decision, sizes)
+        asked = self._asked(decision)
+        is_bool = isinstance(record_of(decision).value, bool)
+        if is_bool and self._only_checks(decision):
+            return self._of_finite(decision)
+        if self._inside(asked):
+            return Verdict.REFUSED, _ON_EXPERTS
         if any(n.op == "placeholder" and is_float(n) for n in asked):
-            raise Refuse(ON_DATA, node)
-        if behind & (routing | follows):
-            refuse_exact_count(node)
-            refuse_exact_place(node, experts)
+            return Verdict.REFUSED, ON_DATA
+        if not self.chosen.isdisjoint(ancestors([decision])):
+            return (Verdict.REFUSED, _EXACT) if is_exact(decision) else (Verdict.VARIED, "")
+        return self._of_inputs(decision, reads_inputs, is_bool)
+
+    # -- what a decision asks ------------------------------------------------------------------------------------------
+
+    def _sizes(self, decision: Node) -> set[Node]:
+        return {decision} if counts_pieces(decision) else sizes_asked(decision)
+
+    def _kept_values(self, decision: Node) -> list[str]:
+        """The parameters and buffers of which the decision reads numbers, not only sizes."""
+        if operation(decision) == "unbind":
             return []
-        return _of_inputs(node, behind)
+        read = ancestors([decision], stop=lambda n: operation(n) in ops.SIZES)
+        return sorted(str(n.target) for n in read if n.op == "get_attr" and n.target not in self.captured.constants)
 
-    return tuple(_of_decisions(captured, opaque, guards_of))
+    def _asked(self, decision: Node) -> set[Node]:
+        """The nodes whose values the decision reads, back to the outputs.
 
+        Not those that only determine sizes, or choices such as a later router's ids.
+        """
+        if operation(decision) == "unbind":  # asks for a size
+            return set()
+        return ancestors([decision], stop=lambda n: n in self.outputs or self._is_size_or_choice(n))
 
-def _of_decisions(
-    captured: CapturedBlock, opaque: set[torch.fx.Node], guards_of: Callable[[torch.fx.Node], list[ShapeBranch]]
-) -> Iterator[ShapeBranch]:
-    for node in captured.graph.nodes:
-        if node.op == "output" or not record_of(node).decision or node in opaque:
-            continue
-        try:
-            yield from guards_of(node)
-        except Refuse:
-            if not record_of(node).only_raises:
-                raise
+    def _is_size_or_choice(self, node: Node) -> bool:
+        made = node.args[0] if kind(node) == "getitem" else node
+        of_choice = isinstance(made, Node) and _choices(made) and node in self.chosen
+        if (node.op.startswith("call") and operation(node) in ops.SIZES | _FILLED) or (
+            of_choice and is_tensor(node) and not is_float(node)
+        ):
+            return True
+        return asks_who_was_chosen(node)
 
+    def _follow_choices(self) -> set[Node]:
+        """What follows from choices by which experts get tokens, or the code takes items of lists, and from others made with the
+        parameters of these, as where a router runs twice. All others are of the data.
+        """
+        nodes = [node for node in self.captured.graph.nodes if node.op != "output"]
+        computed = [node for node in nodes if self.tags[node].experts and not self.tags[node].weight]
+        items = [node for node in nodes if record_of(node).subscript or operation(node) == "__index__"]
+        choices = set(filter(_choices, nodes))
+        chosen = choices & ancestors([*computed, *items, *self.routing])
+        again = choices & descendants([node for node in ancestors(chosen) if node.op == "get_attr"])
+        return descendants(chosen | again) | self.routing
 
-def size_branches(
-    captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
-    opaque: set[torch.fx.Node],
-    outputs: Sequence[torch.fx.Node],
-    routing: set[torch.fx.Node],
-) -> list[ShapeBranch]:
-    """Decisions on sizes that can be checked once the regions that end at ``outputs`` are there; of one alone, not all can.
+    def _inside(self, nodes: set[Node]) -> set[Node]:
+        """Values among ``nodes`` that experts computed."""
+        return {n for n in nodes if is_float(n) and self.tags[n].experts and not self.tags[n].weight}
 
-    Raises:
-        Refuse: a decision is on a size that can be neither checked nor seen.
-    """
-    after = descendants(outputs)
-    found = _of_decisions(captured, opaque, lambda n: _of_sizes(n, _sizes(n), tags, outputs, after, routing))
-    return list(found)
+    # -- verdicts ------------------------------------------------------------------------------------------------------
 
+    def _of_kept(self, decision: Node, kept: list[str]) -> tuple[Verdict, str]:
+        """On parameters and buffers: asked at the start of every call, before anything that must not happen twice."""
+        value, written = record_of(decision).value, effects(self.captured.graph)
+        before = itertools.takewhile(lambda n: n is not decision, self.captured.graph.nodes)
+        drawn = any(map(ops.is_random, ancestors([decision])))
+        if isinstance(value, bool) and not drawn and not any(n in written for n in before):
+            return Verdict.CONDITION, ""
+        return Verdict.REFUSED, _KEPT.format(", ".join(kept))
 
-def _sizes(decision: torch.fx.Node) -> set[torch.fx.Node]:
-    return {decision} if counts_pieces(decision) else sizes_asked(decision)
+    def _of_sizes(self, decision: Node, sizes: set[Node]) -> tuple[Verdict, str]:
+        """What is counted in tokens or masks, before anything is chosen, is known in every call, and hardly varied."""
+        if not isinstance(record_of(decision).value, bool) and not counts_pieces(decision):
+            return Verdict.VARIED, ""  # range(n): a loop over rows, which verification sees at other sizes
+        strides = (size for size in sizes if operation(size) == "stride")
+        if any(n.op.startswith("call") for size in strides for n in size.all_input_nodes):
+            return Verdict.REFUSED, _STRIDE
+        behind = ancestors(sizes, stop=lambda n: n in self.outputs) - self.after
+        inside, counts = bool(self._inside(behind)), [n for n in behind if depends_on_values(n)]
+        if not inside and not any(is_chosen(n) or not ancestors([n]).isdisjoint(self.routing) for n in counts):
+            return Verdict.CONDITION, ""
+        if not all(map(is_width, sizes)) and is_exact(decision):
+            return Verdict.REFUSED, _EXACT
+        if inside and not counts and self._asks_size_inside(decision, sizes):
+            return Verdict.REFUSED, _SIZE_INSIDE
+        return Verdict.VARIED, ""
 
+    def _asks_size_inside(self, decision: Node, sizes: set[Node]) -> bool:
+        """Whether it is on a size of what experts compute that their weights do not have, other than on whether there is anything:
+        what they compute may have a row for several tokens.
+        """
+        weights = (record_of(n).value for n in decision.graph.nodes if n.op == "get_attr" and self.tags[n].weight)
+        known = {size for weight in weights for size in weight.shape}
+        of_weights = {n for n in sizes if is_width(n) and record_of(n).value in known}
+        numbers = literals(ancestors([decision], stop=is_size) - sizes)
+        return bool(sizes - of_weights) and (len(sizes) > 1 or set(numbers) != {0})
 
-def _of_sizes(
-    decision: torch.fx.Node,
-    sizes: set[torch.fx.Node],
-    tags: Mapping[torch.fx.Node, Tag],
-    outputs: Sequence[torch.fx.Node],
-    after: set[torch.fx.Node],
-    routing: set[torch.fx.Node],
-) -> list[ShapeBranch]:
-    if not sizes or not is_condition(decision, sizes, tags, outputs, after, routing):
-        return []
-    value = record_of(decision).value
-    return [ShapeBranch(decision, bool(value), pieces=len(value) if decision in sizes else None)]
+    def _only_checks(self, decision: Node) -> bool:
+        """Whether all that a decision asks about float tensors is if they are finite."""
+        asked = ancestors([decision], stop=is_check_of_numbers)
+        checks = set(filter(is_check_of_numbers, asked))
+        return bool(checks) and not any(map(is_float, asked - checks))
 
+    def _of_finite(self, decision: Node) -> tuple[Verdict, str]:
+        """What is not finite of what the experts give makes the combined result not finite, which is known once they have run. Then
+        the block's own code runs from its beginning.
+        """
+        checks = filter(is_check_of_numbers, ancestors([decision], stop=is_check_of_numbers))
+        inside = [n for check in checks for n in check.all_input_nodes if self._inside({n}) and n not in self.after]
+        if not all(map(self._is_moved, inside)):
+            return Verdict.REFUSED, _FINITE_INSIDE
+        graph = self.captured.graph
+        if inside and (effects(graph) or any(map(draws, graph.nodes))):
+            return Verdict.REFUSED, _FINITE_AGAIN
+        return Verdict.CONDITION, ""
 
-def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:
-    """The parameters and buffers of which the decision reads numbers, not only sizes."""
-    if operation(decision) == "unbind":
-        return []
-    read = ancestors([decision], stop=lambda n: operation(n) in SIZES)
-    return sorted(str(n.target) for n in read if n.op == "get_attr" and n.target not in captured.constants)
+    def _is_of_outputs(self, decision: Node) -> bool:
+        return not self._sizes(decision) and not self._inside(self._asked(decision)) <= self.after
 
+    def _is_moved(self, value: Node) -> bool:
+        """Whether it is made of the experts' outputs by moves and sums alone."""
+        if value in self.ends:
+            return True
+        inside = [n for n in value.all_input_nodes if not ancestors([n]).isdisjoint(self.ends)]
+        return (ops.moves(value) or ops.adds(value)) and bool(inside) and all(map(self._is_moved, inside))
 
-def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[str]) -> ShapeBranch:
-    """A condition on parameters and buffers, checked at the start of every call, before anything that must not happen twice.
-
-    Raises:
-        Refuse: a write comes before it, or it is no plain condition.
-    """
-    value, written = record_of(decision).value, effects(captured.graph)
-    before = itertools.takewhile(lambda n: n is not decision, captured.graph.nodes)
-    drawn = any(operation(n) in RANDOM for n in ancestors([decision]) if n.op.startswith("call"))
-    if isinstance(value, bool) and not drawn and not any(n in written for n in before):
-        return ShapeBranch(decision, value)
-    raise Refuse(
-        f"the code takes a host decision (if, while, item()) on {', '.join(kept)}, which may change; an if that is reached before "
-        "any buffer is written can be rewritten",
-        decision,
-    )
-
-
-def _follows_choices(
-    graph: torch.fx.Graph, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node]
-) -> set[torch.fx.Node]:
-    """What follows from choices by which experts get tokens, or the code takes items of lists, and from others made with the
-    parameters of these, as where a router runs twice. All others are of the data.
-    """
-    nodes = [node for node in graph.nodes if node.op != "output"]
-    given = [node for node in nodes if tags[node].experts and not tags[node].weight]
-    items = [node for node in nodes if record_of(node).subscript or operation(node) == "__index__"]
-    choices = {node for node in nodes if node.op.startswith("call") and operation(node) in _CHOICES}
-    chosen = choices & ancestors([*given, *items, *routing])
-    again = choices & descendants([node for node in ancestors(chosen) if node.op == "get_attr"])
-    return descendants(chosen | again) | chosen | again
-
-
-def _asked(decision: torch.fx.Node, output: torch.fx.Node, follows: set[torch.fx.Node]) -> set[torch.fx.Node]:
-    """The nodes whose values the decision reads, back to ``output``.
-
-    Not those that only determine sizes, or choices such as a later router's ids, which are among what ``follows`` from choices.
-    """
-    if operation(decision) == "unbind":  # asks for a size
-        return set()
-    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node, follows))
-
-
-def _is_size_or_choice(node: torch.fx.Node, follows: set[torch.fx.Node]) -> bool:
-    if not node.op.startswith("call"):
-        return False
-    made = node.args[0] if operation(node) == "getitem" else node
-    chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
-    if operation(node) in SIZES | _FILLED or (chosen and node in follows and is_tensor(node) and not is_float(node)):
-        return True
-    return asks_who_was_chosen(node)
-
-
-def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
-    """Whether a value (not just a size) of a float tensor reaches the decision."""
-    return any(user in behind and operation(user) not in SIZES for user in node.users)
-
-
-def _of_inputs(node: torch.fx.Node, behind: set[torch.fx.Node]) -> list[ShapeBranch]:
-    """A decision that follows from inputs beside the tokens, if from any; ``behind`` is all that it follows from.
-
-    Raises:
-        Refuse: it depends on the numbers of a float tensor.
-    """
-    if not any(n.op == "placeholder" for n in behind):
-        return []
-    if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
-        raise Refuse(ON_DATA, node)
-    value = record_of(node).value
-    if operation(node) in SIZES:
-        return []  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
-    return [ShapeBranch(node, value)] if isinstance(value, bool) else []
+    def _of_inputs(self, decision: Node, reads_inputs: bool, is_bool: bool) -> tuple[Verdict, str]:
+        """On inputs beside the tokens, if on any; ``len(x)`` of a loop over rows is legitimate inside the experts alone."""
+        behind = ancestors([decision])
+        floats = (n for n in behind if is_float(n) and n.op != "placeholder")
+        if any(operation(user) not in ops.SIZES for n in floats for user in n.users if user in behind):
+            return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")
+        asked = reads_inputs and is_bool and operation(decision) not in ops.SIZES
+        return (Verdict.CONDITION if asked else Verdict.VARIED), ""

@@ -12,34 +12,26 @@ from functools import partial
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.replay import Replay
+from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
-from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
+from hexa_fx.passes.detect.family import Family
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.mixing import refuse_mixing
-from hexa_fx.passes.detect.offset import check_base, explain_offset
-from hexa_fx.passes.detect.partial_looks import refuse_partial_looks
 from hexa_fx.passes.detect.projections import Contraction
-from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
+from hexa_fx.passes.detect.routing import find_row_factor
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
-    decided_anew,
-    is_constant,
     opaque_nodes,
-    refuse_own_backward,
     refuse_randomness,
-    refuse_stored_intermediates,
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import StepReader
-from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
+from hexa_fx.passes.detect.tags import ExpertGroups
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 
@@ -55,25 +47,18 @@ class _Tokens:
     rows: tuple[torch.Tensor, ...]
 
 
-def detect_free(
-    captured: CapturedBlock,
-    groups: ExpertGroups,
-    replay: Replay,
-    family: frozenset[str] | None,
-    prefer_earliest: bool,
-    passed: frozenset[torch.fx.Node] = frozenset(),
-) -> MoEMatch:
-    """The region with experts of any form. ``passed`` are host decisions after the experts that do not count.
+def detect_free(family: Family) -> MoEMatch:
+    """The region with experts of any form.
 
     Raises:
         NotFree: the code is of another kind.
         Refuse: it is of this kind, but something in it forbids the rewrite.
     """
-    for members in _families(groups, family):
-        tags = tag(captured, groups, members)
-        runs = find_alike_runs(captured, tags)
+    for members in _families(family.groups, family.members):
+        part = replace(family, members=members)
+        runs = find_alike_runs(family.captured, part.tags)
         if runs is not None:
-            return _Search(captured, tags, groups, replay, runs, prefer_earliest, passed).match()
+            return _FreeSearch(part, runs).match()
     raise NotFree
 
 
@@ -89,17 +74,13 @@ def _families(groups: ExpertGroups, family: frozenset[str] | None) -> Iterator[f
 
 
 @dataclass
-class _Search:
-    captured: CapturedBlock
-    tags: Mapping[torch.fx.Node, Tag]
-    groups: ExpertGroups
-    replay: Replay
+class _FreeSearch:
+    family: Family
     runs: AlikeRuns
-    prefer_earliest: bool
-    passed: frozenset[torch.fx.Node]
 
     def __post_init__(self) -> None:
-        self.weights = WeightTable(self.captured, self.groups, self.tags)
+        self.captured, self.tags, self.replay = self.family.captured, self.family.tags, self.family.replay
+        self.weights = self.family.weights
 
     def match(self) -> MoEMatch:
         """The match at the earliest end from which on the code is linear in the expert outputs."""
@@ -117,16 +98,10 @@ class _Search:
         count = value.numel() // value.shape[-1]
         opaque = opaque_nodes(captured, everything)
         instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
-        combine = find_combine(captured.graph, instances, count, self.replay, opaque | self.passed)
+        combine = find_combine(captured.graph, instances, count, self.replay, opaque | self.family.passed)
         refuse_dropouts_after(end, combine.node)
-        pairs = _pairs(instances, combine)
-        offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
-        total = self._experts()
-        search = (count, total, captured, self.tags, combine.node, self.replay)
-        routing = find_routing(pairs, *search, self.prefer_earliest)
-        if offset.base is not None:
-            check_base(offset.base, routing.weights, instances, combine.node, self.replay)
-        passing = how_tokens_pass(offset.identity, pairs, routing, total, combine.node, self.replay)
+        pairs, total = _pairs(instances, combine), self._experts()
+        routed = self.family.routed(pairs, combine, tokens.node, instances, total)
         reader = StepReader(
             captured=captured,
             tags=self.tags,
@@ -138,35 +113,15 @@ class _Search:
             tokens=tokens.rows,
             count=count,
             sources=tuple(self._sources(end, tokens.node)),
-            factor=lambda wanted: find_row_factor(wanted, pairs, routing, *search),
+            factor=lambda wanted: find_row_factor(wanted, pairs, routed.routing, routed.search),
         )
         roles = reader.read(end)
         refuse_mixing(reader)
         body = self._body(roles, reader, end[reader.run], total)
         if body.dropouts and not bool(pairs.effective.all()):
             raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
-        everyone = tag(captured, self.groups)
-        roots = [tokens.node, *body.roots, *routing.nodes, *filter(None, [offset.base])]
-        anew = decided_anew(captured, everything, combine.node, roots)
-        branches = shape_branches(captured, everyone, set(routing.index.nodes), anew, end, combine.node, total)
-        refuse_partial_looks(captured.graph, anew, count, pairs.token, self.replay)
-        refuse_stored_intermediates(self.stored, self.tags, combine.node)
-        refuse_own_backward(combine.node, self.tags, end)
-        return MoEMatch(
-            captured,
-            tokens.node,
-            combine.node,
-            total,
-            body,
-            routing,
-            passing,
-            branches,
-            "loop over experts, unusual expert",
-            self.stored,
-            offset.base,
-            constant=is_constant(combine.node),
-            instances=tuple(instances),
-        )
+        idiom = "loop over experts, unusual expert"
+        return self.family.matched(tokens.node, routed, body, everything, instances, self.stored, idiom)
 
     def _experts(self) -> int:
         """Number of experts in the parameters that the runs read."""

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
-
-CONTRACTIONS = frozenset(
-    "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
-)
-"""Operations that multiply matrices."""
-
-RANDOM = frozenset(
-    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout "
-    "bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
-)
-"""Operations that draw random numbers."""
-
-
-CHOICES = frozenset("topk argmax argmin sort argsort multinomial".split())
-"""Operations that choose by scores."""
-
-UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
-"""Operations whose result holds whatever the memory held."""
-
-
-def operation(node: torch.fx.Node) -> str:
-    """The bare name of what a node calls: ``linear``, ``topk``, ``getitem``."""
-    if node.op in ("call_method", "placeholder", "get_attr"):
-        return str(node.target)
-    name = getattr(node.target, "__name__", None) or str(node.target)
-    return str(getattr(node.target, "_opname", name)).split(".")[0]
+from hexa_fx.operations import kind, operation
 
 
 def is_tensor(node: torch.fx.Node) -> bool:
@@ -99,12 +75,12 @@ def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
 
 def is_chosen(node: torch.fx.Node) -> bool:
     """Whether it follows from a choice by scores."""
-    return any(operation(n) in CHOICES for n in ancestors([node]))
+    return any(map(ops.chooses, ancestors([node])))
 
 
 def is_scored(node: torch.fx.Node) -> bool:
     """Whether it is chosen from by what follows from it."""
-    return any(operation(n) in CHOICES for n in descendants([node]))
+    return any(map(ops.chooses, descendants([node])))
 
 
 def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
@@ -128,7 +104,7 @@ def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 def draws(node: torch.fx.Node) -> bool:
     """Whether it draws random numbers in this run."""
-    if not node.op.startswith("call") or operation(node) not in RANDOM:
+    if not ops.is_random(node):
         return False
     training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
     probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
@@ -171,7 +147,7 @@ def twins(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        own = record_of(node).writes or operation(node) in RANDOM | UNINITIALISED or node.target is row_dropout
+        own = record_of(node).writes or ops.is_random(node) or ops.is_uninitialised(node) or node.target is row_dropout
         key = node if own else (node.op, repr(node.target), in_words((node.args, node.kwargs), found.__getitem__))
         found[node] = first.setdefault(key, node)
     return found
@@ -207,3 +183,28 @@ def literals(nodes: Iterable[torch.fx.Node]) -> list[float]:
         visit(node.args)
         visit(node.kwargs)
     return list(found)
+
+
+def adds_dimension(node: torch.fx.Node) -> bool:
+    """``m[:, None]``: an index of full slices and None."""
+    index = node.args[1] if operation(node) == "getitem" and len(node.args) > 1 else None
+    return isinstance(index, tuple) and all(item is None or item is Ellipsis or item == slice(None) for item in index)
+
+
+def keeps_rows_apart(node: torch.fx.Node) -> bool:
+    """Whether an operation computes every row (all but the last dimension) from that row alone."""
+    if kind(node) in ("min", "max", "where") and len(node.args) + len(node.kwargs) < 2:
+        return False
+    if ops.works_on_each(node) or ops.normalizes(node) or ops.casts(node):
+        return True
+    return ops.reduces(node) and _reduces_last(node)
+
+
+def _reduces_last(node: torch.fx.Node) -> bool:
+    given: Mapping[str, Any] = node.kwargs
+    place = {"norm": 2, "vector_norm": 2, "linalg_norm": 2, "normalize": 2}.get(operation(node), 1)
+    dim = given.get("dim", node.args[place] if len(node.args) > place else None)
+    first = node.args[0] if node.args else None
+    dims = record_of(first).value.dim() if isinstance(first, torch.fx.Node) else 0
+    last = (-1, [-1], (-1,), dims - 1 if dims == 2 else -1)
+    return dim in last

@@ -8,7 +8,7 @@ import torch.fx
 
 from hexa_fx.capture import Access, CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.decisions import ShapeBranch
+from hexa_fx.passes.detect.decisions import Condition
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.routing import Passing, Routing
@@ -28,7 +28,7 @@ class MoEMatch:
         body: the expert function and its weights.
         routing: ids and factors.
         passing: which tokens the code adds to the output as they are, past the experts.
-        branches: conditions under which the region looks like this.
+        conditions: under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
         base: node that the combined outputs are added to, if the code does not start from zeros.
         detached: whether the experts read their tokens without a gradient.
@@ -47,7 +47,7 @@ class MoEMatch:
     body: ExpertBody | FreeBody
     routing: Routing
     passing: Passing | None
-    branches: tuple[ShapeBranch, ...]
+    conditions: tuple[Condition, ...]
     idiom: str
     stored: tuple[Access | StoredValue, ...] = ()
     base: torch.fx.Node | None = None
@@ -65,9 +65,9 @@ class MoEMatch:
         return tuple(steps for steps in (self.before, self.after, self.of_factor) if steps is not None)
 
     @property
-    def conditions(self) -> tuple[ShapeBranch, ...]:
-        """Those of the branches that are known before the experts run."""
-        return tuple(branch for branch in self.branches if not branch.of_outputs)
+    def early_conditions(self) -> tuple[Condition, ...]:
+        """Those that are known before the experts run."""
+        return tuple(condition for condition in self.conditions if not condition.of_outputs)
 
     @property
     def is_given_ids(self) -> bool:

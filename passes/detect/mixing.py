@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.free_body import Copy, Product, TokenRows
-from hexa_fx.passes.detect.graph import is_float, operation
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.steps import StepReader
 from hexa_fx.passes.detect.verdict import Refuse
 

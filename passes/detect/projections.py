@@ -10,15 +10,11 @@ from itertools import groupby
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.isolation.size import batches
-from hexa_fx.passes.detect.graph import (
-    CONTRACTIONS,
-    ancestors,
-    is_float,
-    is_scored,
-    operation,
-)
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_scored
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, is_stack, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -51,7 +47,7 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
     levels: dict[torch.fx.Node, int] = {}  # by node, the highest of the contractions that it depends on
     for node in captured.graph.nodes:
         levels[node] = max((levels[source] for source in node.all_input_nodes), default=0)
-        if node.op == "output" or operation(node) not in CONTRACTIONS or tags[node].weight:
+        if node.op == "output" or not ops.contracts(node) or tags[node].weight:
             continue
         contraction = _read_contraction(node, tags, levels)
         if contraction is not None:

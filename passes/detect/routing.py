@@ -10,16 +10,18 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
-from hexa_fx.passes.detect.chosen_twice import chosen_apart
-from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
+from hexa_fx.passes.detect.graph import ancestors, inside_calls, is_float, is_tensor, literals
 from hexa_fx.passes.detect.routing_factors import (
     RoutingSource,
     counts_of_choices,
@@ -29,10 +31,9 @@ from hexa_fx.passes.detect.routing_factors import (
     straight_through,
 )
 from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
-from hexa_fx.passes.detect.size_decisions import NUMBERS
-from hexa_fx.passes.detect.slots import Pairs, Slots
+from hexa_fx.passes.detect.slots import Pairs, Slots, chosen_apart
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,86 @@ class Routing:
         return found + (self.capacity.nodes if self.capacity is not None else [])
 
 
-def find_routing(
-    pairs: Pairs,
-    tokens: int,
-    experts: int,
-    captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
-    end: torch.fx.Node,
-    replay: Replay,
-    prefer_earliest: bool = False,
-) -> Routing:
-    """Of equal readings the latest is taken, or the earliest: what came in between may matter on other inputs.
+@dataclass(frozen=True)
+class Search:
+    """Where the routing of a region is looked for.
+
+    Args:
+        captured: the block.
+        tags: which experts its values depend on.
+        end: the combine: what it was computed from is looked at.
+        tokens, experts: how many there are.
+        replay: gives values in float64.
+        prefer_earliest: of equal readings, whether the earliest is taken, not the latest: what came in between may matter on other
+            inputs.
+    """
+
+    captured: CapturedBlock
+    tags: Mapping[torch.fx.Node, Tag]
+    end: torch.fx.Node
+    tokens: int
+    experts: int
+    replay: Replay
+    prefer_earliest: bool = False
+
+    @cached_property
+    def candidates(self) -> list[torch.fx.Node]:
+        """Tensors that do not depend on experts, and that the end was computed from, in order.
+
+        Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
+        """
+        # What lies on another device was moved to the result's before it could meet the experts' outputs.
+        device = record_of(self.end).value.device
+        behind = ancestors([self.end]) - {self.end}
+        return [n for n in self._routing_like(behind) if record_of(n).value.device == device]
+
+    @cached_property
+    def inner(self) -> frozenset[torch.fx.Node]:
+        """Values inside submodule calls."""
+        return inside_calls(self.captured)
+
+    def asked_by_host(self) -> list[torch.fx.Node]:
+        """Tensors that the code turned into numbers before the end, as in ``experts[ids[t, k]]``, the latest first."""
+        before = itertools.takewhile(lambda node: node is not self.end, self.captured.graph.nodes)
+        asked = ancestors([node for node in before if record_of(node).decision and ops.gives_numbers(node)])
+        return self._routing_like(asked)[::-1]
+
+    def vectors(self) -> list[torch.fx.Node]:
+        """Parameters and buffers that hold one number for every expert, none of them zero."""
+        tags, behind, device = self.tags, ancestors([self.end]), record_of(self.end).value.device
+        reads = self.captured.graph.find_nodes(op="get_attr")
+        held = [n for n in reads if n in behind and tags[n].weight and not tags[n].experts]
+        numbers = [
+            n for n in held if record_of(n).value.shape == (self.experts,) and bool((record_of(n).value != 0).all())
+        ]
+        return [n for n in numbers if record_of(n).value.device == device]
+
+    def _routing_like(self, among: set[torch.fx.Node]) -> list[torch.fx.Node]:
+        return [
+            node
+            for node in self.captured.graph.nodes
+            if node in among
+            and is_tensor(node)
+            and not self.tags[node].experts
+            and not self.tags[node].weight
+            and record_of(node).value.numel()
+            and not ops.is_uninitialised(node)
+        ]
+
+
+def find_routing(pairs: Pairs, search: Search) -> Routing:
+    """The routing by which pairs of tokens and experts came about.
 
     Raises:
-        Refuse: the ids or a factor are not among the tensors computed before ``end``.
+        Refuse: the ids or a factor are not among the tensors computed before the end.
     """
-    search = tokens, experts, captured, tags, end, replay, prefer_earliest
     try:
-        return _find_routing(pairs, *search)
+        return _find_routing(pairs, search)
     except NoRouting:
-        always = _given_all_tokens(pairs, tokens)
+        always = _given_all_tokens(pairs, search.tokens)
         if not always:
             raise
-        routing = _find_routing(pairs.without(always), *search)
+        routing = _find_routing(pairs.without(always), search)
         if routing.before:
             raise
         return replace(routing, always=always)
@@ -105,39 +163,24 @@ def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
     return found if len(found) < len(pairs.expert.unique()) else ()
 
 
-def _find_routing(
-    pairs: Pairs,
-    tokens: int,
-    experts: int,
-    captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
-    end: torch.fx.Node,
-    replay: Replay,
-    prefer_earliest: bool,
-) -> Routing:
-    in_order = _candidates(captured, tags, end)
-    known = in_order if prefer_earliest else in_order[::-1]
-    inner = inside_calls(captured)
+def _find_routing(pairs: Pairs, search: Search) -> Routing:
+    tokens, experts, end, inner = search.tokens, search.experts, search.end, search.inner
+    in_order = search.candidates
+    known = in_order if search.prefer_earliest else in_order[::-1]
     repeated = find_repeated(pairs, tokens, experts, known)
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
         index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
-    except NoRouting as refusal:
-        asked = _asked_by_host(captured, tags, end)
-        dense = len(pairs.token) == tokens * experts
-        try:
-            index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
-        except NoRouting as of_host:
-            raise (refusal if isinstance(refusal, OtherNumbers) else of_host) from None
-    slots = Slots(ids, active, tokens, experts, replay.value, chosen_apart(index.nodes))
+    except NoRouting:
+        asked, dense = search.asked_by_host(), len(pairs.token) == tokens * experts
+        index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
+    slots = Slots(ids, active, tokens, experts, search.replay.value, chosen_apart(index.nodes))
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
-    given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []
-    if prefer_earliest and not before:
+    given = [n for n in in_order[::-1] if _enters_experts(n, search.tags)] if search.prefer_earliest else []
+    if search.prefer_earliest and not before:
         before = straight_through(slots, given, end)
-    after, constant = _find_after(
-        active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end), tags
-    )
-    if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
+    after, constant = _find_after(active, slots, known, search, not covered(before, slots))
+    if search.prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
         after = straight_through(slots, [n for n in in_order[::-1] if n not in given], end)
     absent = slots.without_rows(pairs)
     keep: tuple[RoutingSource, ...] = ()
@@ -146,7 +189,7 @@ def _find_routing(
         try:
             keep = (find_mask(absent, known, inner, end),)
         except Refuse:
-            capacity = find_capacity(pairs, slots, end, lambda n: bool(tags[n].experts))
+            capacity = find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
             if capacity is None:
                 raise
             slots = slots.with_rows(pairs)
@@ -173,26 +216,20 @@ def _may_be_rows(node: torch.fx.Node) -> bool:
 
 
 def _find_after(
-    active: Pairs,
-    slots: Slots,
-    known: Sequence[torch.fx.Node],
-    inner: frozenset[torch.fx.Node],
-    end: torch.fx.Node,
-    covers_dropped: bool,
-    vectors: Sequence[torch.fx.Node],
-    tags: Mapping[torch.fx.Node, Tag],
+    active: Pairs, slots: Slots, known: Sequence[torch.fx.Node], search: Search, covers_dropped: bool
 ) -> tuple[tuple[RoutingSource, ...], float]:
-    """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``; or times a constant."""
+    """The factors of the outputs: one tensor's, or also one number for every expert; or times a constant."""
+    end, inner = search.end, search.inner
     try:
-        found = find_factor(active.after, slots, known, inner, end, covers_dropped)
-        return found or (counts_of_choices(slots, known, end) if slots.apart else ()), 1.0
+        sources = find_factor(active.after, slots, known, inner, end, covers_dropped)
+        return sources or (counts_of_choices(slots, known, end) if slots.apart else ()), 1.0
     except Refuse as refusal:
-        for vector in vectors:
+        for vector in search.vectors():
             numbers = slots.value(vector).reshape(-1)[active.expert]
             with suppress(Refuse):
-                found = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
-                return (*found, RoutingSource((vector,), "expert")), 1.0
-        for constant in _constants(end, tags):
+                sources = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
+                return (*sources, RoutingSource((vector,), "expert")), 1.0
+        for constant in _constants(end, search.tags):
             with suppress(Refuse):
                 return find_factor(active.after / constant, slots, known, inner, end, covers_dropped), constant
         raise refusal from None
@@ -207,46 +244,24 @@ def _constants(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> list[fl
     return list(dict.fromkeys(n for number in named if number for n in (number, 1 / number) if n != 1))
 
 
-def _vectors(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], experts: int, end: torch.fx.Node
-) -> list[torch.fx.Node]:
-    """Parameters and buffers that hold one number for every expert, none of them zero."""
-    behind = ancestors([end])
-    held = [
-        n for n in captured.graph.nodes if n.op == "get_attr" and n in behind and tags[n].weight and not tags[n].experts
-    ]
-    numbers = [n for n in held if record_of(n).value.shape == (experts,) and bool((record_of(n).value != 0).all())]
-    return [n for n in numbers if record_of(n).value.device == record_of(end).value.device]
-
-
-def find_row_factor(
-    wanted: torch.Tensor,
-    pairs: Pairs,
-    routing: Routing,
-    tokens: int,
-    experts: int,
-    captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
-    end: torch.fx.Node,
-    replay: Replay,
-) -> tuple[RoutingSource, ...]:
+def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search: Search) -> tuple[RoutingSource, ...]:
     """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1.
 
     Raises:
-        Refuse: it is not among the tensors computed before ``end``.
+        Refuse: it is not among the tensors computed before the end.
     """
+    end = search.end
     if routing.always:
         kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
         if not bool((wanted[~kept] == 1).all()):
             raise Refuse("an expert that every token is given computes with a weight of the token's", end)
         pairs, wanted = pairs.taken(kept), wanted[kept]
     effective = pairs.effective
-    ids = ids_of(routing.index, tokens, experts)
+    ids = ids_of(routing.index, search.tokens, search.experts)
     # a table among the factors after the experts has what two choices of the same expert come to
     apart = chosen_apart(routing.index.nodes) and all(source.reading == "columns" for source in routing.after)
-    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value, apart)
-    known = _candidates(captured, tags, end)[::-1]
-    return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
+    slots = Slots(ids, pairs.taken(effective), search.tokens, search.experts, search.replay.value, apart)
+    return find_factor(wanted[effective], slots, search.candidates[::-1], search.inner, end, covers_dropped=False)
 
 
 Passing = Literal["chosen", "unrouted"]
@@ -276,38 +291,3 @@ def how_tokens_pass(
     if not torch.allclose((weight * (ids >= experts)).sum(1), factor, rtol=1e-5, atol=1e-6):
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
     return "chosen"
-
-
-def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node) -> list[torch.fx.Node]:
-    """Tensors that do not depend on experts, and that the combine was computed from.
-
-    Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
-    """
-    # What lies on another device was moved to the result's before it could meet the experts' outputs.
-    device = record_of(end).value.device
-    behind = ancestors([end]) - {end}
-    return [n for n in _routing_like(captured, tags, behind) if record_of(n).value.device == device]
-
-
-def _asked_by_host(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
-) -> list[torch.fx.Node]:
-    """Tensors that the code turned into numbers before ``end``, as in ``experts[ids[t, k]]``, the latest first."""
-    before = itertools.takewhile(lambda node: node is not end, captured.graph.nodes)
-    asked = ancestors([node for node in before if record_of(node).decision and operation(node) in NUMBERS])
-    return _routing_like(captured, tags, asked)[::-1]
-
-
-def _routing_like(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], among: set[torch.fx.Node]
-) -> list[torch.fx.Node]:
-    return [
-        node
-        for node in captured.graph.nodes
-        if node in among
-        and is_tensor(node)
-        and not tags[node].experts
-        and not tags[node].weight
-        and record_of(node).value.numel()
-        and operation(node) not in UNINITIALISED
-    ]

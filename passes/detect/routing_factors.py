@@ -10,10 +10,9 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.chosen_twice import TWICE, is_factor
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.rules import is_constant
-from hexa_fx.passes.detect.slots import Slots
+from hexa_fx.passes.detect.slots import TWICE, Slots, is_factor
 from hexa_fx.passes.detect.verdict import Refuse
 
 Reading = Literal[

@@ -8,17 +8,13 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, operation
-from hexa_fx.passes.detect.in_numpy import refuse_numpy
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors
 from hexa_fx.passes.detect.routing_factors import Reading, RoutingSource, of_each_token
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.verdict import NoRouting, OtherNumbers, Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 _NO_IDS = "no tensor holds the expert ids of every token"
-_OTHER_NUMBERS = (
-    "the ids that tokens choose are not the places of experts: {} stands for the expert at place {} (counted from 0); it is "
-    "rewritten if experts are listed in the order of their ids (ids without an expert may come last)"
-)
 _STRAIGHT = (
     "gumbel_softmax weighs what all experts give for every token, and its gradient reaches experts that were not chosen too, so "
     "that all have to run; it is rewritten if experts get the rows of tokens that chose them, x[ids == e] with ids of argmax"
@@ -156,34 +152,7 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    refuse_numpy(end.graph)
-    if renamed := _renamed(wanted, known):
-        raise OtherNumbers(renamed, end)
     raise NoRouting(_why_not(wanted), next((node for node in end.graph.nodes if _decides(node, wanted)), end))
-
-
-def _renamed(wanted: torch.Tensor, known: Sequence[torch.fx.Node]) -> str:
-    """A sentence if a tensor holds a number for every expert of a token (T, E), but not the expert's place; else empty."""
-    tokens, experts = wanted.shape
-    used = wanted.any(0).nonzero()[:, 0]
-    for node in known:
-        value = record_of(node).value
-        if (
-            value.is_floating_point()
-            or value.dtype == torch.bool
-            or value.numel() not in range(tokens, tokens * experts + 1, tokens)
-        ):
-            continue
-        ids = value.reshape(tokens, -1)
-        numbers = ids.unique()
-        if len(numbers) > 2 * experts:
-            continue
-        chosen = (ids[:, :, None] == numbers).any(1)
-        same = (chosen[:, :, None] == wanted[:, None, used]).all(0)
-        if bool((same.sum(0) == 1).all()):
-            other = [(int(numbers[n]), int(e)) for n, e in zip(same.int().argmax(0), used) if int(numbers[n]) != int(e)]
-            return _OTHER_NUMBERS.format(*other[0]) if other else ""
-    return ""
 
 
 def _decides(node: torch.fx.Node, wanted: torch.Tensor) -> bool:

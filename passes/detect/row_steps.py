@@ -14,9 +14,18 @@ from typing import Any
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, live_nodes, operation
-from hexa_fx.passes.detect.operations import CASTS, MADE, MOVES, MULTIPLIED, VIEWS, adds_dimension, keeps_rows_apart
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import (
+    adds_dimension,
+    ancestors,
+    descendants,
+    is_float,
+    is_tensor,
+    keeps_rows_apart,
+    live_nodes,
+)
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.tags import Tag
 
@@ -61,7 +70,7 @@ def steps_of_factor(
     factors = [
         operand
         for node in end.graph.nodes
-        if node in outputs and operation(node) in MULTIPLIED and node in ancestors([end])
+        if node in outputs and ops.scales(node) and node in ancestors([end])
         for operand in node.all_input_nodes
         if operand not in outputs and is_float(operand) and weights in ancestors([operand])
     ]
@@ -147,13 +156,13 @@ class _Before:
             return True
         if not node.op.startswith("call"):
             return False
-        if self._holds_rows(node) and operation(node) in MOVES - CASTS:
+        if self._holds_rows(node) and _moves(node):
             values = [n for n in node.all_input_nodes if self._holds_rows(n)]
             if len(values) != 1:
                 return False
             self.moved[node] = values[0]
             return self._visit(values[0])
-        view = operation(node) in VIEWS or adds_dimension(node) or _is_like(node)
+        view = ops.views(node) or adds_dimension(node) or _is_like(node)
         if not (keeps_rows_apart(node) or view):
             return False
         self.nodes.add(node)
@@ -193,10 +202,9 @@ def moved_from(node: Node, source: Node) -> bool:
         if item is source or (item in behind and _is_view_of(source, item)):
             reached = True
             continue
-        name = operation(item)
-        if name in MADE:
+        if ops.makes(item):
             continue
-        if not item.op.startswith("call") or name not in MOVES:
+        if not ops.moves(item):
             return False
         values = [n for n in item.all_input_nodes if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
         if not values:
@@ -207,7 +215,7 @@ def moved_from(node: Node, source: Node) -> bool:
 
 def _is_view_of(node: Node, base: Node) -> bool:
     while node is not base:
-        if operation(node) not in VIEWS | CASTS or not node.args or not isinstance(node.args[0], Node):
+        if not (ops.views(node) or ops.casts(node)) or not node.args or not isinstance(node.args[0], Node):
             return False
         node = node.args[0]
     return True
@@ -229,11 +237,7 @@ def _after(starts: Sequence[Node], behind: set[Node], tags: Mapping[Node, Tag]) 
         others = [n for n in operands if n not in known]
         if not known:
             continue
-        if (
-            operation(node) in MOVES - CASTS - _ADDING
-            and not any(is_float(n) for n in others)
-            and _is_wide(node, width)
-        ):
+        if _moves(node) and not ops.adds_to(node) and not any(is_float(n) for n in others) and _is_wide(node, width):
             moved[node] = known[0]
             continue
         if (
@@ -251,16 +255,16 @@ def _after(starts: Sequence[Node], behind: set[Node], tags: Mapping[Node, Tag]) 
             continue
         needed = ancestors([last])
         nodes = tuple(n for n in inside if n in needed)
-        if not any(operation(n) not in CASTS for n in nodes):
+        if all(map(ops.casts, nodes)):
             return None
         used = {n: given for n, given in inputs.items() if n in starts or any(n in s.all_input_nodes for s in nodes)}
         return RowSteps(nodes, used, {n: rows for n, rows in moved.items() if n in needed}, last)
     return None
 
 
-_ADDING = frozenset(
-    "scatter_add scatter_add_ index_add index_add_ scatter_reduce scatter_reduce_ index_put index_put_ set_item".split()
-)
+def _moves(node: Node) -> bool:
+    """Whether it moves numbers as they are."""
+    return ops.moves(node) and not ops.casts(node)
 
 
 def _is_wide(node: Node, width: int) -> bool:

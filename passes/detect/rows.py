@@ -8,17 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import (
-    UNINITIALISED,
-    ancestors,
-    descendants,
-    inside_calls,
-    is_float,
-    is_tensor,
-    operation,
-)
+from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
 from hexa_fx.passes.detect.row_matcher import RowMatch, RowMatcher
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
@@ -31,9 +24,9 @@ NOT_TOKENS = (
 
 DIFFERENT_WAYS = "experts use their weights in different ways"
 
-_SAME_ROWS = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
-    "getitem index_select gather masked_select take_along_dim".split()
+_moves_rows = ops.of(
+    "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 getitem index_select "
+    "gather masked_select take_along_dim"
 )
 """Operations that move rows or cast them: the earlier of the two tensors is as good."""
 
@@ -106,7 +99,7 @@ def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Inst
         if torch.equal(replay.value(node).flatten(), replay.value(source).flatten()):
             alike.add(node)
             copied = record_of(found).storage in written and record_of(node).storage != record_of(found).storage
-            if (copied or operation(node) not in _SAME_ROWS) and _carries(node, leader, instances, replay):
+            if (copied or not _moves_rows(node)) and _carries(node, leader, instances, replay):
                 found = node
     return found
 
@@ -224,7 +217,7 @@ def token_sources(
     Earliest first, but values inside submodule calls last: using one would compute it a second time.
     """
     inner, behind = inside_calls(captured), ancestors([first])
-    before = [node for node in captured.graph.nodes if node in behind and operation(node) not in UNINITIALISED]
+    before = [node for node in captured.graph.nodes if node in behind and not ops.is_uninitialised(node)]
     seen: set[tuple[int, bytes]] = set()
     for node in sorted(before, key=lambda node: node in inner):
         if not is_float(node) or tags[node].experts or tags[node].weight:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.captured import ChangedInPlace
 from hexa_fx.capture.functional import Applied
-from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in, operation
-from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain, may_be_caught
-from hexa_fx.passes.detect.in_numpy import refuse_numpy
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -34,7 +37,7 @@ def decided_anew(
 ) -> set[torch.fx.Node]:
     """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
 
-    Not of those that hand over plain values, or errors: what these decide, too, the code around them goes by as it was. Nor of
+    Not of those that give plain values: what these decide, too, the code around them goes by as it was. Nor of
     those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use.
 
     Args:
@@ -45,9 +48,8 @@ def decided_anew(
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
     inside: set[torch.fx.Node] = set()
     for call in _calls_without(captured, taken):
-        hands_over = gives_plain(call) or leaves_plain(captured, call.path) or may_be_caught(captured, call.path)
         nodes = order[call.start : call.end]
-        if not hands_over and call.start <= taken[-1] and not needed.isdisjoint(nodes):
+        if not gives_plain(call) and call.start <= taken[-1] and not needed.isdisjoint(nodes):
             inside.update(nodes)
     return inside
 
@@ -165,6 +167,21 @@ def refuse_generator(node: torch.fx.Node) -> None:
         )
 
 
+def refuse_array(node: torch.fx.Node) -> None:
+    """Refuses a call that is given an array of numpy, which no program can contain.
+
+    Raises:
+        Refuse: it is.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy and any(isinstance(leaf, numpy.ndarray) for leaf in tree_leaves([node.args, node.kwargs])):
+        raise Refuse(
+            "the code gives torch an array of numpy, of which a graph holds one example's numbers; it can be followed as a "
+            "tensor, which a module registers as a buffer, or is given as an argument",
+            node,
+        )
+
+
 _LONGEST_CONSTANT = 64
 GIVEN_INSIDE = (
     "the code reads a tensor that it is given inside a list, a dict or an object; an argument itself can be followed"
@@ -180,8 +197,6 @@ def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
     name, user = str(node.target), next(iter(node.users), node)
     if name in captured.nested:
         raise Refuse(GIVEN_INSIDE, user)
-    if name not in captured.recalled:
-        refuse_numpy(node.graph, before=node)
     if name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT:
         raise Refuse(
             "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; register it "
@@ -254,3 +269,9 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
                 "probability 0 the block is rewritten in this mode too",
                 node,
             )
+
+
+def gives_plain(call: ModuleCall) -> bool:
+    """Whether a call gives plain values, beside tensors and None."""
+    leaves: list[Any] = pytree.tree_leaves(call.output, is_leaf=lambda item: item is None)
+    return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in leaves)

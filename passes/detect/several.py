@@ -13,10 +13,11 @@ from typing import Protocol
 
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.overlooked import COMPARISONS
-from hexa_fx.passes.detect.decisions import leaves_decision, size_branches
-from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.operations import kind
+from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
+from hexa_fx.passes.detect.graph import ancestors
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.tags import ExpertGroups, expert_groups, tag
@@ -32,9 +33,11 @@ SEVERAL_GATES = (
     "the same experts run for several routings, each with a result of its own (several gates over one set of experts); a module "
     "for each routing, which holds its gate and is given the experts, can be rewritten"
 )
-_CHOICES = frozenset("topk argmax argsort sort max multinomial".split())
+_picks = ops.of(
+    "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
+)
 
-Family = frozenset[str]
+Members = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 
 
@@ -49,16 +52,16 @@ class Families:
         repeated: the refusal if the same experts run again on their own result.
     """
 
-    side_by_side: tuple[Family, ...] = ()
-    in_a_row: tuple[Family, ...] = ()
-    ordinary: Family = frozenset()
+    side_by_side: tuple[Members, ...] = ()
+    in_a_row: tuple[Members, ...] = ()
+    ordinary: Members = frozenset()
     repeated: Refuse | None = None
 
 
 class Look(Protocol):
     """Finds the region of one family, ignoring the given host decisions."""
 
-    def __call__(self, family: Family, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
+    def __call__(self, members: Members, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
@@ -85,17 +88,17 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
     return Families(repeated=Refuse(IN_TURN if len(set(runs)) == len(runs) else REPEATED, contractions[-1].node))
 
 
-def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Family]:
+def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Members]:
     """The families whose first products are of this level."""
     pair = [replace(c, level=c.level - level + 1) for c in contractions if c.level in (level, level + 1)]
-    runs: dict[Family, int] = {}
+    runs: dict[Members, int] = {}
     for first, second in group_instances(pair):
         bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
         runs[bases] = runs.get(bases, 0) + 1
     return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
 
 
-def _companions(family: Family, groups: ExpertGroups) -> Family:
+def _companions(family: Members, groups: ExpertGroups) -> Members:
     """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
     owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
     return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
@@ -106,7 +109,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
     members = [name for names in expert_groups(captured.named_tensors()).members.values() for name in names[:1]]
     for read in captured.graph.find_nodes(op="get_attr", sort=False):
         if read.target in members:
-            runs = [{n for n in ancestors([user]) if operation(n) in _CHOICES} for user in read.users]
+            runs = [{n for n in ancestors([user]) if ops.picks_best(n) or kind(n) == "max"} for user in read.users]
             if any(not one & other for one, other in combinations(filter(None, runs), 2)):
                 return True
     return False
@@ -114,8 +117,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
 
 def chooses(captured: CapturedBlock) -> bool:
     """Whether the code picks anything by what it computes, or compares numbers."""
-    picks = _CHOICES | COMPARISONS | {"argmin", "one_hot", "gumbel_softmax", "eq", "__eq__", "scatter", "scatter_"}
-    return any(operation(node) in picks for node in captured.graph.nodes if node.op.startswith("call"))
+    return any(map(_picks, captured.graph.nodes))
 
 
 def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
@@ -134,10 +136,11 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     if leaves_decision(outputs, opaque):
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
-    asked = size_branches(captured, tag(captured, groups), opaque, outputs, routing)
-    known = {branch.condition for region in regions for branch in region.branches}
-    new = [branch for branch in asked if branch.condition not in known]
-    return replace(regions[0], branches=(*regions[0].branches, *new), others=tuple(regions[1:]))
+    # of one region alone, not all that ask for sizes can be asked
+    asked = Decisions(captured, tag(captured, groups), routing, [], outputs, opaque).conditions(of_sizes=True)
+    known = {condition.node for region in regions for condition in region.conditions}
+    new = [condition for condition in asked if condition.node not in known]
+    return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
 def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -11,7 +11,8 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import Layout
-from hexa_fx.passes.detect.graph import is_tensor, operation
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import is_tensor
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag
 
 Form = Literal["listed", "stacked", "packed"]

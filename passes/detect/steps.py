@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.alike import Column, expert_operands, in_one_expert
 from hexa_fx.passes.detect.free_body import (
     TIED,
@@ -30,15 +32,13 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, is_tensor, literals, operation, twins
-from hexa_fx.passes.detect.operations import BROADCASTING, ELEMENTWISE, MADE
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import moved_from
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-NORMS = frozenset("layer_norm rms_norm".split())
 ACTIVATIONS_WITH_PARAMETER = frozenset(("prelu",))
 MADE_OF_A_PARAMETER = "the experts compute with something made from a parameter"
 MIXED_WEIGHT = "an expert product mixes several parameters in its weight"
@@ -110,14 +110,16 @@ class StepReader:
         node = column[self.run]
         self._check_rows(column)
         parameters = expert_operands(node, self.tags)
-        if operation(node) in CONTRACTIONS and any(record_of(n).value.dim() >= 2 for n in parameters):
+        if ops.contracts(node) and any(record_of(n).value.dim() >= 2 for n in parameters):
             return self._product(column)
-        if parameters and operation(node) not in BROADCASTING | NORMS | ACTIVATIONS_WITH_PARAMETER:
+        if parameters and not (
+            ops.broadcasts(node) or ops.normalizes(node) or operation(node) in ACTIVATIONS_WITH_PARAMETER
+        ):
             said = (
                 f"the experts apply {operation(node)} with parameters of their own; matrix products, sums, products, layer and RMS "
                 "norms are what can be rewritten"
             )
-            raise Refuse(TIED if operation(node) in CONTRACTIONS else said, node)
+            raise Refuse(TIED if ops.contracts(node) else said, node)
         found = self._copy(column)
         if operation(node) in ACTIVATIONS_WITH_PARAMETER and any(
             isinstance(self.roles[n], FromExpert) for n in parameters
@@ -206,7 +208,7 @@ class StepReader:
         stored = self.weights.table(next(iter(bases))) if len(bases) == 1 else None
         if stored is None:
             raise Refuse("the experts compute with a combination of their parameters", node)
-        if operation(node) in ELEMENTWISE | BROADCASTING and len(node.all_input_nodes) == 1:
+        if (ops.works_on_one(node) or ops.broadcasts(node)) and len(node.all_input_nodes) == 1:
             # which may do nothing on the example, as a clamp
             return self._from_expert(column)
         table = stored[1]
@@ -220,7 +222,7 @@ class StepReader:
         operands = [n.all_input_nodes for n in column]
         done = {(operation(n), tuple(literals([n])), len(given)) for n, given in zip(column, operands)}
         known = (
-            operation(node) in ELEMENTWISE | BROADCASTING
+            (ops.works_on_one(node) or ops.broadcasts(node))
             and len(done) == 1
             and len(operands[0]) == 1
             and not record_of(node).writes
@@ -272,7 +274,7 @@ class StepReader:
             return None
         nodes = [node for source in sources for node in source.nodes]
         if not nodes:
-            return sources if all(operation(node) in MADE for node in column) else None
+            return sources if all(map(ops.makes, column)) else None
         return sources if all(any(moved_from(member, node) for node in nodes) for member in column) else None
 
     def _other(self, column: Column) -> Role:

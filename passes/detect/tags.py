@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
+from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect.graph import is_float, is_tensor
 
 ALL = -1
 """Stands for every expert at once, in a value computed from stacked weights."""
@@ -220,21 +222,17 @@ def _tag_node(
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
         return _tag_selection(node, tags, counts)
-    by_expert = bool(weights) and operation(node) in _LAYING_OUT and _has_a_part_each(weights[0], counts)
+    by_expert = (
+        bool(weights) and kind(node) in ("repeat_interleave", "embedding") and _has_a_part_each(weights[0], counts)
+    )
     if by_expert and len(weights) < len([n for n in inputs if is_tensor(n)]):
         return Tag(frozenset({ALL}), weight=True, bases=tags[weights[0]].bases)
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
         return _tag_weight_operation(node, weights, tags)
     experts = _union(tags[n].experts for n in inputs)
-    if operation(node) in CONTRACTIONS and any(
-        not tags[n].experts and not tags[n].ordinary and is_stack(n) for n in weights
-    ):
+    if ops.contracts(node) and any(not tags[n].experts and not tags[n].ordinary and is_stack(n) for n in weights):
         experts |= {ALL}
     return Tag(experts)
-
-
-_LAYING_OUT = frozenset({"repeat_interleave", "embedding"})
-"""Operations that give rows the parts of a weight that ids or counts of rows say: of experts, if it has as many parts as these."""
 
 
 def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
@@ -242,7 +240,7 @@ def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
     if record_of(weight).value.shape[:1].numel() not in counts:
         return False
     alike = weight.graph.find_nodes(op="get_attr", target=weight.target, sort=False) if weight.op == "get_attr" else []
-    return not any(operation(user) in CONTRACTIONS for read in (weight, *alike) for user in read.users)
+    return not any(ops.contracts(user) for read in (weight, *alike) for user in read.users)
 
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:

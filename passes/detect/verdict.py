@@ -18,7 +18,7 @@ Found = TypeVar("Found")
 class Refuse(Exception):
     """Ends detection of one block with a sentence for the user and the line that it is about, or the node that is of this line.
 
-    Internal to the passes: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
+    Internal to the passes: `hexa_fx.passes.detect.detect_block` returns it as a `hexa_fx.ir.Refusal` value.
 
     ``elsewhere``: whether what is missed here may be in the code around the block.
     """
@@ -41,10 +41,6 @@ class Refuse(Exception):
 
 class NoRouting(Refuse):
     """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""
-
-
-class OtherNumbers(NoRouting):
-    """There is such a tensor, but its numbers are not the places of the experts."""
 
 
 def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] = Refuse) -> Found:

@@ -54,10 +54,6 @@ class ExampleSizes:
         """Number of tokens."""
         return self.batch * self.sequence
 
-    def ways(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """Sizes of so many tokens: one sequence, and sequences of one where there are any, as code may choose for each."""
-        return ((1, tokens),) if self.flat else ((1, tokens), (tokens, 1))
-
     def one_each(self, leaf: torch.Tensor) -> bool:
         """Whether the tensor holds one number for each token: its dimensions count tokens, or batch and sequence."""
         return leaf.dim() < 2 or (tuple(leaf.shape) == (self.batch, self.sequence) and self.sequence != 1)

@@ -16,20 +16,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx import operations as ops
 from hexa_fx.isolation.choices import ChoosingCall, choosing_call
 from hexa_fx.torch_private import DisableTorchFunction
 
 
 @dataclass(frozen=True)
 class ForcedRouting:
-    """A routing by name: ``choose(rows, candidates, k)`` gives (rows, k) distinct ids below ``candidates``, int64.
-
-    With ``in_order`` the first of them is the router's first choice too, however small that makes the others' weights.
-    """
+    """A routing by name: ``choose(rows, candidates, k)`` gives (rows, k) distinct ids below ``candidates``, int64."""
 
     name: str
     choose: Callable[[int, int, int], torch.Tensor]
-    in_order: bool = False
 
 
 def _first(rows: int, candidates: int, k: int) -> torch.Tensor:
@@ -131,7 +128,9 @@ class LogitsOverride(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") not in _PRODUCTS or not self._are_logits(result, (*args, *kwargs.values())):
+        if ops.canonical(getattr(func, "__name__", "")) not in ops.CONTRACTIONS or not self._are_logits(
+            result, (*args, *kwargs.values())
+        ):
             return result
         self.forced += 1
         return raised(result, self.routing, self.top_k)
@@ -166,9 +165,7 @@ def raised(logits: torch.Tensor, routing: ForcedRouting, top_k: int) -> torch.Te
         closer = (_SPREAD / spread).clamp(max=1.0)
         distance = 2 * torch.ceil(spread * closer) + 4
         chosen = routing.choose(rows, logits.shape[-1], top_k).to(logits.device)
-        steps = [float(top_k - slot if routing.in_order else 1) for slot in range(top_k)]
-        marks = torch.tensor(steps, dtype=logits.dtype, device=logits.device).expand_as(chosen)
-        wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, marks).reshape(logits.shape)
+        wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, 1.0).reshape(logits.shape)
     return logits * closer + distance * wanted
 
 
@@ -227,6 +224,3 @@ def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     opened = (~masked).gather(1, order).int()
     first = opened.argmax(1, keepdim=True)  # 0, the wanted place, if everything is masked
     return order.gather(1, first)
-
-
-_PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm", "addmm", "einsum"})

@@ -14,24 +14,23 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.detect.decisions import ShapeBranch
+from hexa_fx.operations import SIZES, operation
+from hexa_fx.passes.detect.counts import cuts_rows
+from hexa_fx.passes.detect.decisions import Condition
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
-from hexa_fx.passes.detect.in_numpy import refuse_array
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.rules import constant, refuse_generator
-from hexa_fx.passes.detect.size_decisions import SIZES, cuts_rows
+from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
-from hexa_fx.passes.rewrite.far_limits import require_fewer
+from hexa_fx.passes.rewrite.far_limits import refuse_far_limits
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
-from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, refuse_late_conditions
+from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, left_by_opened, refuse_late_conditions, replaced
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
+from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.own_code import own_code_limit
-from hexa_fx.passes.rewrite.partly_kept import left_by_opened, refuse_lost, replaced
-from hexa_fx.passes.rewrite.region import Live, RegionEmitter
+from hexa_fx.passes.rewrite.region import RegionEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
-from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import ELSEWHERE, is_within
 
@@ -48,23 +47,15 @@ _FREE_OF_EFFECTS = (
 )
 
 
-def rewrite(
-    match: MoEMatch, recompute_h: bool = False, live: Live | None = None, from_end: bool = False
-) -> RewrittenBlock:
-    """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block.
-
-    Args:
-        live, from_end: see `hexa_fx.passes.rewrite.region.RegionEmitter`.
-    """
-    return _Rewriter(match, recompute_h, live, from_end).run()
+def rewrite_block(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
+    """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
+    return _Rewriter(match, recompute_h).run()
 
 
 @dataclass
 class _Rewriter:
     match: MoEMatch
     recompute_h: bool
-    live: Live | None
-    from_end: bool
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
@@ -81,12 +72,12 @@ class _Rewriter:
         kept = keep(captured, self._roots(), [*regions])
         self.opened = left_by_opened(captured, {call.path for call in kept.calls.values()}, self._stored())
         kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
-        cut = (ShapeBranch(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
-        self.match = replace(self.match, branches=(*self.match.branches, *cut))
+        cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
+        self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
-        conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
+        conditions = {condition.node for match in self.match.regions for condition in match.early_conditions}
         refuse_late_conditions(conditions, order, kept)
         self.elsewhere = replaced(captured, kept)
         routers = kept_routers(captured, kept, order, self.match.regions, self.elsewhere)
@@ -102,12 +93,11 @@ class _Rewriter:
             for form in routers.forms.get(node, ()):
                 form.emit(self.graph, self.new, self.called)
         removed = self._removed(kept)
-        bounded = {m.source for m in self.match.regions if require_fewer(self.graph, self.new[m.source], m, removed)}
-        refuse_late_conditions(bounded, order, kept)
+        for match in self.match.regions:
+            refuse_far_limits(removed, match)
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
-        refuse_lost(captured, {call.path for call in self.called.values()}, self.elsewhere, self._stored())
         fold_views(self.graph)
         given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
@@ -124,7 +114,7 @@ class _Rewriter:
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""
-        conditions = [branch.condition for match in self.match.regions for branch in match.conditions]
+        conditions = [condition.node for match in self.match.regions for condition in match.early_conditions]
         behind = [ancestors([condition]) for condition in conditions]
         first = (
             found for found in behind if not any(n.op == "placeholder" for n in found) or all(map(_is_given, found))
@@ -152,8 +142,7 @@ class _Rewriter:
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            how = self.recompute_h, self.live, self.from_end
-            found[match.output] = RegionEmitter(match, self.graph, weights, outside, *how)
+            found[match.output] = RegionEmitter(match, self.graph, weights, outside, self.recompute_h)
         return found
 
     def _stored(self) -> list[Access | StoredValue]:
@@ -222,10 +211,9 @@ class _Rewriter:
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
-        branches = {branch.condition: branch for match in self.match.regions for branch in match.conditions}
-        for branch in branches.values():
-            if branch.condition is node:
-                self.graph.call_function(guards.require, (branch.holds(copy), branch.as_recorded()))
+        asked = {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
+        if condition := asked.get(node):
+            self.graph.call_function(guards.require, (condition.holds(copy), condition.as_recorded()))
 
     def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: KeptNodes) -> torch.fx.Node:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""
@@ -293,7 +281,7 @@ def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
     written = [written_from(match.output)] if writes_outside(match.output) else []
     sizes: list[torch.fx.Node] = []
     torch.fx.map_arg(leading_sizes(match.output), sizes.append)
-    return [*_read_by(match), *written, *sizes, *(b.condition for b in match.conditions)]
+    return [*_read_by(match), *written, *sizes, *(condition.node for condition in match.early_conditions)]
 
 
 def _read_by(match: MoEMatch) -> list[torch.fx.Node]:

@@ -19,6 +19,7 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
+from hexa_fx.operations import operation
 from hexa_fx.ops.row_dropout import drop, kept_rows
 from hexa_fx.passes.detect.dropouts import probability
 from hexa_fx.passes.detect.free_body import (
@@ -34,7 +35,7 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import is_float, operation
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 import torch
 import torch.fx
 
-from hexa_fx.passes.detect.operations import adds_dimension
+from hexa_fx.passes.detect.graph import adds_dimension
 
 _KEEP_ORDER = ("reshape", "view", "flatten", "contiguous")
 

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.passes.detect.graph import (
-    RANDOM,
-    ancestors,
-    draws,
-    effects,
-    is_tensor,
-    literals,
-    nodes_in,
-    operation,
-    writes_outside,
-)
-from hexa_fx.passes.detect.size_decisions import SIZES
+from hexa_fx import operations as ops
+from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.runtime.attribute_guards import is_within
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,8 @@ def refuse_late_conditions(
 
 def _compares_with_limit(condition: torch.fx.Node) -> bool:
     """Whether it is a condition on sizes, with a number other than 0 and 1."""
-    asked = ancestors([condition], stop=lambda node: operation(node) in SIZES)
-    made = [node for node in asked if operation(node) not in SIZES]
+    asked = ancestors([condition], stop=lambda node: operation(node) in ops.SIZES)
+    made = [node for node in asked if operation(node) not in ops.SIZES]
     return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
@@ -221,7 +214,7 @@ def _inner_needed(
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
     """Whether nodes may run twice: they neither draw random numbers nor write."""
-    return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
+    return not any(ops.is_random(node) or record_of(node).writes for node in nodes)
 
 
 def _effects(
@@ -233,3 +226,31 @@ def _effects(
         holder = [call for call in calls if call.start <= position[node] < call.end]
         found.extend(nodes_in(holder[0].output)[:1] if holder else [node])
     return found
+
+
+def replaced(captured: CapturedBlock, kept: KeptNodes) -> frozenset[str]:
+    """Paths of the submodules of which the rewritten graph makes a call neither itself nor inside of another."""
+    spans = sorted({(kept.calls[node].start, kept.calls[node].end) for node in kept.order if node in kept.calls})
+    starts = [start for start, _ in spans]
+    ends = [*(end for _, end in spans), -1]
+    calls = captured.calls
+    return frozenset(call.path for call in calls if call.end > ends[bisect_right(starts, call.start) - 1])
+
+
+def left_by_opened(
+    captured: CapturedBlock, called: Collection[str], stored: Iterable[Access | StoredValue]
+) -> tuple[StoredValue, ...]:
+    """What the code of submodules sets as attributes, where these are not ``called``, and of which ``stored`` has nothing.
+
+    Not what is no tensor of this run, or follows from what an earlier one kept.
+    """
+    known = {id(item) for item in stored}
+
+    def is_made_here(item: StoredValue) -> bool:
+        behind = () if item.value is UNKNOWN else ancestors(nodes_in(item.value))
+        return item.value is not UNKNOWN and not any(
+            n.op == "get_attr" and n.target in captured.recalled for n in behind
+        )
+
+    lost = (item for item in captured.stored if not any(is_within(scope, called) for scope in item.scopes))
+    return tuple(item for item in lost if id(item) not in known and is_made_here(item))

@@ -18,9 +18,9 @@ from hexa_fx.ir import PythonRead
 from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside
-from hexa_fx.passes.detect.handed_over import gives_plain, leaves_plain
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.rules import gives_plain
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.kept_calls import KeptNodes, opened
 from hexa_fx.runtime import guards
@@ -109,7 +109,6 @@ def kept_routers(
     """
     called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
     alone = called - opened(captured, kept) - _read_for(regions, kept)
-    alone -= {path for path in alone if leaves_plain(captured, path)}
     alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     forms: dict[torch.fx.Node, list[Form]] = {}

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import Small
-from hexa_fx.passes.detect.graph import operation
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.match import MoEMatch
 
 _CALLS = {"moe_ffn": 34, "esmm": 30, "reindex": 12, "combine": 10}
@@ -25,15 +26,6 @@ _CALLS = {"moe_ffn": 34, "esmm": 30, "reindex": 12, "combine": 10}
 
 _PACKED = 5
 """As many more for every weight that is a list in the user's code: each call looks whether it still lies as it was packed."""
-
-_FREE = frozenset(
-    "after chunk contiguous detach dim expand expand_as flatten float getattr getitem narrow permute reshape select size split "
-    "squeeze t to transpose unbind unflatten unsqueeze view view_as".split()
-)
-"""Operations in our graphs that give views or numbers."""
-
-_PRODUCTS = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
-"""Operations whose operands count too: weights gathered for every token are read as often as they are written."""
 
 _FEW_ELEMENTS = 1 << 19
 """Elements that the block's own code may write in the region, and read in products, before arithmetic counts."""
@@ -58,7 +50,7 @@ def own_code_limit(
     """
     captured, dropped = match.captured, set(removed)
     moved = _moved(captured, dropped)
-    calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
+    calls = sum(_CALLS.get(operation(node), not _is_free(node)) for node in added if _is_call(node))
     calls += _PACKED * packed
     arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
     first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
@@ -98,6 +90,11 @@ def _numbers_of(nodes: set[torch.fx.Node]) -> int:
     return sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor))
 
 
+def _is_free(node: torch.fx.Node) -> bool:
+    """Whether an operation in our graphs gives a view or a number."""
+    return ops.views(node) or ops.takes_part(node) or ops.casts(node) or operation(node) in ops.SIZES
+
+
 def _is_call(node: torch.fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
 
@@ -112,7 +109,8 @@ def _moved(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
         new = record.storage not in seen
         seen.add(record.storage)
         if node in nodes and _is_call(node) and isinstance(record.value, torch.Tensor) and (new or record.writes):
-            read = node.all_input_nodes if operation(node) in _PRODUCTS else ()
+            # weights gathered for every token are read as often as they are written
+            read = node.all_input_nodes if ops.contracts(node) else ()
             found.append(sum(_elements(n) for n in (node, *read)))
     return found
 

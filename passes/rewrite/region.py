@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -14,21 +13,20 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
 from hexa_fx.ir import FfnSpec
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.finite_checks import is_check
+from hexa_fx.passes.detect.decisions import is_check_of_numbers
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
+from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.routing_nodes import RoutingEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
-from hexa_fx.passes.sizes.leading_sizes import leading_sizes
 from hexa_fx.runtime import guards
-
-Live: TypeAlias = Literal["gt", "ne"]
 
 
 @dataclass
@@ -39,8 +37,6 @@ class RegionEmitter:
         match: the region.
         graph, weights: where to emit it.
         outside: the new node of every recorded one that the region reads.
-        live: the comparison of a routing weight with 0 that says whether its pair runs at all; None: all do.
-        from_end: whether ids below 0 count from the last expert, as in ``weight[ids]``; else they are no expert's.
     """
 
     match: MoEMatch
@@ -48,8 +44,6 @@ class RegionEmitter:
     weights: WeightEmitter
     outside: Mapping[torch.fx.Node, torch.fx.Node]
     recompute_h: bool
-    live: Live | None = None
-    from_end: bool = False
 
     def __post_init__(self) -> None:
         self._routing = RoutingEmitter(self.match, self.graph, self.outside)
@@ -58,7 +52,7 @@ class RegionEmitter:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        index = self._counted_from_end(self._routing.quantity(routing.index, None))
+        index = self._routing.quantity(routing.index, None)
         self._require_slots(index)
         self._refuse_numbers_of_nan()
         factor = self._routing.times_constant(self._product(routing.after, index, match.of_factor), index, tokens)
@@ -75,7 +69,7 @@ class RegionEmitter:
         slots = before is not None or match.after is not None
         if slots:
             tokens, index, factor = self._as_slots(tokens, index, factor, before)
-        index = self._without_dead(self._within_sentinel(index), factor)
+        index = self._within_sentinel(index)
         if routing.always:
             index, factor = self._with_shared(index, factor)
         if isinstance(match.body, FreeBody):
@@ -101,7 +95,7 @@ class RegionEmitter:
 
     def _checked(self, outputs: torch.fx.Node) -> torch.fx.Node:
         """What the experts give, checked where the code does so."""
-        asked = next((branch for branch in self.match.branches if branch.of_outputs), None)
+        asked = next((condition for condition in self.match.conditions if condition.of_outputs), None)
         if asked is not None:
             self.graph.call_function(guards.require_finite, (outputs, asked.as_recorded()))
         return outputs
@@ -172,13 +166,6 @@ class RegionEmitter:
             index = self.graph.call_method("masked_fill", (index, negative, experts))
         return index
 
-    def _counted_from_end(self, index: torch.fx.Node) -> torch.fx.Node:
-        if not self.from_end:
-            return index
-        negative = self.graph.call_function(operator.lt, (index, 0))
-        counted = self.graph.call_function(operator.add, (index, self.match.num_experts))
-        return self.graph.call_function(torch.where, (negative, counted, index))
-
     def _require_slots(self, index: torch.fx.Node) -> None:
         """Where the number of experts per token is computed, as in ``topk(min(k, len(x)))``, it is none if there are no tokens."""
         behind = [node for node in ancestors(self.match.routing.index.nodes) if operation(node) == "topk"]
@@ -188,19 +175,11 @@ class RegionEmitter:
             some = self.graph.call_function(operator.gt, (self.graph.call_method("size", (index, 1)), 0))
             self.graph.call_function(guards.require, (some, "at least one expert per token"))
 
-    def _without_dead(self, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
-        """Gives the pairs that code leaves out for their weight the id that contributes nothing, so that no NaN gets through."""
-        if self.live is None or factor is None:
-            return index
-        alive = self.graph.call_function(getattr(operator, self.live), (factor, 0))
-        dead = self.graph.call_function(torch.logical_not, (alive,))
-        return self.graph.call_method("masked_fill", (index, dead, self.match.num_experts))
-
     def _refuse_numbers_of_nan(self) -> None:
         """0 * NaN is NaN: where code makes a number of that, the weight of a slot that it drops is no longer zero."""
         sources = [node for source in self.match.routing.after for node in source.nodes]
         steps = () if self.match.of_factor is None else self.match.of_factor.nodes
-        for check in filter(is_check, (*ancestors(sources), *steps)):
+        for check in filter(is_check_of_numbers, (*ancestors(sources), *steps)):
             if any(map(_multiplies_by_mask, ancestors([check]))):
                 raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
-from hexa_fx.passes.detect.chosen_twice import chosen_apart
-from hexa_fx.passes.detect.graph import is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
-from hexa_fx.passes.detect.size_decisions import NUMBERS
+from hexa_fx.passes.detect.slots import chosen_apart
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _has_gradient(node: torch.fx.Node, end: torch.fx.Node) -> bool:
     """Whether a gradient of ``end`` reaches ``node``: plain numbers that the code reads of it pass none on."""
     left, seen = [node], {node}
     while left:
-        users = [user for user in left.pop().users if user not in seen and operation(user) not in NUMBERS]
+        users = [user for user in left.pop().users if user not in seen and not ops.gives_numbers(user)]
         if end in users:
             return True
         seen |= set(users)

@@ -24,14 +24,14 @@ from torch.utils import _pytree as pytree
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
-from hexa_fx.passes.detect.odd_expert import odd_expert
+from hexa_fx.passes.detect.explain import odd_expert
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
 from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
-from hexa_fx.passes.verify.perturbed_runs import PerturbedRuns
-from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
+from hexa_fx.passes.verify.perturbed_runs import perturbed_cases
+from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.packing import moving_copies
@@ -60,7 +60,7 @@ class VerificationResult:
     all_reached: bool = False
 
 
-def verify(
+def verify_block(
     block: nn.Module,
     rewritten: RewrittenBlock,
     args: tuple[Any, ...],
@@ -88,11 +88,8 @@ def verify(
             comparison = Comparison(subject, forward, inputs, settings, experts)
             cases = comparison.cases()
             if not _reason(cases):
-                tolerance = tolerance_of(dtype)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
-                how = tolerance, backward, settings.factors
-                runs = PerturbedRuns(subject, forward, inputs, experts, *how, comparison.state)
-                cases += up_to_different(runs.cases())
+                cases += up_to_different(perturbed_cases(comparison, backward))
         if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
@@ -138,7 +135,8 @@ def _exactly(
     subject = Subject(copied, torch.float64, _own_dtype(block))
     raised = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
     with _installed(copied, _for_dtype(rewritten, torch.float64)) as forward:
-        return Comparison(subject, forward, inputs, settings, ()).original_of(raised)
+        outcome = Comparison(subject, forward, inputs, settings, ()).original_of(raised)
+    return None if isinstance(outcome, Exception) else outcome
 
 
 def _own_dtype(block: nn.Module) -> torch.dtype:
@@ -197,11 +195,11 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
     return ""
 
 
-def why_refused(result: VerificationResult, block: nn.Module, cause: str) -> str:
-    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, the ``cause``, or what differs."""
+def why_refused(result: VerificationResult, block: nn.Module) -> str:
+    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, or what differs."""
     if all(case.outcome != "different" for case in result.cases):
         return result.reason
-    said = odd_expert(block) or cause or _kept(next(case for case in result.cases if case.outcome == "different"))
+    said = odd_expert(block) or _kept(next(case for case in result.cases if case.outcome == "different"))
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
 
 

@@ -1,13 +1,18 @@
-"""What a verification compares, and what came of it, case by case."""
+"""What a verification compares, how it calls it, and what came of it, case by case."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from hexa_fx.isolation.outcome import Outcome
+from hexa_fx.isolation.random_state import random_states
+from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.runtime.guards import GuardMiss
 
 SECOND = "a second call, which sees what the first one stored"
 NO_ROUTER = "there is no router inside that could be overridden"
@@ -23,7 +28,7 @@ class VerificationCase:
         forward_error, gradient_error: largest difference relative to the tensor's scale.
         detail: why it was skipped, or where the two differ.
         none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
-        raised: whether it was skipped because the original raises.
+        raised: whether it was skipped because the original raises, or differs because the rewritten block does.
         changed: what a guard reads that the code itself has changed, if it was skipped for that.
     """
 
@@ -71,3 +76,43 @@ def changes_itself(cases: Sequence[VerificationCase]) -> bool:
 def size(batch: int, sequence: int) -> str:
     """The name of a case at that size."""
     return f"batch {batch}, sequence {sequence}"
+
+
+def tried(run: Callable[[], Outcome]) -> Outcome | Exception:
+    """What ``run`` gives, or the error that it raises. Where memory is full, the error goes on to the caller."""
+    try:
+        return run()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return error
+
+
+class LateMiss(RuntimeError):
+    """A condition left a call to the original after random numbers were drawn, so that the original would draw others."""
+
+
+def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers of its own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = random_states()
+        try:
+            return call(*args, **kwargs)
+        except GuardMiss as miss:
+            if miss.called or all(map(torch.equal, before, random_states())):
+                raise
+            raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
+
+    return run
+
+
+def repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """A function that calls ``call`` repeatedly and returns the last result."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(calls - 1):
+            call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return run

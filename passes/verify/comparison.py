@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,16 +29,22 @@ from hexa_fx.passes.inputs.routing_override import (
     in_turns,
     rows_for_all,
 )
-from hexa_fx.passes.verify.cases import NO_ROUTER, SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.verify.cases import (
+    NO_ROUTER,
+    SECOND,
+    Subject,
+    VerificationCase,
+    missing_early,
+    repeated,
+    size,
+    tried,
+    up_to_different,
+)
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
-from hexa_fx.passes.verify.tried_calls import missing_early, repeated, tried
 from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
-
-_LARGE = 1 << 23
-"""Elements of a result up to which a case takes tenths of a second."""
 
 
 class Comparison:
@@ -58,8 +63,6 @@ class Comparison:
         (made,) = forward.specialisations
         self.state = results.state_of(subject.module, made.stored, made.changed)
         self.tolerance = tolerance_of(subject.dtype)
-        self._largest = 0
-        """Elements of the largest result in a case."""
 
     def cases(self) -> tuple[VerificationCase, ...]:
         """Up to the first that differs: it is reason enough."""
@@ -75,19 +78,23 @@ class Comparison:
         finally:
             self.state.restore()
 
-    def original_of(self, example: tuple[Any, Any]) -> Outcome | None:
-        """What the original gives of (args, kwargs), or None if it raises an error."""
-        try:
-            found = tried(lambda: self._original(self.forward.original, example, None, gradients=False))
-        finally:
-            self.state.restore()
-        return None if isinstance(found, Exception) else found
+    def original_of(
+        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
+    ) -> Outcome | Exception:
+        """What the original gives of (args, kwargs), or the error that it raises. Its state is the caller's to restore."""
+        return tried(lambda: self._original(self.forward.original, inputs, None, gradients, may_leave_range))
+
+    def rewritten_of(
+        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
+    ) -> Outcome | Exception:
+        """As `original_of`, of the rewritten block."""
+        call = missing_early(self.forward.rewritten)
+        return tried(lambda: self._run(call, inputs, None, gradients, may_leave_range=may_leave_range))
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
-        few = self._largest
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
             yield self._case("the example as it was given", given)
@@ -104,25 +111,6 @@ class Comparison:
         for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
             name = f"{tokens} {routing.name.removeprefix('all ')}"
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
-        many = self._many(few)
-        experts = self.inputs.num_experts
-        for routing, rows in self.settings.counts.routings(experts, top_k) if experts else ():
-            for batch, sequence in self.inputs.sizes.ways(rows):
-                make = partial(self.inputs.at, batch, sequence)
-                case = self._forced(routing.name, routing, top_k, make, gradients=False)
-                yield replace(case, outcome="different") if case.detail == NO_ROUTER else case
-        if many:
-            yield self._case(f"{many} tokens", self.inputs.at(1, many, self.subject.dtype), gradients=False)
-
-    def _many(self, few: int) -> int:
-        """Tokens of the last case: fewer where results grow by their square, as masks do that give an expert room for all tokens.
-
-        ``few`` is how large results are on the example. Those of the case before have the most tokens so far.
-        """
-        tokens, most = self.settings.overflow_sizes[-1], self.settings.many
-        if 5 * self._largest * self.inputs.tokens <= 6 * few * tokens:
-            return most
-        return min(most, int(tokens * (_LARGE / self._largest) ** 0.5))
 
     def _cast(self, given: torch.Tensor) -> torch.Tensor:
         return given.detach().to(self.subject.dtype if given.is_floating_point() else given.dtype, copy=True)
@@ -204,7 +192,6 @@ class Comparison:
         gradients: bool = True,
         calls: int = 1,
     ) -> VerificationCase:
-        self._largest = 0
         outcomes = self._outcomes(name, inputs, override, gradients, calls)
         if isinstance(outcomes, VerificationCase):
             return outcomes
@@ -240,15 +227,21 @@ class Comparison:
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(other, Exception):
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {kind_and_line(other)}")
+            detail = f"the rewritten block raises {kind_and_line(other)}"
+            return VerificationCase(name, "different", detail=detail, raised=True)
         return original, other
 
     def _original(
-        self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
+        self,
+        call: Callable[..., Any],
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None,
+        gradients: bool,
+        may_leave_range: bool = False,
     ) -> Outcome:
         """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
         with sliced(self.experts, gradients) as slices:
-            return self._run(call, inputs, override, gradients, slices)
+            return self._run(call, inputs, override, gradients, slices, may_leave_range)
 
     def _run(
         self,
@@ -257,13 +250,13 @@ class Comparison:
         override: TorchFunctionMode | None,
         gradients: bool,
         slices: WeightSlices | None = None,
+        may_leave_range: bool = False,
     ) -> Outcome:
         with ExitStack() as modes:
-            if self._may_leave_range(inputs, override):
+            if may_leave_range or self._may_leave_range(inputs, override):
                 modes.enter_context(no_device_asserts(self.subject.module))
             if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
-                raised = modes.enter_context(InFloat64(self.subject.own))
-                modes.callback(lambda: setattr(self, "_largest", max(self._largest, raised.largest)))
+                modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
             return observe(call, self.subject.module, self.state, inputs, gradients, slices)

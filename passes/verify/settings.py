@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +11,9 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
-from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.size import FEW_TOKENS
 from hexa_fx.passes.memory.bounded import room
-from hexa_fx.passes.verify.exact_counts import CountsToTry, counts_to_try
 from hexa_fx.passes.verify.perturbation import factors_past_limits
-
-_MANY = 3001
-_CHEAP = 1 << 25
-"""Tokens times parameters up to which a case costs little."""
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -39,8 +33,6 @@ class VerifySettings:
             of four. Outputs are compared in all cases.
         overflow_sizes: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         overflow_last: whether to send them to the last experts too.
-        many: tokens of one more case, for what shows only in thousands; 0: none.
-        counts: numbers of tokens that the experts get, in cases of their own: the code may ask for just these.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.verify.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
@@ -51,8 +43,6 @@ class VerifySettings:
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (1, 7), (6, 1), (1, 1), (0, 4))
     overflow_sizes: tuple[int, ...] = (160,)
     overflow_last: bool = False
-    many: int = 0
-    counts: CountsToTry = field(default_factory=CountsToTry)
     factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
     analysis_bytes: int = 2 << 30
@@ -73,12 +63,9 @@ def unlike(given: tuple[Any, Any] | None, example: tuple[Any, Any]) -> tuple[Any
 def settings_of(captured: CapturedBlock, config: HexaConfig, given: tuple[Any, Any] | None = None) -> VerifySettings:
     """The settings for a block, by its recorded run, and for what is ``given`` if that is no run on it."""
     in_pieces = captured.whole_bytes is not None
-    numbers = sum(parameter.numel() for parameter in named_tensors(captured.block, "_parameters").values())
     return VerifySettings(
         overflow_sizes=overflow_sizes(captured.graph, config.probe_tokens if in_pieces else OVERFLOW_TOKENS),
         overflow_last=decides_between_numbers(captured.graph),
-        many=_MANY if _MANY * numbers <= _CHEAP else 0,
-        counts=counts_to_try(captured, _CHEAP // max(1, numbers)),
         few=config.probe_tokens,
         room=room(captured, config),
         factors=factors_past_limits(captured.graph),

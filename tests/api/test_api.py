@@ -102,7 +102,7 @@ def test_strict_raises_when_a_block_differs_and_changes_nothing(model, monkeypat
     def differs(block, *args):
         return VerificationResult(False, reason="the example: output differs by 0.5")
 
-    monkeypatch.setattr(hexa_fx.passes, "verify", differs)
+    monkeypatch.setattr(hexa_fx.passes, "verify_block", differs)
     with pytest.raises(VerificationError, match=r"'layers\.0' .*: the example: output differs by 0\.5"):
         hexa_fx.optimize_(model, INPUT, hexa_fx.HexaConfig(strict=True))
     assert "forward" not in model.layers[0].__dict__

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx import api
+from hexa_fx import api, optimizing
 from hexa_fx.isolation.garbage import collect, collections_are_cheap
 
 
@@ -27,7 +27,8 @@ def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
         inside.append(gc.get_threshold())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "analyse_model", stopped)
+    for module in (api, optimizing):
+        monkeypatch.setattr(module, "analyse_model", stopped)
     with pytest.raises(KeyboardInterrupt):
         call(nn.Linear(4, 4), torch.randn(2, 4))
     assert inside == [(30 * before[0], *before[1:])]

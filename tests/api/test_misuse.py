@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx import api
+from hexa_fx import optimizing
 from hexa_fx.config import OTHER_VARIABLES
 from hexa_fx.errors import InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.jit.errors import BuildError
@@ -148,7 +148,7 @@ def test_errors_reach_other_processes_as_they_are(error):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_whole_or_not_at_all(model, where, error, monkeypatch):
     """Ctrl-C, or an error of ours, between the first block and the last leaves the model as it was."""
-    calls, own = [], getattr(api, where)
+    calls, own = [], getattr(optimizing, where)
 
     def ends(*args, **kwargs):
         calls.append(args)
@@ -158,7 +158,7 @@ def test_whole_or_not_at_all(model, where, error, monkeypatch):
 
     expected, places = model(INPUT), [p.data_ptr() for p in model.parameters()]
     with monkeypatch.context() as patch:
-        patch.setattr(api, where, ends)
+        patch.setattr(optimizing, where, ends)
         with pytest.raises(error):
             hexa_fx.optimize_(model, INPUT)
     assert not any("forward" in vars(module) or "report" in vars(module) for module in model.modules())

@@ -215,7 +215,7 @@ def test_what_cannot_be_packed_is_said(optimized):
     x = torch.randn(20, D, dtype=torch.float64)
     with pytest.raises(InputError, match="expected one of nf4"):
         hexa_fx.quantize_experts_(optimized, "int3")
-    with pytest.raises(InputError, match=r"call hexa_fx.optimize_ first"):
+    with pytest.raises(InputError, match=r"call hexa_fx.optimize_ before"):
         hexa_fx.quantize_experts_(Model(), "nf4")
     model, _ = packed(optimized, "nf4")
     with pytest.raises(InputError, match="packed as nf4 already"):

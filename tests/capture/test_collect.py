@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
-from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.detect import MoEMatch, detect
+from hexa_fx.passes.canonicalize import canonicalize_block
+from hexa_fx.passes.detect import MoEMatch, detect_block
 from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.variant import D
 
@@ -77,7 +77,7 @@ def run(block: Block) -> CapturedBlock:
 
 
 def refusal(block: Block) -> str:
-    found = detect(canonicalize(run(block)))
+    found = detect_block(canonicalize_block(run(block)))
     assert not isinstance(found, MoEMatch)
     return found.reason
 
@@ -123,7 +123,7 @@ def test_what_is_added(name: str) -> None:
     assert block.losses is kept, "the stand-in is taken away"
     assert list(kept) == before
     assert [LOSSES, BY_NAME, MANAGER.losses] == [[], {}, []]
-    match = detect(canonicalize(captured))
+    match = detect_block(canonicalize_block(captured))
     assert isinstance(match, MoEMatch)
     assert [str(item) for item in match.stored] == labels
 
@@ -166,7 +166,7 @@ def test_what_else_is_done_is_refused_by_name(name: str) -> None:
 def test_a_list_of_parameters_may_be_read() -> None:
     block = Block(lambda m, loss: len(m.losses))
     block.losses = [expert.fc1.weight for expert in block.experts]
-    assert isinstance(detect(canonicalize(run(block))), MoEMatch)
+    assert isinstance(detect_block(canonicalize_block(run(block))), MoEMatch)
 
 
 def test_two_names_of_one_list_are_two_ways() -> None:
@@ -193,7 +193,7 @@ def test_a_module_that_stays_a_call_does_as_it_likes() -> None:
     block.gate.look = lambda losses: losses.append(torch.ones(())) if len(losses) < 3 else losses.clear()
     captured = run(block)
     assert {access.scope for access in captured.accesses} == {"gate"}
-    match = detect(canonicalize(captured))
+    match = detect_block(canonicalize_block(captured))
     assert isinstance(match, MoEMatch)
     assert match.stored == ()
 
@@ -201,7 +201,7 @@ def test_a_module_that_stays_a_call_does_as_it_likes() -> None:
 def test_the_order_of_what_calls_add_and_what_the_block_adds() -> None:
     block = Block(lambda m, loss: None, after=lambda m, loss: m.gate.losses.append(loss))
     block.gate.look = lambda losses: losses.append(torch.ones(()))
-    match = detect(canonicalize(run(block)))
+    match = detect_block(canonicalize_block(run(block)))
     assert isinstance(match, MoEMatch)
     assert [str(item) for item in match.stored] == ["gate.losses"]
     block.before, block.after = block.after, block.before

@@ -17,10 +17,10 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture
-from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.detect import MoEMatch, detect
-from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.verify import verify
+from hexa_fx.passes.canonicalize import canonicalize_block
+from hexa_fx.passes.detect import MoEMatch, detect_block
+from hexa_fx.passes.rewrite import rewrite_block
+from hexa_fx.passes.verify import verify_block
 from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D
@@ -179,9 +179,9 @@ def test_a_dict_that_is_set_anew() -> None:
 def test_a_list_made_of_the_last_one_is_not_set_anew() -> None:
     """On the example it is a list of one; the second call's has two."""
     block = Mixture(lambda m, loss: setattr(m, "kept", [*m.kept, loss]), []).double()
-    match = detect(canonicalize(capture(block, (_tokens(),), {}, "block")))
+    match = detect_block(canonicalize_block(capture(block, (_tokens(),), {}, "block")))
     assert isinstance(match, MoEMatch)
-    result = verify(block, rewrite(match), (_tokens(),))
+    result = verify_block(block, rewrite_block(match), (_tokens(),))
     assert "the code reads 'kept', which it sets itself in every call" in result.reason
 
 

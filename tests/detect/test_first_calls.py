@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from typing import Any
 
@@ -32,28 +31,6 @@ class StartsAtZero(Mode):
     def __init__(self) -> None:
         super().__init__()
         self.aux_loss = 0
-
-
-class Property(Mixture):
-    @functools.cached_property
-    def scale(self) -> float:
-        return len(self.experts) ** -0.5
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mix(x)[2] * self.scale
-
-
-class Once(Mixture):
-    """Computes a number in its first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.scale:
-            self.scale = len(self.experts) ** -0.5
-        return self.mix(x)[2] * self.scale
 
 
 class Saturates(Mixture):
@@ -149,20 +126,6 @@ def test_plain_values_are_set_in_every_call(kind: type[Mode]) -> None:
             each.train(train)(_x(7))
         torch.testing.assert_close(opt.aux_loss, block.aux_loss)
         assert opt.facts == block.facts == {"trains": train, "scale": 0.5}
-
-
-@pytest.mark.parametrize("kind", [Property, Once])
-def test_what_a_first_call_sets_up_is_there_in_the_others(kind: type[nn.Module]) -> None:
-    block, opt = _optimized(kind)
-    assert opt.report.rewritten, str(opt.report)
-    assert opt.__dict__.get("scale", 0.0) == 0.0
-    opt(_x(5))  # its own code, which sets it up
-    for scale in (0.5, 3.0):
-        for each in (block, opt):
-            each.scale = scale
-        assert operators_run(opt, (_x(7),)), "another number is another kind of call"
-        found = compare(block, opt, (_x(7),), train=True)
-        assert found.within(1e-10), found
 
 
 def test_a_number_that_first_calls_bring_to_its_end() -> None:

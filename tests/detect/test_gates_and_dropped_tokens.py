@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -113,30 +112,3 @@ def test_groups_of_a_convolution_are_named() -> None:
     (report,) = hexa_fx.explain(OneConvolution(), torch.randn(2, 7, D), CONFIG).blocks
     assert f"the {E} groups of a convolution (up, down)" in report.reason
     assert not hexa_fx.explain(Depthwise(), torch.randn(2, 7, D), CONFIG).blocks
-
-
-class Dropping(Mixture):
-    """Tokens beyond the capacity are passed on, by lists that only experts with too many of them make."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).max(-1)
-        room, dropped = int(x.shape[0] / E), []
-        lists = [torch.eq(index, number).nonzero(as_tuple=True)[0] for number in range(E)]
-        for number in range(E):
-            if len(lists[number]) > room:
-                dropped.append(lists[number][room:])
-                lists[number] = lists[number][:room]
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            out[lists[number]] = expert(x[lists[number]])
-        if dropped:
-            out[torch.cat(dropped)] = x[torch.cat(dropped)]
-        return out * weights[:, None]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lists_of_dropped_tokens_are_refused_by_their_cause() -> None:
-    torch.manual_seed(0)
-    (report,) = hexa_fx.explain(Dropping(), torch.randn(24, D), CONFIG).blocks
-    assert report.status == "refused"
-    assert "by how many tokens an expert gets, the code decides at" in report.reason

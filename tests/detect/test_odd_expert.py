@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.detect.odd_expert import odd_expert
+from hexa_fx.passes.detect.explain import odd_expert
 from tests.detect.test_what_strangers_write import Mixture, _tokens
 from tests.zoo.variant import D, E, I
 

@@ -43,40 +43,6 @@ class ByList(ByPlainNumbers):
     numbers = staticmethod(torch.Tensor.tolist)
 
 
-class Renumbered(Mixture):
-    """Loops over ids; `place` says which expert one stands for, if any."""
-
-    def place(self, number: int) -> int | None:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for number in range(E):
-            place = self.place(number)
-            if place is not None:
-                token, slot = torch.where(index == number)
-                out.index_add_(0, token, self.experts[place](flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
-
-
-class Backwards(Renumbered):
-    def place(self, number: int) -> int:
-        return E - 1 - number
-
-
-class NoneFirst(Renumbered):
-    """The first id is of no expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = self.experts[1:]
-
-    def place(self, number: int) -> int | None:
-        return number - 1 if number else None
-
-
 class InPieces(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([super(InPieces, self).forward(piece) for piece in x.split(4, 1)], 1)
@@ -95,8 +61,6 @@ def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Backwards, f"{E - 1} stands for the expert at place 0"),
-        (NoneFirst, "1 stands for the expert at place 0"),
         (InPieces, "the same experts run more than once in a forward"),
     ],
 )

@@ -14,7 +14,7 @@ import hexa_fx
 from hexa_fx.inspection.advice import advice
 from tests.detect.test_what_strangers_write import Mixture, _tokens
 from tests.zoo.common import MLP, TopKGate
-from tests.zoo.variant import D, E, I, K
+from tests.zoo.variant import D, E, I
 
 MASKS: defaultdict[tuple[int, ...], dict[str, torch.Tensor]] = defaultdict(dict)
 
@@ -141,50 +141,6 @@ class Groups(Mixture):
         return out.view(x.shape)
 
 
-class Vectors(nn.Module):
-    """Experts of one hidden channel each, looked up by the chosen ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(D, 16)
-        self.down, self.up = nn.Embedding(16, D), nn.Embedding(16, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.router(x).softmax(-1).topk(K, -1)
-        hidden = torch.einsum("bsd,bskd->bsk", x, self.down(index)).relu() * weights
-        return torch.einsum("bsk,bskd->bsd", hidden, self.up(index))
-
-
-class Codebooks(nn.Module):
-    """Nearest vectors, of which each is looked up in a table of its own: no experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.books = nn.ModuleList(nn.Embedding(16, D) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for book in self.books:
-            x = x - book(torch.cdist(x, book.weight).argmin(-1))
-        return x
-
-
-class Slices(nn.Module):
-    """Two products with halves of a matrix in place of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(D, I, bias=False), nn.Linear(I, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        halves = self.up.weight[: I // 2], self.up.weight[I // 2 :]
-        return self.down(torch.cat([F.linear(x, half) for half in halves], -1).relu())
-
-
-class Sliced(Mixture):
-    def __init__(self) -> None:
-        super().__init__(Slices)
-
-
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -198,7 +154,6 @@ class Sliced(Mixture):
         (ExpertsChooseInEach, "every expert takes 6 of them, and some tokens are taken more often than others"),
         (Gumbel, "its gradient reaches experts that were not chosen too, so that all have to run"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
-        (Sliced, "slices of an expert's matrix (experts.0.up.weight) and puts the results side by side"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -212,36 +167,6 @@ def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said
     assert not advice(block.reason)  # it says so itself
     if issubclass(kind, Threshold):
         assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
-
-
-class Joined(nn.Module):
-    """Products with the matrices of several experts, which lie in one parameter, side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(D, E)
-        self.up = nn.Parameter(torch.randn(E, 2 * D, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, D)
-        _, index = self.gate(rows).topk(1)
-        order = index[:, 0].argsort()
-        parts = rows[order].split(torch.bincount(index[:, 0], minlength=E).tolist())
-        made = torch.cat([F.linear(part, self.up[e]) for e, part in enumerate(parts)])
-        return torch.zeros_like(rows).index_add(0, order, made.cumsum(-1)[:, :D])
-
-
-def test_matrices_of_several_experts_are_no_slices_of_one() -> None:
-    (block,) = hexa_fx.explain(Joined().double(), _tokens(2, 7)).blocks
-    assert block.status == "refused"
-    assert "slices of an expert's matrix" not in block.reason
-
-
-def test_experts_in_embeddings_are_named_and_codebooks_are_not() -> None:
-    torch.manual_seed(0)
-    (block,) = hexa_fx.explain(Vectors().double(), _tokens(2, 7)).blocks
-    assert "the chosen ids look rows up in nn.Embedding (down, up)" in block.reason
-    assert not hexa_fx.explain(Codebooks().double(), _tokens(2, 7)).blocks
 
 
 class TwoTasks(Mixture):
@@ -343,22 +268,6 @@ def test_hooks_on_an_expert_are_named_where_their_work_is_not_understood() -> No
     model.experts[1].register_forward_pre_hook(_doubled)
     (block,) = hexa_fx.explain(model, _tokens(2, 7)).blocks
     assert "'experts.1' has hooks, which only its own code calls" in block.reason
-    assert not advice(block.reason)
-
-
-class KeepsItsOutput(nn.Linear):
-    last: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = super().forward(x)
-        return self.last
-
-
-def test_an_expert_that_keeps_its_output_is_named() -> None:
-    model = Mixture()
-    model.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), KeepsItsOutput(I, D)) for _ in range(E))
-    (block,) = hexa_fx.explain(model.double(), _tokens(2, 7)).blocks
-    assert "the code keeps what a single expert computes (experts.0.2.last)" in block.reason
     assert not advice(block.reason)
 
 

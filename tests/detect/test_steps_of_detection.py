@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexa_fx.capture import capture, record_of
 from hexa_fx.ir import Refusal
-from hexa_fx.passes.detect import detect
+from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.row_matcher import RowMatcher
 from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
 
@@ -54,7 +54,7 @@ class Loop(nn.Module):
 
 def found(block: nn.Module, *args: torch.Tensor):
     torch.manual_seed(0)
-    return detect(capture(block, args or (X,), {}))
+    return detect_block(capture(block, args or (X,), {}))
 
 
 def reason(block: nn.Module) -> str:
@@ -307,7 +307,7 @@ def test_a_branch_on_sizes_becomes_a_guard():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.shape[0] * x.shape[1] > 4 else x
 
-    assert [branch.outcome for branch in found(Branch()).branches] == [True]
+    assert [branch.outcome for branch in found(Branch()).conditions] == [True]
 
 
 def test_state_kept_on_the_module_is_refused_or_kept():

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
-from hexa_fx import passes
 from hexa_fx.capture import capture
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.capture.overlooked import packed_experts
@@ -25,13 +24,11 @@ from hexa_fx.ir import Refusal
 from hexa_fx.isolation.held_objects import MODULE_STATE
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.detect import detect
+from hexa_fx.passes.canonicalize import canonicalize_block
+from hexa_fx.passes.detect import detect_block
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.traced_lora import _is_changed
-from tests.zoo import pattern_table
 from tests.zoo.common import SwiGLU, TopKGate
-from tests.zoo.registry import VARIANTS
 
 
 class Listed(nn.Module):
@@ -180,30 +177,14 @@ def test_what_a_tracer_asks_of_every_adapter_it_asks_without_walking_into_any() 
     assert _is_changed(plain)
 
 
-def test_a_block_of_which_only_gradients_differ_is_read_otherwise_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six readings were tried, each recorded, detected and compared, until the one that asks for the earlier tensor."""
-    tried: list[bool] = []
-    plain = passes._analyse_on
-
-    def noted(observation: Any, config: Any, attempt: Any, *rest: Any) -> Any:
-        tried.append(attempt.prefer_earliest)
-        return plain(observation, config, attempt, *rest)
-
-    monkeypatch.setattr(passes, "_analyse_on", noted)
-    (variant,) = [v for v in VARIANTS if v.name == "library_straight_through_dispatch"]
-    args, kwargs = variant.inputs(2, 7, torch.float32, 0)
-    pattern_table.optimized(variant.make(0).eval(), args, kwargs)
-    assert tried == [False, True]
-
-
 def waits_and_calls(listed: int, dtype: torch.dtype) -> tuple[int, int]:
     """Of detection on a list of so many experts: looks at numbers on the host, and operators of torch in all."""
     torch.manual_seed(0)
     model = Listed(experts=listed).to(dtype).eval()
-    captured = canonicalize(capture(model, (torch.randn(16, 8, dtype=dtype),), {}, "block"))
+    captured = canonicalize_block(capture(model, (torch.randn(16, 8, dtype=dtype),), {}, "block"))
     counter = Operators()
     with counter:
-        assert not isinstance(detect(captured), Refusal)
+        assert not isinstance(detect_block(captured), Refusal)
     return counter.waits, counter.calls
 
 

@@ -1,4 +1,4 @@
-"""Limits on tokens that no run of verification reaches: above them the block's own code runs."""
+"""Limits on tokens that no run of verification reaches are refused."""
 
 from __future__ import annotations
 
@@ -105,16 +105,6 @@ class Bounded(Scaled):
         return y.clamp(-16384, 16384.0)
 
 
-class InNumpy(Scaled):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _, ids = self.choose(x)
-        counts = torch.bincount(ids.flatten(), minlength=E).numpy()
-        return super().forward(x) * (0.5 if counts[0] > 20000 else 1.0)
-
-    def result(self, y: torch.Tensor, rows: int) -> torch.Tensor:
-        return y
-
-
 class ByPlace(Cut):
     """No router can be made to choose otherwise."""
 
@@ -131,17 +121,12 @@ class ByThreshold(ByPlace):
         return torch.ones_like(ids, dtype=x.dtype), ids
 
 
-@pytest.mark.parametrize("block", [Cut, Left, FirstPart, Scaled, InNumpy, ByPlace, ByThreshold])
-def test_above_them_the_own_code_runs(block: type[Cut], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
-    torch.manual_seed(0)
-    model = block().eval()
-    optimized = hexa_fx.optimize(copy.deepcopy(model), torch.randn(21, D))
-    assert operators_run(optimized, (torch.randn(250, D),))
-    rows = 4 * block.room + 9 if block is ByPlace else block.room + 9
-    tokens = torch.randn(rows, D) if block is ByPlace else torch.randn(1, D).expand(rows, D).contiguous()
-    with torch.no_grad():
-        torch.testing.assert_close(optimized(tokens), model(tokens))
+@pytest.mark.parametrize("block", [Cut, Left, FirstPart, Scaled, ByPlace, ByThreshold])
+def test_limits_that_are_not_tried_are_refused(block: type[Cut]) -> None:
+    (report,) = hexa_fx.explain(block().eval(), torch.randn(21, D)).blocks
+    assert report.status == "refused"
+    assert f"at {block.room}" in report.reason
+    assert report.location is not None
 
 
 @pytest.mark.parametrize("block", [LastOnes, BetweenPlaces, TooMany, AboveABuffer, AboveAFloat, SetToZero])
@@ -157,7 +142,7 @@ def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
         torch.testing.assert_close(optimized(tokens), model(tokens))
 
 
-def test_bounds_of_features_are_no_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_of_features_are_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
     torch.manual_seed(0)
     optimized = hexa_fx.optimize(Bounded(), torch.randn(21, D))
@@ -165,7 +150,7 @@ def test_bounds_of_features_are_no_conditions(monkeypatch: pytest.MonkeyPatch) -
         assert operators_run(optimized, (torch.randn(17000, D),))
 
 
-def test_limits_that_were_tried_are_no_conditions() -> None:
+def test_limits_that_were_tried_are_none() -> None:
     torch.manual_seed(0)
     model = Cut()
     model.room = 100

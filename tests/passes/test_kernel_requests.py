@@ -11,7 +11,7 @@ from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing, modes
 from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
-from hexa_fx.passes import kernel_requests, verify
+from hexa_fx.passes import kernel_requests, verify_block
 
 E, D, H, K = 4, 16, 24, 2
 
@@ -39,14 +39,14 @@ def test_a_blocks_whole_set_is_requested_before_it_is_verified(
     requested: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before: list[int] = []
-    plain = verify
+    plain = verify_block
 
     def counted(*args: object, **kwargs: object) -> object:
         before.append(len(requested))
         assert modes.runs_torch_only()
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(hexa_fx.passes, "verify", counted)
+    monkeypatch.setattr(hexa_fx.passes, "verify_block", counted)
     block, x = Stacked(), torch.randn(10, D)
     hexa_fx.optimize(block, x)
     layer = layer_of(FfnSpec("silu", "concat"), experts=E, top_k=K, hidden=D, inner=H, dtype=torch.float32)

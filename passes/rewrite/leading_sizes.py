@@ -5,31 +5,24 @@ Sizes that are equal on the example need not be so on other inputs: windows of s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import CONTRACTIONS, einsum_of, is_tensor, operation
-from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
-from hexa_fx.passes.sizes.size_rules import flat
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import einsum_of, is_tensor
 
 Node = torch.fx.Node
 
-_KEEPING = (
-    EACH
-    | MULTIPLIED
-    | CASTS
-    | (SUMS - {"sum", "cumsum", "reduce"})
-    | (CONTRACTIONS - {"einsum", "addmv"})
-    | frozenset(
-        "clone contiguous detach dropout softmax log_softmax layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like "
-        "index_add index_add_ scatter scatter_ scatter_add scatter_add_ index_copy index_copy_ index_put index_put_ set_item copy_ "
-        "zero_ fill_ masked_scatter masked_scatter_ after view_as reshape_as expand_as".split()
-    )
+_keeps_sizes = ops.of(
+    "linear matmul mm bmm baddbmm addmm grouped_mm grouped_mm_fallback clone contiguous detach dropout softmax log_softmax "
+    "layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like index_add scatter scatter_add index_copy index_put "
+    "set_item copy zero fill masked_scatter after view_as reshape_as expand_as segment_reduce"
 )
-"""Operations whose result has the leading sizes of an operand."""
 
 
 def leading_sizes(node: Node) -> Node | tuple[Any, ...] | None:
@@ -52,6 +45,15 @@ def _operands(node: Node) -> list[Node]:
     """Operands that give the result their leading sizes, if these are equal."""
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if operation(node) != "einsum":
-        return tensors if operation(node) in _KEEPING else []
+        return tensors if _keeps_sizes(node) or ops.works_on_each(node) or ops.casts(node) else []
     terms, operands, result = einsum_of(node) or ([], [], "")
     return [n for n, term in zip(operands, terms) if n in tensors and term[:-1] == result[:-1]]
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """What lies in tuples and lists, however deep: sizes are given one by one or as one tuple."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value

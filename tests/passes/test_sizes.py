@@ -11,9 +11,6 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.capture import capture, record_of
-from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.inputs.example_sizes import ExampleSizes
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import compare, operators_run
@@ -127,42 +124,6 @@ def test_a_size_inside_the_experts_that_is_none_of_the_inputs_is_refused() -> No
     assert "a size of what the experts compute" in report.reason
 
 
-class Chain(nn.Module):
-    """Sizes of what each operation gives are asked in turn."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        index = x.softmax(-1).topk(2).indices
-        made: dict[str, tuple[Tensor, int]] = {
-            "topk": (index, 0),
-            "gathered": (self.table[index], 0),
-            "transposed": (x.t(), 1),
-            "permuted": (x[None].permute(2, 0, 1), 2),
-            "einsum": (torch.einsum("td,kd->tk", x, self.table), 0),
-            "summed": (x[:, None].sum(1), 0),
-            "written": (torch.zeros(x.shape[0], 3).add_(1), 0),
-            "flattened": (x.view(x.shape[0], 2, -1).flatten(1), 0),
-            "expanded": (x[:, None].expand(-1, 3, -1), 0),
-            "product": (x @ self.table.t(), 0),
-            "broadcast": (x + y, 0),
-            "squeezed": (x.squeeze(), 0),
-        }
-        for tensor, dim in made.values():
-            if tensor.shape[dim] == 5:
-                x = x + 1
-        return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, D))
-
-
-def test_sizes_are_those_of_the_input_only_where_that_is_certain() -> None:
-    graph = canonicalize(capture(Chain(), (torch.randn(6, D), torch.randn(6, D)), {})).graph
-    conditions = [n for n in graph.nodes if n.op != "output" and record_of(n).decision]
-    asked = [operation(n.args[0].args[0]) for n in conditions]
-    assert asked == ["x"] * 10 + ["add", "squeeze"]
-
-
 @pytest.mark.parametrize(
     ("shapes", "size", "expected"),
     [
@@ -179,25 +140,3 @@ def test_shapes_at_other_sizes(shapes: tuple, size: tuple, expected: tuple) -> N
     leaves = [torch.zeros(shape) for shape in shapes]
     sizes = ExampleSizes.of(leaves, {D})
     assert tuple(sizes.resized(leaf, size) for leaf in leaves) == expected
-
-
-class SideBySide(Images):
-    """Two mixtures of the same tokens; the size is that of their sum."""
-
-    def __init__(self, ask: Ask) -> None:
-        super().__init__(ask)
-        self.other = Mixture()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.rows(x)
-        result = self.back(self.mix(rows)[2] + self.other.mix(rows)[2], x)
-        return 0.5 * result if self.ask(result, x) else result
-
-
-def test_a_size_of_what_two_mixtures_give_is_asked_behind_both() -> None:
-    torch.manual_seed(0)
-    model = SideBySide(lambda out, x: out.reshape(-1, 3, D).shape[0] == 1 if out.shape[0] % 3 == 0 else False).double()
-    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(6, D, 2, 2, dtype=torch.float64), CONFIG)
-    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
-    for shape in ((6, D, 2, 2), (3, D, 1, 1), (3, D, 2, 1), (2, D, 2, 2)):
-        assert compare(model, opt, (torch.randn(shape, dtype=torch.float64),), {}).within(1e-9), shape

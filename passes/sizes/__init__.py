@@ -1,1 +1,0 @@
-"""Where the sizes of recorded tensors come from."""
