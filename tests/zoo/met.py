@@ -173,6 +173,33 @@ def with_condition(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple
     return hidden_states(batch, seq, dtype, seed)[0] + hidden_states(batch, 1, dtype, seed + 1)[0], {}
 
 
+class Losing(nn.Module):
+    """Leaves a loss on itself in train mode, and a plain zero in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(flat)
+        self.loss = logits.logsumexp(-1).square().mean() if self.training else 0
+        return logits.softmax(-1).topk(K, -1)
+
+
+class LossReadOff(Looped):
+    """Returns what the router leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Losing()
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate(flat)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return super().forward(x), self.gate.loss
+
+
 VARIANTS: tuple[Variant, ...] = (
     variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
@@ -184,6 +211,7 @@ VARIANTS: tuple[Variant, ...] = (
         "tokens scaled in float32, biases by repeat_interleave",
         dtypes=(torch.float32,),
     ),
+    variant("router_loss_read_off", LossReadOff, "a loss that the router leaves on itself, a plain zero in eval mode"),
     variant(
         "sorted_counted_marks", CountedMarks, "counts of marks in zeros_like(scores), products with out= in a Function"
     ),
