@@ -200,6 +200,25 @@ class LossReadOff(Looped):
         return super().forward(x), self.gate.loss
 
 
+class SliceEach(nn.Module):
+    """(E, tokens, D) of the tokens that chose each expert, zeros elsewhere; every expert writes into its slice of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = self.gate(flat).softmax(-1)
+        scores = torch.zeros_like(scores).scatter(1, scores.topk(K, -1).indices, 1) * scores
+        rows = torch.einsum("td,te->etd", flat, scores.bool())
+        for number, expert in enumerate(self.experts):
+            mine = scores[:, number].bool()
+            rows[number, mine] = scores[mine, number].unsqueeze(-1) * expert(rows[number, mine])
+        return rows.sum(0).view(x.shape)
+
+
 VARIANTS: tuple[Variant, ...] = (
     variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
@@ -211,6 +230,7 @@ VARIANTS: tuple[Variant, ...] = (
         "tokens scaled in float32, biases by repeat_interleave",
         dtypes=(torch.float32,),
     ),
+    variant("loop_slice_each", SliceEach, "every expert reads and writes a slice of one tensor of its own"),
     variant("router_loss_read_off", LossReadOff, "a loss that the router leaves on itself, a plain zero in eval mode"),
     variant(
         "sorted_counted_marks", CountedMarks, "counts of marks in zeros_like(scores), products with out= in a Function"
