@@ -6,19 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, operation
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST
 
-_EITHER_WAY = frozenset(
-    "getitem view reshape flatten to float type type_as transpose permute expand unsqueeze squeeze detach clone contiguous "
-    "zeros_like ones_like full_like zeros ones full tensor gather scatter scatter_ topk masked_fill where set_item after "
-    "add add_ sub mul mul_ div truediv randn_like rand_like".split()
-)
-"""What autocast leaves as it is: moves, choices, and sums and products element by element."""
+_alike = ops.of("add sub mul div")
 _INSIDE = (
     "the code switches autocast off for what its experts compute; around its router, or around the block, it can stay"
 )
@@ -56,7 +52,7 @@ def mark_without_autocast(
             raise Refuse(_INSIDE, node)
         copy = new.get(node, node)
         copied = copy.meta.get("from") == node.name and copy.op in ("call_function", "call_method")
-        if copied and is_float(node) and operation(node) not in _EITHER_WAY:
+        if copied and is_float(node) and not _is_as_it_is(node):
             copy.meta[WITHOUT_AUTOCAST] = device
     for call in graph.find_nodes(op="call_module"):
         _mark_call(call, captured, off)
@@ -81,3 +77,8 @@ def _inside(
     read = (node for node in captured.graph.nodes if node.op == "get_attr" and node not in new and is_float(node))
     weights = [node for node in read if not is_within(record_of(node).scope, called)]
     return descendants(weights) & (ancestors(outputs) | {*outputs})
+
+
+def _is_as_it_is(node: torch.fx.Node) -> bool:
+    """Whether autocast leaves it: moves, choices, new tensors, and arithmetic element by element."""
+    return any(asked(node) for asked in (ops.moves, ops.makes, ops.picks_best, ops.selects, ops.is_random, _alike))
