@@ -1,12 +1,13 @@
 """What does `hexa_fx.optimize` cost, and what does the rewritten model gain on the CPU?
 
-    python benchmarks/bench_optimize.py                    # all three questions
-    python benchmarks/bench_optimize.py optimize zoo       # some of them: optimize, zoo, experts
+    python benchmarks/bench_optimize.py                    # all four questions
+    python benchmarks/bench_optimize.py optimize zoo       # some of them: optimize, zoo, experts, grouped_mm
     python benchmarks/bench_optimize.py --json results.json
 
 `optimize`: seconds of optimize() by number of experts and of layers, the best of two, and by how much the process grows meanwhile;
 `--before FILE` puts the seconds that an earlier version wrote beside them.
 `zoo`: forward and backward of the rewritten block against its original for every block of the zoo that is rewritten.
+`grouped_mm`: the same for transformers' OLMoE, whose products are torch's grouped ones already.
 `experts`: the same for one block at 8, 64 and 128 experts, written in the idioms that are most in use.
 Inputs want a gradient, as inside a model. ``runs`` says what the rewritten block runs at this size: its new forward, or its
 own code where that is the quicker (docs/operators.md).
@@ -35,7 +36,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import hexa_fx
 from benchmarks.host_memory import HostPeak
 from benchmarks.kept_rows import options_of
-from benchmarks.optimize_speed import ListMixture, Row, bench_experts, bench_zoo
+from benchmarks.optimize_speed import ListMixture, Row, bench_experts, bench_grouped_mm, bench_zoo
 
 
 def versions() -> dict[str, str]:
@@ -127,6 +128,7 @@ QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
     "optimize": bench_optimize,
     "zoo": bench_zoo,
     "experts": bench_experts,
+    "grouped_mm": bench_grouped_mm,
 }
 
 

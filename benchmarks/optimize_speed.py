@@ -1,4 +1,4 @@
-"""Forward and backward of rewritten blocks against their originals, on the CPU (bench_optimize.py: ``zoo`` and ``experts``)."""
+"""Forward and backward of rewritten blocks against their originals, on the CPU (for bench_optimize.py)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def bench_zoo(batch: int = 4, seq: int = 64) -> Iterator[Row]:
         opt = _optimized(model, v.inputs(2, 7, torch.float32, 0), verify=False)  # the tests of the zoo verify
         if any(b.status == "rewritten" for b in opt.report.blocks):
             row = {"question": "zoo", "block": v.name, "tokens": batch * seq, "runs": _runs(opt, args, kwargs)}
-            yield {**row, **_compared(model, opt, args, kwargs)}
+            yield {**row, **_compared(model, opt, (args, kwargs))}
 
 
 class ListMixture(nn.Module):
@@ -64,7 +65,48 @@ def bench_experts(dim: int = 128, hidden: int = 64, batch: int = 4, seq: int = 6
                 "experts": num_experts,
                 "tokens": batch * seq,
                 "runs": _runs(opt, (x,), {}),
-                **_compared(block, opt, (x,), {}),
+                **_compared(block, opt, ((x,), {})),
+            }
+
+
+def bench_grouped_mm() -> Iterator[Row]:
+    """The experts of transformers' OLMoE with ``grouped_mm``, whose products are torch's already. Every call has other tokens."""
+    from transformers import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
+
+    for experts, top_k, dim, hidden, tokens in (
+        (8, 2, 256, 512, 1024),
+        (64, 8, 256, 128, 1024),
+        (64, 4, 512, 256, 4096),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            sizes = {
+                "hidden_size": dim,
+                "intermediate_size": hidden,
+                "num_experts": experts,
+                "num_experts_per_tok": top_k,
+            }
+            config = OlmoeConfig(**sizes)
+            config._experts_implementation = "grouped_mm"
+            torch.manual_seed(0)
+            block = OlmoeSparseMoeBlock(config).to(dtype).eval()
+            for parameter in block.parameters():
+                nn.init.normal_(parameter, std=0.02)
+            inputs = [torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True) for _ in range(8)]
+            opt = _optimized(block, ((inputs[0][:, :64].detach(),), {}))
+            row = {
+                "question": "grouped_mm",
+                "experts": experts,
+                "top_k": top_k,
+                "dim": dim,
+                "hidden": hidden,
+                "tokens": tokens,
+            }
+            yield {
+                **row,
+                "dtype": str(dtype),
+                "runs": _runs(opt, (inputs[0],), {}),
+                **_compared(block, opt, *(((x,), {}) for x in inputs)),
             }
 
 
@@ -127,14 +169,14 @@ def _runs(opt: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return next(iter(seen), "rewritten")
 
 
-def _compared(model: nn.Module, opt: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
-    """Milliseconds of forward (eval mode, no gradients) and of forward plus backward, original and rewritten."""
+def _compared(model: nn.Module, opt: nn.Module, *calls: tuple[tuple[Any, ...], dict[str, Any]]) -> Row:
+    """Milliseconds of forward (eval mode, no gradients) and of forward plus backward, in turns over ``calls``."""
     row: Row = {}
-    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    inputs = [value for args, kwargs in calls for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     wanting = [t for t in (*model.parameters(), *opt.parameters(), *inputs) if t.requires_grad]
     for name, step in (("forward", _forward), ("step", partial(_step, wanting=wanting))):
-        calls = (lambda s=step: s(model, args, kwargs), lambda s=step: s(opt, args, kwargs))
-        original, rewritten, speedup = _interleaved(*calls)
+        turns = [partial(lambda m, s, given: s(m, *next(given)), m, step, cycle(calls)) for m in (model, opt)]
+        original, rewritten, speedup = _interleaved(*turns)
         row |= {
             f"{name}_ms": round(1e3 * original, 3),
             f"{name}_rewritten_ms": round(1e3 * rewritten, 3),

@@ -26,6 +26,7 @@ from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
+from hexa_fx.runtime.preflight import sharded_units
 from hexa_fx.torch_private import DisableTorchFunction
 
 
@@ -77,7 +78,7 @@ def observe(
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     recorded: dict[str, Observation] = {}
-    mode = Selections(model)
+    mode, sharded = Selections(model), sharded_units(model)
     with (
         tensors_restored(model, with_parameters),
         restored(model),
@@ -88,6 +89,8 @@ def observe(
         mode,
     ):
         model(*args, **kwargs)
+        for unit in sharded:
+            unit.reshard()  # type: ignore[operator]  # an outermost one leaves that to backward, and shards are put back here
     suspects |= numbered - mode.chained
     if most_tokens is not None:  # a call, of which others will follow
         suspects, packed = ({path for path in paths if _ran(model, path, mode)} for paths in (suspects, packed))

@@ -73,14 +73,6 @@ class ModuleState:
                 parameter.data = data
             data.copy_(value)
 
-    def retaken(self) -> bool:
-        """Saves the values that are there now, to start from these; False if more than values changed, which takes a new state."""
-        if self._snapshot.changed() or any(True for _ in self._contents.changed()):
-            return False
-        self._snapshot.save_values()
-        self._save_parameters()
-        return True
-
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         """The tree's parameters by name, as of `restore`."""

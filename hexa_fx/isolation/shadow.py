@@ -59,10 +59,15 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
         for name in _OWN_DICTS:
             held[name] = type(held[name])(held[name])
         held["_modules"] = type(held["_modules"])((k, shadows.get(id(v), v)) for k, v in held["_modules"].items())
+        for name in held["_parameters"].keys() & held.keys():  # FSDP1 lays what a call reads over parameters
+            held["_parameters"][name] = held.pop(name)
         for registry in ("_parameters", "_buffers"):
             for name, tensor in held[registry].items():
                 if tensor is not None and id(tensor) not in tensors:
-                    tensors[id(tensor)] = _beside(tensor)
+                    beside = _beside(tensor)
+                    if registry == "_parameters" and type(beside) is Tensor:
+                        beside = nn.Parameter(beside.detach(), tensor.requires_grad)
+                    tensors[id(tensor)] = beside
                 held[registry][name] = None if tensor is None else tensors[id(tensor)]
         hooked = "forward" if "_old_forward" in held else ""
         without = {*_OF_OTHERS, hooked, *(left if module is block else ())}

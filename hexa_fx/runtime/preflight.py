@@ -77,6 +77,17 @@ def is_offloaded(module: nn.Module) -> bool:
     return any(bool(getattr(part, "offload", False)) for part in (hook, *getattr(hook, "hooks", ())))
 
 
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """Modules that `fully_shard` was applied to, of which the weights are not gathered for a call at present."""
+    found, nested = list[nn.Module](), set[int]()
+    for module in reversed([module for _, module in named_modules(model)]):  # those inside of others first
+        if is_unit_of_fsdp(module):
+            own = [p for p in module.parameters() if id(p) not in nested]
+            nested |= {id(p) for p in own}
+            found += [module] if any(type(p.data).__name__ == "DTensor" for p in own) else []
+    return found
+
+
 def is_unit_of_fsdp(module: nn.Module) -> bool:
     """Whether torch's `fully_shard` was applied to this module itself. Asks without an import of torch.distributed.fsdp."""
     return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in type(module).__mro__)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +50,7 @@ def examples(observation: Observation) -> Iterator[Observation]:
         if _of_one_token_each(observation):
             yield from _with_fresh_tokens(observation, few=True)
         return
-    fresh = list(_with_fresh_tokens(observation, few))
-    if few or 2 * alike >= len(rows) or not fresh:
-        yield from [*fresh, observation]
-    else:
-        yield from [_with_repetitions_replaced(observation, fresh[0]), *fresh]
+    yield from [*_with_fresh_tokens(observation, few), observation]
 
 
 def after_refusal(reasons: Collection[str], observation: Observation) -> Iterator[Observation]:
@@ -94,14 +89,9 @@ def all_differ(observation: Observation) -> bool:
 
 def number_alike(rows: torch.Tensor) -> int:
     """How many rows (R, D) have the direction of an earlier one, up to rounding, or none, since they are not finite."""
-    return int(_repetitions(rows).sum())
-
-
-def _repetitions(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows (R, D) those are, (R,)."""
     scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     near = torch.cdist(scaled, scaled) <= _SAME
-    return near.tril(-1).any(1) | ~rows.isfinite().all(1)
+    return int((near.tril(-1).any(1) | ~rows.isfinite().all(1)).sum())
 
 
 def has_no_tokens(observation: Observation) -> bool:
@@ -147,22 +137,6 @@ def _with_fresh_tokens(observation: Observation, few: bool, least: int = _ENOUGH
         made = inputs.with_fresh_tokens(size, _vocabulary(observation.module))
         if made is not None:
             yield replace(observation, args=made[0], kwargs=made[1])
-
-
-def _with_repetitions_replaced(observation: Observation, fresh: Observation) -> Observation:
-    """The observation with tokens of ``fresh``, which is in its shape, where a token is like an earlier one."""
-    matrix, other = _matrix(observation), _matrix(fresh)
-    if matrix is None or other is None or matrix.numel() > _LOOKED_AT * matrix.shape[-1]:
-        return observation
-    again = _repetitions(matrix.detach().reshape(-1, matrix.shape[-1]).double()).view(*matrix.shape[:-1], 1)
-    mixed = torch.where(again, other, matrix).detach()
-
-    def replaced(leaf: Any) -> Any:
-        same = isinstance(leaf, torch.Tensor) and leaf.shape == matrix.shape and leaf.data_ptr() == matrix.data_ptr()
-        return mixed.clone().requires_grad_(leaf.requires_grad) if same else leaf
-
-    args, kwargs = pytree.tree_map(replaced, (observation.args, observation.kwargs))
-    return replace(observation, args=args, kwargs=kwargs)
 
 
 def number_of_experts(block: nn.Module) -> int | None:

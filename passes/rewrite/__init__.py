@@ -22,10 +22,16 @@ from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_o
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
-from hexa_fx.passes.rewrite.far_limits import refuse_far_limits
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
-from hexa_fx.passes.rewrite.kept_calls import KeptNodes, keep, left_by_opened, refuse_late_conditions, replaced
+from hexa_fx.passes.rewrite.kept_calls import (
+    KeptNodes,
+    keep,
+    left_by_opened,
+    refuse_far_limits,
+    refuse_late_conditions,
+    replaced,
+)
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
 from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.own_code import own_code_limit

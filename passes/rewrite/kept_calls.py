@@ -11,8 +11,10 @@ import torch.fx
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
-from hexa_fx.operations import operation
+from hexa_fx.capture.probes import LARGEST_LIMIT, limits_of
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
+from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
 
@@ -254,3 +256,28 @@ def left_by_opened(
 
     lost = (item for item in captured.stored if not any(is_within(scope, called) for scope in item.scopes))
     return tuple(item for item in lost if id(item) not in known and is_made_here(item))
+
+
+def refuse_far_limits(removed: Iterable[torch.fx.Node], match: MoEMatch) -> None:
+    """Refuses ``removed`` code that cuts rows, or compares counts, at more tokens than verification sends to an expert.
+
+    Raises:
+        Refuse: some does.
+    """
+    tokens, top_k = record_of(match.source).value, match.routing.top_k
+    tried = LARGEST_LIMIT if _can_be_forced(match) else top_k * tokens.numel() // max(1, tokens.shape[-1])
+    for node in removed:
+        limit = max(limits_of(node), default=0)
+        if limit > tried:
+            raise Refuse(
+                f"the code cuts lists of tokens, or compares how many there are, at {limit}, and no run of verification sends "
+                f"more than {tried} to an expert; without that limit, or with one that is reached, it can be rewritten",
+                node,
+            )
+
+
+def _can_be_forced(match: MoEMatch) -> bool:
+    """Whether verification can have all tokens choose the same experts: by what chooses them, or as ids that are given."""
+    behind = ancestors(match.routing.index.nodes)
+    chosen = any(map(ops.picks_best, behind)) or any(kind(n) == "max" for n in behind)
+    return chosen or (match.is_given_ids and not any(n.op == "get_attr" for n in behind))

@@ -33,6 +33,7 @@ from hexa_fx.passes.verify.cases import (
     NO_ROUTER,
     SECOND,
     Subject,
+    UntriedExperts,
     VerificationCase,
     missing_early,
     repeated,
@@ -41,7 +42,6 @@ from hexa_fx.passes.verify.cases import (
     up_to_different,
 )
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
-from hexa_fx.passes.verify.tried_experts import UntriedExperts
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss

@@ -309,7 +309,7 @@ class AddsToTheLast(Careless):
     ("make", "words"),
     [
         (SkipsEmptyExperts, "self.losses holds: not what the original has"),
-        (KeepsExpertOutput, "the code keeps what a single expert computes"),
+        (KeepsExpertOutput, "expert outputs do not come together"),
         (OnlyTheFirst, "the code reads self.losses"),
         (AddsToTheLast, "the code reads self.stats"),
     ],

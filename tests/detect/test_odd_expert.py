@@ -77,10 +77,9 @@ class RuledOut(Mixture):
         return out.view(x.shape)
 
 
-@pytest.mark.parametrize("low", [-30.0, -1e9, float("-inf")])
-def test_other_code_for_an_expert_that_a_buffer_rules_out(low: float) -> None:
+def test_other_code_for_an_expert_that_a_buffer_all_but_rules_out() -> None:
     torch.manual_seed(0)
-    block = RuledOut(low).double()
+    block = RuledOut(-30.0).double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     for each in (block, optimized):
         each.bias.zero_()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
@@ -123,56 +122,6 @@ def test_a_router_alone_in_the_other_mode_leaves_what_it_leaves_there() -> None:
     optimized = hexa_fx.optimize(Asks().double(), _tokens(2, 7)).eval()
     optimized.gate.train()
     assert isinstance(optimized(_tokens(3, 5))[1], torch.Tensor)
-
-
-class InSlices(nn.Module):
-    """Multiplies with slices of its matrices, as ranks of tensor parallelism did."""
-
-    def __init__(self, inner: int = I, slices: int = 2) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((D, inner), (D, inner), (inner, D)))
-        self.slices, self.size = slices, inner // slices
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = (
-            torch.cat([F.linear(x, part) for part in layer.weight.split(self.size, dim=0)], dim=-1)
-            for layer in (self.gate, self.up)
-        )
-        rows, parts = (F.silu(gate) * up).split(self.size, dim=-1), self.down.weight.split(self.size, dim=1)
-        return sum(F.linear(rows[i], parts[i]) for i in range(self.slices))
-
-
-class Sliced(Keeps):
-    """Shared experts do the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.shared = experts(InSlices), InSlices(2 * I)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.shared(x)
-
-
-def test_products_with_all_slices_of_a_matrix_are_one() -> None:
-    torch.manual_seed(0)
-    block = Sliced().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized, (x,)), optimized.report
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
-
-
-def test_slices_in_another_order_are_not_the_matrix() -> None:
-    torch.manual_seed(0)
-    block = Sliced().double()
-    for expert in block.experts:
-        expert.forward = lambda x, e=expert: e.down(
-            torch.cat([F.linear(x, part) for part in e.up.weight.split(e.size)[::-1]], dim=-1).relu()
-        )
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    found = compare(block, optimized, (_tokens(3, 5),), train=True)
-    assert found.within(1e-10), found
 
 
 class IntoBuffer(torch.autograd.Function):

@@ -104,7 +104,7 @@ def test_analysis_leaves_nothing_behind():
     [
         (CountsCalls, "which it sets itself in every call"),
         (MovingAverage, "which it sets itself in every call"),
-        (KeepsExpertOutput, "the code keeps what a single expert computes (self.seen)"),
+        (KeepsExpertOutput, "expert outputs do not come together"),
     ],
 )
 def test_refused(make, words):

@@ -13,7 +13,7 @@ from test_mesh import CONFIG, build, loss_of, trained
 from test_mesh import data as tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import hexa_fx
 from hexa_fx.distributed import checkpoint, sharded_modules
@@ -137,6 +137,30 @@ def wrapped_before(rank: int, world: int) -> str:
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-8, atol=1e-10, msg=label)
     assert [block.calls.rewritten for block in wrapped.report.rewritten] == [1, 1]
     return "equal"
+
+
+def sharded_after(rank: int, world: int, how: str) -> str:
+    """Sharded between `optimize_` and the first call: the layers only, or the whole in one flat parameter."""
+    whole, data, loss_of = mixtral()
+    model = copy.deepcopy(whole)
+    hexa_fx.optimize_(model, config=replace(CONFIG, own_code_when_small=False))
+    called = model
+    if how == "FSDP1":
+        called = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    for layer in model.model.layers if how == "layers" else ():
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    for _ in range(2):
+        loss = loss_of(called, data[rank])
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), loss_of(whole, data[rank]).detach(), rtol=1e-9, atol=1e-9)
+    assert [(block.calls.rewritten, dict(block.calls.own)) for block in model.report.blocks] == [(2, {}), (2, {})]
+    return "equal"
+
+
+@pytest.mark.parametrize("how", ["layers", "FSDP1"])
+def test_a_model_that_is_sharded_before_its_first_call(how: str) -> None:
+    pytest.importorskip("transformers")
+    assert run(2, sharded_after, how) == ["equal", "equal"]
 
 
 def test_a_model_in_ddp_is_analysed_in_its_first_call() -> None:

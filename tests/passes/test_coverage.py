@@ -227,7 +227,6 @@ MASKS = {
     "result_filled": (on(Loop, result=lambda s, y, t, e, m: y.masked_fill(~m[t][:, None], 0.0)), BOOL),
     "sorted_given": (on(Sorted, given=lambda s, r, t, m: r * m[t][:, None]), FLOAT),
     "sorted_result": (on(Sorted, result=lambda s, y, t, m: y * m[t][:, None]), FLOAT),
-    "grouped_given": (on(Grouped, given=lambda s, x, m: x * m[None, :, None]), FLOAT),
     "grouped_result": (on(Grouped, result=lambda s, y, m: y * m[None, :, None]), FLOAT),
     "grouped_gates": (on(Grouped, gates=lambda s, g, m: g * m[:, None]), BOOL),
 }
@@ -291,8 +290,8 @@ def judged(
             assert found.within(1e-9), found
 
 
-VERIFIED = ("selection", "ids_out_of_range", "weights_filled", "given_where", "sorted_result", "grouped_given", "rows")
-"""These with verification too: it draws masks, and asks for the form in which their gradient is the original's (grouped_given)."""
+VERIFIED = ("selection", "ids_out_of_range", "weights_filled", "given_where", "sorted_result", "rows")
+"""These with verification too: it draws masks."""
 
 
 @pytest.mark.parametrize("name", MASKS)
