@@ -58,6 +58,7 @@ class ModelAnalysis:
         effects: what code reaches outside of modules, as it was before.
         waiting: paths of blocks whose weights are elsewhere, until they are called.
         cache: the analyses, for calls that are like these.
+        written: paths of blocks whose inputs are written to after the call.
         forms: what runs in each mode, by path, of blocks that are to be spread over devices.
     """
 
@@ -68,6 +69,7 @@ class ModelAnalysis:
     around: Mapping[str, Sequence[Observation]]
     effects: SideEffects
     waiting: tuple[str, ...] = ()
+    written: frozenset[str] = frozenset()
     cache: StructureCache = field(default_factory=StructureCache)
     forms: Mapping[str, Mapping[Mode, RewrittenBlock]] = field(default_factory=dict)
 
@@ -145,6 +147,7 @@ def _analyse_model(
     examples: dict[str, Example] = {}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     around: dict[str, Sequence[Observation]] = {}
+    written: set[str] = set()
     with progress("analysing MoE blocks", 1) as bar:
         bar.say("the model runs on the example inputs")
         made = isinstance(example_inputs, ExampleTokens)
@@ -171,6 +174,7 @@ def _analyse_model(
                     forms[analysis.path] = _forms_of(candidate, analysis, config)
             analyses.append(analysis := analysis.placed_in(model.get_submodule(analysis.path)))
             reports.append(describe(analysis, same_as, inspector))
+            written |= {seen.path for seen in candidate.levels if seen.written}
             calls |= {seen.path: (seen.args, seen.kwargs) for seen in candidate.levels if seen.path == analysis.path}
             if analysis.rewritten is not None:
                 paths = set(with_ancestors(analysis.path))
@@ -181,7 +185,8 @@ def _analyse_model(
             bar.advance()
     cache.forget_runs()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
-    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, tuple(waiting), cache, forms)
+    left = tuple(waiting), frozenset(written)
+    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, *left, cache, forms)
 
 
 def relied_on(model: nn.Module, rewritten: Sequence[BlockAnalysis]) -> Iterator[tuple[nn.Module, PythonRead]]:

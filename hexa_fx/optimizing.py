@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -168,7 +169,9 @@ def analyse_and_install(
 
 def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, part: Part) -> OptimizationReport:
     """Installs what was found, and returns the report of it. Refused blocks are analysed again in calls of another kind."""
-    specialiser = Specialiser(config, finished, found.cache, part.later)
+    specialiser = Specialiser(
+        config, finished, found.cache, part.later, frozenset(inside(part.path, path) for path in found.written)
+    )
     forms, installed, said = _finished_forms(found, config), dict[str, HexaForward](), dict[str, str]()
     analyses = [each for each in found.analyses if not is_installed(model.get_submodule(each.path))]
     for analysis in analyses:
@@ -188,6 +191,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
         installed[waiting] = install(model.get_submodule(waiting), path=inside(part.path, waiting), analyst=specialiser)
     request_kernels_of_steps(model, found.unusual_examples)
     report = with_compute(found.report, said, _never_small(forms))
+    for forward in installed.values():
+        forward.within = weakref.ref(model)
     blocks = (*report.found, *(BlockReport(waiting, "waiting") for waiting in found.waiting))
     report = with_forwards(replace(report, found=blocks, later=part.later), installed)
     return report.inside(part.path)

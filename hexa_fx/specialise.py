@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of
-from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.capture.side_effects import SideEffects
@@ -31,7 +30,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.isolation.shadow import shadow_of
+from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.torch_state import autocast_uncached
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -41,8 +40,9 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.install import install
 from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
-from hexa_fx.runtime.slots import PUT_ON
+from hexa_fx.runtime.slots import FORWARD, PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Specialiser:
         finish: makes of a rewritten block what is installed.
         cache: analyses that hold for identical blocks.
         reports: of blocks that were first analysed, or first rewritten, when they were called, by path.
+        written: paths of blocks whose inputs are written to after the call.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Specialiser:
         finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
         cache: StructureCache,
         reports: dict[str, BlockReport],
+        written: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.finish, self.cache, self.reports = config, finish, cache, reports
+        self.config, self.finish, self.cache, self.reports, self.written = config, finish, cache, reports, written
         self._inspector = Inspector()
 
     def specialise(
@@ -117,9 +119,12 @@ class Specialiser:
         missed: str,
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
+        gradients = torch.is_grad_enabled()
         try:
             with undisturbed():
                 analysis, same_as = self._analyse(forward, module, args, kwargs)
+                if not gradients and any(read.is_of_gradients for read in analysis.reads):
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
                 self.cache.forget_runs()
                 if first and (analysis.rewritten is not None or not left):
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
@@ -139,15 +144,41 @@ class Specialiser:
         reads = () if analysis is None or analysis.settled else analysis.reads
         kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
+        if forward.specialisations and analysis is not None and not analysis.settled:
+            self._try_around(forward)
         return reason
 
+    def _try_around(self, forward: HexaForward) -> None:
+        """Has the module around a block analysed when it is called next, if it is rewritten in calls of other kinds only: what it
+        misses in this one, such as who chooses the experts, may be there."""
+        model, block = forward.within() if forward.within is not None else None, forward.module
+        if model is None:
+            return
+        name = next((name for name, module in model.named_modules() if module is block), "")
+        for path in [*with_ancestors(name)][1:]:
+            around = model.get_submodule(path)
+            if type(around).forward is nn.Module.forward:  # a list
+                continue
+            others = (vars(module).get(FORWARD) for module in around.modules() if module is not block)
+            if not any(isinstance(other, InPlace) for other in others):
+                of_model = f"{forward.path.removesuffix(name)}{path}".strip(".")
+                install(around, path=of_model, analyst=self).within = forward.within
+            return
+
     def _analyse(
-        self, forward: HexaForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: HexaForward,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gradients: bool = True,
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
         config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
         shadow = shadow_of(module, left, forward.own_forward)
-        observation = Observation(forward.path, shadow, *copied_call(args, kwargs, config.probe_tokens))
+        call = copied_call(args, kwargs, config.probe_tokens)
+        written = forward.path in self.written
+        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects, relied_on = SideEffects(shadow, namespaces_of(shadow)), tuple[PythonRead, ...]()
@@ -168,11 +199,13 @@ class Specialiser:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.config, self.finish)
+        return _unpickled, (self.config, self.finish, self.written)
 
 
-def _unpickled(config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock]) -> Specialiser:
-    return Specialiser(config, finish, StructureCache(), {})
+def _unpickled(
+    config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], written: frozenset[str]
+) -> Specialiser:
+    return Specialiser(config, finish, StructureCache(), {}, written)
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -188,18 +221,8 @@ def copied_call(
     args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a call as an analysis may use them: cut to few tokens, copied, and without a past."""
-    with torch.no_grad():
-        args, kwargs = probe_inputs(args, kwargs, most_tokens)
-        grads = [leaf.requires_grad for leaf in _tensors((args, kwargs))]
-        args, kwargs = copied(args), copied(kwargs)
-    for tensor, wanted in zip(_tensors((args, kwargs)), grads):
-        if tensor.is_floating_point():
-            tensor.requires_grad_(wanted)
-    return args, kwargs
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    args, kwargs = probe_inputs(args, kwargs, most_tokens)
+    return copied(args), copied(kwargs)
 
 
 @contextmanager

@@ -143,6 +143,10 @@ def _with_hint(analysis: BlockAnalysis, hint: str) -> BlockAnalysis:
     return replace(analysis, refusal=replace(analysis.refusal, reason=f"{analysis.refusal.reason}; {hint}"))
 
 
+_EQUAL = 1e-6
+"""Relative to a tensor's scale, up to which only gradients differ."""
+
+
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Analyses the block on one example. If what was found differs from the block, it is looked for once more in another way."""
     probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
@@ -151,7 +155,7 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         return first
     assert first.captured is not None
     different = next((case for case in first.check.cases if case.outcome == "different"), None)
-    if different is not None and (different.raised or different.gradient_error > different.forward_error):
+    if different is not None and (different.raised or different.forward_error <= _EQUAL < different.gradient_error):
         # of two tensors with the same numbers one is detached, or is not there in every call
         again = _analyse_on(observation, config, probe, prefer_earliest=True)
     else:  # so that a capacity that the code names is exceeded
@@ -194,9 +198,11 @@ def _rewrite(
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
+            run = partial(run, gradients=observation.gradients)
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
+            captured = replace(captured, written_later=observation.written)
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)

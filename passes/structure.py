@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
@@ -33,21 +34,25 @@ class StructureCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, list[BlockAnalysis]] = {}
+        self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
+        """With which of the tensors wanted a gradient, which counts only where the code asks."""
         self.prefix = ""
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
-        alike = self._known.get(_key(observation), ())
-        return next((known for known in alike if _holds(observation.module, known)), None)
+        alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
+        takes = (known for before, known in alike if before == wanted or not _asks_for_gradients(known))
+        return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
         kept = dataclasses.replace(analysis, path=f"{self.prefix}.{analysis.path}".strip("."))
-        self._known.setdefault(_key(observation), []).append(kept)
+        self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
 
     def forget_runs(self) -> None:
         """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
         for known in self._known.values():
-            known[:] = [dataclasses.replace(analysis, match=None, captured=None) for analysis in known]
+            known[:] = [
+                (wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known
+            ]
 
 
 def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
@@ -55,6 +60,16 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
     moved = analysis.with_form(lambda form: dataclasses.replace(form, path=path))
     refusal = moved.refusal and dataclasses.replace(moved.refusal, path=path)
     return dataclasses.replace(moved, path=path, refusal=refusal, seconds=0.0)
+
+
+def _wanted(observation: Observation) -> list[bool]:
+    leaves = tree_leaves((observation.args, observation.kwargs))
+    return [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _asks_for_gradients(analysis: BlockAnalysis) -> bool:
+    made = analysis.rewritten
+    return made is not None and any(guard.requires_grad is not None for guard in made.guards)
 
 
 def _holds(block: nn.Module, known: BlockAnalysis) -> bool:
@@ -76,6 +91,8 @@ def _key(observation: Observation) -> Hashable:
         _shape(observation.args),
         _shape(observation.kwargs),
         autocast_state(),
+        observation.gradients,
+        observation.written,
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

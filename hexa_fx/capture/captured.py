@@ -64,6 +64,8 @@ class CapturedBlock:
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
+        written_later: whether what the block was given is written to after its call.
+        set_aside: nodes that count as no expert's while one of several runs of the same experts is looked at.
     """
 
     block: nn.Module
@@ -90,6 +92,8 @@ class CapturedBlock:
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
+    written_later: bool = False
+    set_aside: frozenset[torch.fx.Node] = frozenset()
 
     @functools.cached_property
     def code(self) -> str:

@@ -19,12 +19,13 @@ Copied = TypeVar("Copied")
 
 
 def copied(value: Any) -> Any:
-    """A copy that a run may change freely: tensors are detached, objects such as a growing cache are copied deeply.
+    """A copy that a run may change freely: tensors have no past, though a gradient if they want one; objects such as a growing
+    cache are copied deeply.
 
     Modules are shared, and so is an object that cannot be copied.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().requires_grad_(value.requires_grad).clone()
     if type(value) in (tuple, list):
         return type(value)(copied(item) for item in value)
     if type(value) is dict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,13 +32,20 @@ from hexa_fx.torch_private import DisableTorchFunction
 
 @dataclass(frozen=True)
 class Observation:
-    """A module's first call during the run, with copies of its arguments; and what was ``given``, once others are in its place."""
+    """A module's first call during the run, with copies of its arguments; and what was ``given``, once others are in its place.
+
+    Args:
+        gradients: whether they are on in it, which counts where the code asks.
+        written: whether the code around the module writes to what it was given, after the call.
+    """
 
     path: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: tuple[Any, Any] | None = None
+    gradients: bool = True
+    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,8 @@ def _hooks(
     handles = []
     produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
     alive: list[torch.Tensor] = []  # keeps these ids unique
+    given: dict[str, list[torch.Tensor]] = {}
+    versions: dict[str, list[int]] = {}  # of these tensors, when the module was left
 
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,11 +182,17 @@ def _hooks(
                     if most_tokens is not None:
                         args, kwargs = probe_inputs(args, kwargs, most_tokens)
                     recorded[path] = Observation(path, module, copied(args), copied(kwargs))
+                    given[path] = [
+                        t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and not t.is_inference()
+                    ]
 
         return hook
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        owner, _, name = mode.stack.pop().rpartition(".")
+        path = mode.stack.pop()
+        if path in given:
+            versions.setdefault(path, [tensor._version for tensor in given[path]])
+        owner, _, name = path.rpartition(".")
         if not any(map(str.isdigit, name)):
             return
         first = output[0] if isinstance(output, tuple) and output else output
@@ -195,6 +210,9 @@ def _hooks(
     finally:
         for handle in handles:
             handle.remove()
+    for path, before in versions.items():
+        written = before != [tensor._version for tensor in given[path]]
+        recorded[path] = replace(recorded[path], written=written)
 
 
 def with_ancestors(path: str) -> Iterator[str]:

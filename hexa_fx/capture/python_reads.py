@@ -249,6 +249,8 @@ class PythonReads:
             self._read(tensor, attribute)
         else:
             self.note_of_gradients({self.scope()})
+            if attribute == "is_inference":
+                self.ran.note_state(torch.is_inference_mode_enabled, self.scope())
 
     def note_done(self, tensor: Any, attribute: str) -> None:
         """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
@@ -265,9 +267,8 @@ class PythonReads:
             self.in_functions[-1].update(scopes)
             return
         self.ran.asks["gradient"] |= scopes
-        for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
-            for scope in scopes:
-                self.ran.note_state(state, scope)
+        for scope in scopes:
+            self.ran.note_state(torch.is_grad_enabled, scope)
 
     # -- after the run --------------------------------------------------------------------------------------------------
 

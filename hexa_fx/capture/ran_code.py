@@ -16,7 +16,7 @@ import torch
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.code_reads import ONLY_IF, code_reads
 from hexa_fx.capture.output import LOGS, noted_output, say_left_out, writer
-from hexa_fx.capture.started_functions import told_of_starts
+from hexa_fx.capture.started_functions import of_this_thread, told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING, is_object
@@ -32,6 +32,8 @@ _BY_TEXT = _OF_ALL | {"getattr", "hasattr", "attrgetter"}
 """What takes names of attributes as texts, after what gives all of them."""
 _WORD = re.compile(r"[^\W\d]\w*")
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_OF_FRAMES = frozenset({"sys", "inspect", "traceback"})
+"""Whose functions ask who calls them."""
 
 
 class RanCode:
@@ -57,6 +59,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
+        self._told: list[tuple[dict[str, Any], str, Any]] = []
+        """Functions in whose place something tells of their calls while the run lasts: where, by which name, and what they are."""
         self.changed: dict[str, None] = {}
         """Names of parameters that it writes to."""
         self.texts: set[str] = set()
@@ -66,8 +70,15 @@ class RanCode:
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
         gradients = torch.is_grad_enabled()
-        with told_of_starts(self._starts), noted_output(self._writes):
-            yield
+        try:
+            with told_of_starts(self._starts), noted_output(self._writes):
+                yield
+        finally:
+            while self._told:
+                namespace, name, before = self._told.pop()
+                namespace[name] = before
+                if before is MISSING:  # a name of Python's own
+                    del namespace[name]
         if torch.is_grad_enabled() != gradients:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
 
@@ -153,6 +164,8 @@ class RanCode:
             if _is_of_library(namespace.get(names[0]), names[1:-1]):
                 self.hidden[scope] = ".".join(names), SWITCH, self._location
         for first, *rest in found.chains:
+            if not rest and self._tell_of_calls(namespace, first):
+                continue
             if first not in namespace or is_ours(namespace[first]):
                 self.note_state(namespace.get(first, vars(builtins).get(first)), scope)
                 continue
@@ -171,6 +184,8 @@ class RanCode:
         """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
         for name in names:
             if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):
+                if self._tell_of_calls(vars(holder), name):
+                    return
                 value = getattr(holder, name, MISSING)
                 if _may_be_set(holder.__name__, value):
                     self._read(holder, name, scope)
@@ -185,6 +200,31 @@ class RanCode:
                 continue
             if not isinstance(holder, (type, types.FunctionType)) or not is_users(holder.__module__ or ""):
                 return
+
+    def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
+        """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
+        function: Any = namespace.get(name, vars(builtins).get(name))
+        kind = (
+            hidden_source(function)
+            if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES
+            else ""
+        )
+        if not kind:
+            return False
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if is_users(module_name(frame.f_globals)):
+                note(_place(frame))
+            return function(*args, **kwargs)
+
+        @of_this_thread
+        def note(place: SourceLocation) -> None:
+            self.hidden[self._scope()] = function.__name__, kind, place
+
+        self._told.append((namespace, name, namespace.get(name, MISSING)))
+        namespace[name] = told
+        return True
 
     def note_state(self, value: Any, scope: str) -> None:
         """Notes a function that asks torch for a state, and what it says."""

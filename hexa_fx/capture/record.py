@@ -59,19 +59,20 @@ def capture(
     path: str = "",
     analysis_bytes: int = 2 << 30,
     replacements: Replacements = AS_IT_IS,
+    gradients: bool = True,
 ) -> CapturedBlock:
     """What one run of ``block`` did.
 
-    Parameters, buffers and the global random state are left unchanged. Gradients are on, so that the code's own ``no_grad``
-    shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them alone: adding
-    zero would leave no trace. Code that fails under these conditions is run again without them.
+    Parameters, buffers and the global random state are left unchanged. With ``gradients`` these are on, so that the code's own
+    ``no_grad`` shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them
+    alone: adding zero would leave no trace. Code that fails under these conditions is run again without them.
 
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
     """
     effects = SideEffects(block, namespaces_of(block))
     try:
-        run = functools.partial(_capture, block, args, kwargs, path, replacements, effects.watches)
+        run = functools.partial(_capture, block, args, kwargs, path, replacements, gradients, effects.watches)
         for conditions in _CONDITIONS:
             try:
                 found = _with_side_effects(functools.partial(run, *conditions), block, effects)
@@ -83,7 +84,7 @@ def capture(
         if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
             effects.restore()
             held = replace(replacements, held=own | {**replacements.held})
-            return capture(block, args, kwargs, path, analysis_bytes, held)
+            return capture(block, args, kwargs, path, analysis_bytes, held, gradients)
         return replace(found, analysis_bytes=analysis_bytes)
     finally:
         effects.restore()
@@ -117,6 +118,7 @@ def _capture(
     kwargs: dict[str, Any],
     path: str,
     replacements: Replacements,
+    gradients: bool,
     is_watched: Callable[[Any], bool],
     as_it_is: bool,
     kept: Collection[type],
@@ -129,7 +131,7 @@ def _capture(
     with (
         _as_capture_error(path or type(block).__name__),
         collecting.stand_ins() if collecting else nullcontext(),
-        _trial(block, replacements, as_it_is) as (recorder, snapshot, replaced),
+        _trial(block, replacements, as_it_is, gradients and not as_it_is) as (recorder, snapshot, replaced),
         reads.objects.restored(),
         parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.told.before_call,
     ):
@@ -220,7 +222,7 @@ def _unexplained(
 
 @contextmanager
 def _trial(
-    block: nn.Module, replacements: Replacements, as_it_is: bool
+    block: nn.Module, replacements: Replacements, as_it_is: bool, gradients: bool
 ) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
@@ -230,11 +232,9 @@ def _trial(
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
         random_state_kept(SEED),
         no_device_asserts(block) if replacements else nullcontext(),
-        torch.set_grad_enabled(not as_it_is),
+        torch.set_grad_enabled(gradients),
     ):
-        recorder = Recorder(
-            parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
-        )
+        recorder = Recorder(parameters, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle)
         try:
             yield recorder, snapshot, replaced
         finally:

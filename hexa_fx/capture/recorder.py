@@ -102,7 +102,9 @@ class Recorder(TorchFunctionMode):
             record_of(node).note_decision(only_raises())
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
-        return self._bind(tensor, self.add("placeholder", name, (), {}, tensor))
+        node = self._bind(tensor, self.add("placeholder", name, (), {}, tensor))
+        record_of(node).wants_gradient = tensor.requires_grad
+        return node
 
     def _snapshot(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

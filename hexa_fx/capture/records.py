@@ -32,6 +32,8 @@ class NodeRecord:
     """Whether the code lets gradients through: False under its own ``no_grad``."""
     autocast_off: str = ""
     """The kind of device for which the code has switched off the autocast that it was called under."""
+    wants_gradient: bool = False
+    """Of an input."""
     asked: bool = False
     """Whether the code asks something of an input that is no number of it, such as its dtype."""
     subscript: bool = False

@@ -41,6 +41,22 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class AskedGradients:
+    """What code finds that asks whether there are gradients.
+
+    Args:
+        on: whether gradients are on; None: where they are compared.
+        without: the leaves of the inputs that want none.
+    """
+
+    on: bool | None = None
+    without: frozenset[int] = frozenset()
+
+
+ALL_WANTED = AskedGradients()
+
+
+@dataclass(frozen=True)
 class Difference:
     """How far two outcomes differ.
 
@@ -67,6 +83,7 @@ def observe(
     inputs: tuple[Any, Any],
     gradients: bool = True,
     slices: WeightSlices | None = None,
+    asked: AskedGradients = ALL_WANTED,
 ) -> Outcome:
     """Runs ``call(*args, **kwargs)`` and its backward from one random state and a given module state.
 
@@ -74,16 +91,18 @@ def observe(
         call: the forward to observe.
         module: whose parameters' gradients are taken; ``.grad`` is not touched.
         state: restored before the call, read after it.
-        inputs: (args, kwargs); floating tensors among them get gradients.
+        inputs: (args, kwargs); floating tensors among them get gradients, but for those that are to want none.
         gradients: whether backward runs too.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
+        asked: what the code finds if it asks for gradients.
 
     Raises:
         Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
     """
     leaves, spec = pytree.tree_flatten(inputs)
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in enumerate(fresh) if _is_floating(leaf)}
+    floating = ((i, leaf) for i, leaf in enumerate(fresh) if _is_floating(leaf) and i not in asked.without)
+    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in floating}
     # Clones, so that a forward may write to its inputs as it may inside a model.
     given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
     args, kwargs = pytree.tree_unflatten(given, spec)
@@ -92,7 +111,7 @@ def observe(
     # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
     with DisableTorchFunction():
         before = [parameter._version for parameter in parameters.values()]
-    with random_state_kept(SEED), torch.set_grad_enabled(gradients):
+    with random_state_kept(SEED), torch.set_grad_enabled(gradients if asked.on is None else asked.on):
         with Bounded():
             result = pytree.tree_map(_unfolded, call(*args, **kwargs))
         streams = random_states()

@@ -37,6 +37,12 @@ def autocast_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def gradients_state() -> tuple[bool, bool]:
+    """Whether gradients are on, and whether they are of no use all the same."""
+    on = torch.is_grad_enabled()
+    return on, on and torch.is_inference_mode_enabled()
+
+
 _DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 """What autocast has where nobody ever switched it on."""
 
@@ -46,7 +52,7 @@ def _kinds() -> tuple[str, ...]:
 
 
 STATE: Mapping[str, Callable[[], Any]] = {
-    "is_grad_enabled": torch.is_grad_enabled,
+    "is_grad_enabled": gradients_state,
     "is_inference_mode_enabled": torch.is_inference_mode_enabled,
     "get_default_dtype": torch.get_default_dtype,
     "get_default_device": torch.get_default_device,

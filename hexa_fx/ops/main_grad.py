@@ -23,6 +23,7 @@ from hexa_fx.ops.table_layers import OPERANDS, parameters
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 NAME = "main_grad"
+ADDED = "grad_added_to_main_grad"
 Buffers = tuple[Tensor | None, ...]
 """By operand, in the order of `OPERANDS` from the second on. Empty where there is none at all."""
 
@@ -56,6 +57,10 @@ def gradients(
     added = (None, *taken)
     found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
+    for place, (operand, buffer) in enumerate(zip(operands, buffers, strict=False), 1):
+        if buffer is not None and operand is not None and hasattr(operand, ADDED):
+            setattr(operand, ADDED, True)  # Megatron's hooks ask for it, and drop what they find in grad
+            found[place] = torch.zeros((), dtype=operand.dtype, device=operand.device).expand_as(operand)
     return found
 
 
@@ -79,7 +84,7 @@ def _shape_only(bias: Tensor | None) -> Tensor | None:
 def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     """The buffers of the operands that need a gradient."""
     _, *wanted = needs
-    found = tuple([getattr(t, NAME, None) if need else None for t, need in zip(operands, wanted, strict=True)])
+    found = tuple([_buffer_of(t) if need else None for t, need in zip(operands, wanted, strict=True)])
     if found.count(None) == len(found):
         return ()
     found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
@@ -88,6 +93,24 @@ def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
             shapes = f"main_grad is {tuple(buffer.shape)}, {name} {tuple(operand.shape)}"
             raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
     return found
+
+
+def _buffer_of(operand: Tensor | None) -> Any:
+    """The buffer of an operand; None if hooks are to see the gradient, which then may add it to the buffer."""
+    buffer = getattr(operand, NAME, None)
+    if buffer is None or operand is None:
+        return None
+    if not (operand._backward_hooks or getattr(operand, "_post_accumulate_grad_hooks", None)):
+        return buffer
+    _say_hooked()
+    return None
+
+
+@cache
+def _say_hooked() -> None:
+    logger.warning(
+        "hexa::moe_ffn: a weight with a main_grad has hooks; they see its gradient in grad, and main_grad is theirs"
+    )
 
 
 def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:

@@ -95,6 +95,7 @@ class HexaForward(InPlace):
     def _bind(self, module: nn.Module) -> None:
         peft.watch()
         self._module = weakref.ref(module)
+        self.within: weakref.ref[nn.Module] | None = None  # the model, as far as it is known
         for made in self.specialisations:
             made.bind(module)
         for kind in self.refused:
@@ -334,4 +335,4 @@ class HexaForward(InPlace):
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset("_module _arguments restarted called ran own _warned _latest __doc__ __name__".split())
+_UNPICKLED = frozenset("_module within _arguments restarted called ran own _warned _latest __doc__ __name__".split())

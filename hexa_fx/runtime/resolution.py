@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import CALLED, Place, getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import named_modules, rebuilds
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss
@@ -96,6 +97,8 @@ class Resolution:
         if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
+        if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
+            found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
         self._seen[id(holder), key] = value
         if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
@@ -170,7 +173,9 @@ class Resolution:
         place_of = (is_global, root, steps)
         if place_of not in self._holders:
             if steps:
-                found = self._seen_through(lookup(self._at(is_global, root, steps[:-1]), steps[-1]))
+                holder = self._at(is_global, root, steps[:-1])
+                found = self._seen_through(lookup(holder, steps[-1]))
+                found = getattr(type(holder), steps[-1]) if isinstance(found, InPlace) else found
             else:
                 found = sys.modules.get(root) if is_global else submodule(self._modules, root)
             self._holders[place_of] = found

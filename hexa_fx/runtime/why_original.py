@@ -35,6 +35,7 @@ class Calls(NamedTuple):
 
 
 NO_CALLS = Calls()
+_EXCHANGED = "the module is no part of the model any more, and what may be in its place was not rewritten"
 
 
 def calls_of(forward: HexaForward) -> Calls:
@@ -48,10 +49,13 @@ def why_original(forward: HexaForward) -> str:
 
     Modules that were hooked since are such reasons. What a call is analysed for anew is none, unless nobody would analyse it.
     """
+    model = forward.within() if forward.within is not None else None
     try:
         module = forward.module
-    except ReferenceError:  # of a model that is gone
-        return ""
+    except ReferenceError:  # or of a model that is gone
+        return _EXCHANGED if model is not None else ""
+    if model is not None and all(other is not module for other in model.modules()):
+        return _EXCHANGED
     if installed_forward(module) is not forward:  # taken off since
         return ""
     made = forward.in_mode(bool(module.training))

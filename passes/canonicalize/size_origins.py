@@ -184,32 +184,9 @@ def _product(node: Node, dim: int) -> Origin | None:
     return _of_operand(node.args[0], dim) if rows and (flat or operation(node) == "bmm") else None
 
 
-def _item(node: Node, dim: int) -> Origin | None:
-    """Of a subscript of one tensor of numbers; of one of the results of topk or sort."""
-    source, index = node.args[0], node.args[1]
-    if not isinstance(source, Node):
-        return None
-    if not is_tensor(source):
-        return _chosen(source, dim) if operation(source) in ("topk", "sort") else None
-    if isinstance(index, Node) and is_tensor(index) and record_of(index).value.dtype not in (torch.bool, torch.uint8):
-        inside = dims_of(index)
-        return Dim(index, dim) if dim < inside else Dim(source, dim - inside + 1)
-    return None
-
-
-def _chosen(choice: Node, dim: int) -> Origin | None:
-    place = {"topk": 2}.get(operation(choice), 1)
-    over = choice.kwargs.get("dim", choice.args[place] if len(choice.args) > place else -1)
-    operand = choice.args[0]
-    if not isinstance(over, int) or not isinstance(operand, Node):
-        return None
-    return None if dim == over % dims_of(operand) else _of_operand(operand, dim)
-
-
 _RULES: dict[str, Rule] = {
     "view": _view,
     "reshape": _view,
     **dict.fromkeys(("linear", "matmul", "mm", "bmm"), _product),
-    "getitem": _item,
 }
 """Those that matter in routers and between layers; of any other operation's result a size is its own."""

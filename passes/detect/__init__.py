@@ -49,6 +49,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.several import (
     families_of,
     find_several,
+    other_runs,
 )
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.tags import (
@@ -86,18 +87,26 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     groups = expert_groups(captured.named_tensors())
     family = Family(captured, groups, Replay(captured), prefer_earliest)
 
-    def look(members: frozenset[str] | None, passed: frozenset[torch.fx.Node] = frozenset()) -> MoEMatch:
-        return _detect_family(replace(family, members=members, passed=passed), form)
+    def look(
+        members: frozenset[str] | None,
+        passed: frozenset[torch.fx.Node] = frozenset(),
+        aside: frozenset[torch.fx.Node] = frozenset(),
+    ) -> MoEMatch:
+        part = replace(captured, set_aside=aside)
+        return _detect_family(replace(family, captured=part, members=members, passed=passed), form)
 
     families = families_of(captured, groups)
-    found = find_several(captured, groups, families, look)
-    if found is not None:
+    parts = [(part | families.ordinary, frozenset[torch.fx.Node]()) for part in families.apart]
+    if (found := find_several(captured, groups, parts, look)) is not None:
         return found
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
-    wanted = itertools.chain(families.side_by_side or [None], (members for members in narrower if members is not None))
+    wanted = itertools.chain(families.side_by_side, [None], (members for members in narrower if members is not None))
     try:
         return first_match(partial(look, members) for members in wanted)
     except Refuse as refusal:
+        runs = [(None, others) for others in other_runs(captured, groups)]
+        if (found := find_several(captured, groups, runs, look)) is not None:
+            return found
         raise explained(captured, families.repeated or refusal) from None
 
 
@@ -130,8 +139,9 @@ def _detect_standard(family: Family, with_steps: bool) -> MoEMatch:
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
     rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
     match_of = partial(_match_of, family, with_steps, stored)
-    # where rows are given to experts unknown, there may be others, such as those that a mask keeps
-    return first_match((partial(match_of, source, instances) for source, instances in rows), NoRouting)
+    # where rows are given to experts unknown, there may be others, such as those that a mask keeps, or that one run of several gets
+    refusals = Refuse if captured.set_aside else NoRouting
+    return first_match((partial(match_of, source, instances) for source, instances in rows), refusals)
 
 
 def _match_of(

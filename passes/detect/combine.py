@@ -38,6 +38,10 @@ PADDED = (
     "the code adds rows to the tokens (up to a multiple, perhaps), which are alike, so that it cannot be seen where each "
     "of them goes; it is looked for with as many tokens as need none"
 )
+_LAID_OUT = (
+    "the experts' rows are computed from others that have been laid out for them, several for a token, so that a token has no row "
+    "of its own; what is computed of all tokens before that can stay"
+)
 _NO_SUM = (
     "the expert outputs do not enter the result as a weighted sum for each token; they are overwritten, compared, normalised, or "
     "mixed between tokens"
@@ -101,7 +105,8 @@ def find_combine(
             "after the experts are combined the code takes another host decision (if, while, item()) on data",
             candidates[-1],
         )
-    raise Refuse(PADDED if _adds_tokens(graph, tokens) else _NO_SUM, candidates[0])
+    more = _rows_a_token(graph, tokens)
+    raise Refuse(_NO_SUM if more == 1 else _LAID_OUT if more == int(more) else PADDED, candidates[0])
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
@@ -142,11 +147,11 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
     return gates
 
 
-def _adds_tokens(graph: torch.fx.Graph, tokens: int) -> bool:
-    """Whether experts are given more rows than the block, and not several for each of these."""
+def _rows_a_token(graph: torch.fx.Graph, tokens: int) -> float:
+    """How many rows experts are given for one that the block is given, if more than one."""
     given = (record_of(n).value for n in graph.nodes if n.op == "placeholder" and is_float(n))
     rows = max((value.numel() // value.shape[-1] for value in given if value.dim() > 1), default=tokens)
-    return tokens > rows > 0 and tokens % rows != 0
+    return max(1.0, tokens / rows) if rows else 1.0
 
 
 def _unused(graph: torch.fx.Graph) -> str:

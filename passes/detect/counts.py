@@ -70,7 +70,8 @@ def is_exact(decision: Node) -> bool:
     """Whether a decision hinges on an exact number of rows or choices, or on its remainder, which no example need have."""
     asked = ancestors([decision], stop=lambda n: is_count(n) or ops.finds(n) or ops.chooses(n))
     counts = {n for n in asked if is_count(n)}
-    return bool(counts) and any(map(_asks_for_one_number, asked - counts))
+    exact = (n for n in asked - counts if _asks_for_one_number(n))
+    return any(not counts.isdisjoint(ancestors([n])) for n in exact)
 
 
 def _asks_for_one_number(node: Node) -> bool:
@@ -96,9 +97,10 @@ def cuts_rows(node: Node) -> bool:
 
     Those of features, which weights decide, are always as many.
     """
-    if not ops.cuts(node) or kind(node) in ("unbind", "split_with_sizes"):
+    if not ops.cuts(node) or kind(node) == "split_with_sizes":
         return False
     whole, *rest = node.args
+    rest = [1, *rest] if kind(node) == "unbind" else rest
     by = (*rest, *(node.kwargs.get(name) for name in ("split_size", "split_size_or_sections", "chunks", "sections")))
     dim = node.kwargs.get("dim", rest[1] if len(rest) > 1 else 0)
     if isinstance(next(filter(None, by), None), (list, tuple)) or not isinstance(whole, Node):

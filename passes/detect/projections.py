@@ -49,6 +49,8 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
         levels[node] = max((levels[source] for source in node.all_input_nodes), default=0)
         if node.op == "output" or not ops.contracts(node) or tags[node].weight:
             continue
+        if node in captured.set_aside:
+            continue
         contraction = _read_contraction(node, tags, levels)
         if contraction is not None:
             found.append(contraction)
@@ -74,7 +76,7 @@ def without_scores(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[s
 def _read_contraction(
     node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], levels: Mapping[torch.fx.Node, int]
 ) -> Contraction | None:
-    weights = [n for n in _operands(node) if tags[n].weight and _is_expert_weight(n, tags[n])]
+    weights = [n for n in _operands(node) if tags[n].weight and is_expert_weight(n, tags[n])]
     if not weights:
         return None
     data = [n for n in _operands(node) if not tags[n].weight]
@@ -97,7 +99,7 @@ def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [n for n in node.all_input_nodes if is_float(n)]
 
 
-def _is_expert_weight(weight: torch.fx.Node, tag: Tag) -> bool:
+def is_expert_weight(weight: torch.fx.Node, tag: Tag) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
     return bool(tag.experts) or (is_stack(weight) and not tag.ordinary)
 

@@ -46,6 +46,7 @@ class Routing:
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
         constant: a number in the code that the experts' outputs are multiplied by too.
         always: experts that every token is given beside those it chose, with a factor of 1: shared ones in the same list.
+        first: the place of the expert that id 0 stands for, where shared ones come before it.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
@@ -58,6 +59,7 @@ class Routing:
     capacity: Capacity | None = None
     constant: float = 1.0
     always: tuple[int, ...] = ()
+    first: int = 0
 
     @property
     def weights(self) -> list[torch.fx.Node]:
@@ -150,10 +152,12 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         always = _given_all_tokens(pairs, search.tokens)
         if not always:
             raise
-        routing = _find_routing(pairs.without(always), search)
+        first = len(always) if always == tuple(range(len(always))) else 0
+        others = pairs.without(always).counted_from(first)
+        routing = _find_routing(others, replace(search, experts=search.experts - first))
         if routing.before:
             raise
-        return replace(routing, always=always)
+        return replace(routing, always=always, first=first)
 
 
 def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
@@ -255,7 +259,8 @@ def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search
         kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
         if not bool((wanted[~kept] == 1).all()):
             raise Refuse("an expert that every token is given computes with a weight of the token's", end)
-        pairs, wanted = pairs.taken(kept), wanted[kept]
+        pairs, wanted = pairs.taken(kept).counted_from(routing.first), wanted[kept]
+        search = replace(search, experts=search.experts - routing.first)
     effective = pairs.effective
     ids = ids_of(routing.index, search.tokens, search.experts)
     # a table among the factors after the experts has what two choices of the same expert come to

@@ -212,11 +212,11 @@ def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
 def token_sources(
     first: torch.fx.Node, width: int, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
 ) -> Iterator[torch.fx.Node]:
-    """Untagged float tensors of ``width`` computed before the node ``first``, each distinct value once.
+    """Untagged float tensors of ``width`` whose numbers may lead to the node ``first``, each distinct value once.
 
     Earliest first, but values inside submodule calls last: using one would compute it a second time.
     """
-    inner, behind = inside_calls(captured), ancestors([first])
+    inner, behind = inside_calls(captured), ancestors([first], stop=lambda n: is_tensor(n) and not is_float(n))
     before = [node for node in captured.graph.nodes if node in behind and not ops.is_uninitialised(node)]
     seen: set[tuple[int, bytes]] = set()
     for node in sorted(before, key=lambda node: node in inner):

@@ -214,8 +214,8 @@ def given_inside(captured: CapturedBlock) -> Refuse | None:
 
 
 def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
-    """Whether ``rows`` are taken from ``source`` without its gradient, all of them."""
-    return all(source not in ancestors([node], stop=_stops_gradient) for node in rows)
+    """Whether ``rows`` are taken from ``source`` without its gradient, all of them; not from another value with its numbers."""
+    return all(source in ancestors([node]) - ancestors([node], stop=_stops_gradient) for node in rows)
 
 
 def is_constant(end: torch.fx.Node) -> bool:

@@ -6,7 +6,8 @@ meanwhile; those that no region replaces count in the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Protocol
@@ -17,10 +18,10 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind
 from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
-from hexa_fx.passes.detect.graph import ancestors
+from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
-from hexa_fx.passes.detect.tags import ExpertGroups, expert_groups, tag
+from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 REPEATED = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
@@ -37,6 +38,7 @@ _picks = ops.of(
     "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
 )
 
+Node = torch.fx.Node
 Members = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 
@@ -57,11 +59,18 @@ class Families:
     ordinary: Members = frozenset()
     repeated: Refuse | None = None
 
+    @property
+    def apart(self) -> tuple[Members, ...]:
+        """Those that there are several of."""
+        return self.side_by_side or self.in_a_row
+
 
 class Look(Protocol):
-    """Finds the region of one family, ignoring the given host decisions."""
+    """Finds the region of one family, or of all, ignoring the given host decisions."""
 
-    def __call__(self, members: Members, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
+    def __call__(
+        self, members: Members | None, passed: frozenset[Node] = frozenset(), aside: frozenset[Node] = frozenset()
+    ) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
@@ -105,11 +114,13 @@ def _companions(family: Members, groups: ExpertGroups) -> Members:
 
 
 def of_several_routings(captured: CapturedBlock) -> bool:
-    """Whether the same expert runs on tokens that different choices give it."""
+    """Whether the same expert runs on tokens that different choices give it, or different choices weigh what it gives."""
     members = [name for names in expert_groups(captured.named_tensors()).members.values() for name in names[:1]]
     for read in captured.graph.find_nodes(op="get_attr", sort=False):
         if read.target in members:
-            runs = [{n for n in ancestors([user]) if ops.picks_best(n) or kind(n) == "max"} for user in read.users]
+            given = descendants([read])
+            meeting = [n for n in given if not given.issuperset(n.all_input_nodes)]
+            runs = [{n for n in ancestors(set(m.all_input_nodes) - given) if _chooses(n)} for m in meeting]
             if any(not one & other for one, other in combinations(filter(None, runs), 2)):
                 return True
     return False
@@ -120,13 +131,18 @@ def chooses(captured: CapturedBlock) -> bool:
     return any(map(_picks, captured.graph.nodes))
 
 
-def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
-    """The first region with the others in it; None unless there are at least two that leave no host decision."""
+def find_several(
+    captured: CapturedBlock, groups: ExpertGroups, parts: Sequence[tuple[Members | None, frozenset[Node]]], look: Look
+) -> MoEMatch | None:
+    """The first region with the others in it; None unless there are at least two that leave no host decision.
+
+    ``parts``: the families, or None for all, and what is set aside meanwhile.
+    """
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
     regions: list[MoEMatch] = []
-    for family in families.side_by_side or families.in_a_row:
+    for members, aside in parts:
         try:
-            regions.append(look(family | families.ordinary, passed=decisions))
+            regions.append(replace(look(members, decisions, aside), captured=captured))
         except Refuse:
             continue
     outputs = [region.output for region in regions]
@@ -141,6 +157,34 @@ def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Famili
     known = {condition.node for region in regions for condition in region.conditions}
     new = [condition for condition in asked if condition.node not in known]
     return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
+
+
+def other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[Node]]:
+    """For each run of the same experts by a routing of its own, what reads experts' weights in all the others.
+
+    What does so before anything is chosen, as a gate among several in one tensor, belongs to none.
+    """
+    tags = tag(captured, groups)
+    choices: dict[Node, frozenset[Node]] = {}
+    runs: dict[frozenset[Node], set[Node]] = defaultdict(set)
+    for node in captured.graph.nodes:
+        own = {node} if _chooses(node) else set()
+        choices[node] = frozenset(own).union(*(choices[operand] for operand in node.all_input_nodes))
+        if node.op != "output" and not tags[node].weight and _weights_of(node, tags):
+            runs[choices[node]].add(node)
+    readers = frozenset[Node]().union(*runs.values())
+    runs.pop(frozenset(), None)
+    read = [{part for node in run for part in _weights_of(node, tags)} for run in runs.values()]
+    same = set.intersection(*read) if len(read) > 1 else set()
+    return [readers - {n for n in run if _weights_of(n, tags) & same} for run in runs.values()] if same else []
+
+
+def _chooses(node: Node) -> bool:
+    return ops.picks_best(node) or kind(node) == "max"
+
+
+def _weights_of(node: Node, tags: Mapping[Node, Tag]) -> set[Tag]:
+    return {tags[n] for n in node.all_input_nodes if tags[n].weight and is_expert_weight(n, tags[n])}
 
 
 def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
@@ -38,6 +38,10 @@ class Pairs:
     def without(self, experts: Sequence[int]) -> Pairs:
         """The pairs of other experts."""
         return self.taken(~torch.isin(self.expert, torch.tensor(experts, device=self.expert.device)))
+
+    def counted_from(self, first: int) -> Pairs:
+        """The same, with experts numbered from the one at the place ``first``."""
+        return replace(self, expert=self.expert - first)
 
 
 class Slots:

@@ -176,7 +176,8 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
-        found = _tag_node(node, tags, group_of, captured, counts)
+        aside = node in captured.set_aside
+        found = Tag() if aside else _tag_node(node, tags, group_of, captured, counts)
         ordinary = only is not None and found.weight and not found.bases & only
         tags[node] = Tag(weight=True, bases=found.bases, ordinary=True) if ordinary else found
     return tags

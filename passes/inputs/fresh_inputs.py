@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from hexa_fx.isolation.outcome import ALL_WANTED
 from hexa_fx.passes.inputs.example_sizes import ExampleSizes, Size
 from hexa_fx.passes.inputs.routing_override import ForcedRouting, raised
 
@@ -72,6 +73,7 @@ class FreshInputs:
         rows = self._rows(_shapes(self._leaves))
         self.kinds = [_of_rows(leaf, rows, num_experts) or kind for leaf, kind in zip(self._leaves, self.kinds)]
         self.given_routing = not _ROUTING.isdisjoint(self.kinds)
+        self.asked = ALL_WANTED
 
     @property
     def one_token(self) -> bool:
@@ -141,7 +143,7 @@ class FreshInputs:
                 new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
             else:
                 new = _repeated_to(leaf, shape)
-            made.append(new.to(leaf))
+            made.append(new.to(leaf).detach().requires_grad_(leaf.requires_grad))
         args, kwargs = pytree.tree_unflatten(made, self._spec)
         return args, kwargs
 

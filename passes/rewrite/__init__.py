@@ -12,13 +12,13 @@ import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+from hexa_fx import operations as ops
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.operations import SIZES, operation
 from hexa_fx.passes.detect.counts import cuts_rows
 from hexa_fx.passes.detect.decisions import Condition
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, writes_outside, written_from
+from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
@@ -82,7 +82,7 @@ class _Rewriter:
         self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
-        order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
+        order = sorted(kept.order, key=self._asked_first(kept).__contains__, reverse=True)
         conditions = {condition.node for match in self.match.regions for condition in match.early_conditions}
         refuse_late_conditions(conditions, order, kept)
         self.elsewhere = replaced(captured, kept)
@@ -118,22 +118,24 @@ class _Rewriter:
         of_python = routers.reads, None, routers.in_trace
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
 
-    def _asked_first(self) -> set[torch.fx.Node]:
-        """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""
+    def _asked_first(self, kept: KeptNodes) -> set[torch.fx.Node]:
+        """Conditions on what is there before anything is drawn, written or called, which are checked first."""
         conditions = [condition.node for match in self.match.regions for condition in match.early_conditions]
-        behind = [ancestors([condition]) for condition in conditions]
-        first = (
-            found for found in behind if not any(n.op == "placeholder" for n in found) or all(map(_is_given, found))
-        )
+        behind = map(ancestors, ([node] for node in conditions))
+        last = {*kept.calls, *(match.output for match in self.match.regions)}
+        first = (found for found in behind if last.isdisjoint(found) and not any(map(_draws_or_writes, found)))
         return {n for found in first for n in found if n.op != "placeholder"}
 
     def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
-        """What regions read, or keep for backward, of inputs and buffers that are written to before they end."""
+        """What regions read, or keep for backward, of inputs and buffers that are written to before they end; inputs also later."""
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         outputs = {match.output for match in self.match.regions}
         writes = [node for node in kept.order if writes_outside(node)]
-        found = set()
+        found = set[torch.fx.Node]()
+        given = self.match.captured.graph.find_nodes(op="placeholder") if self.match.captured.written_later else ()
+        written = {record_of(node).storage for node in given}
         for match in self.match.regions:
+            found.update(node for node in filter(is_float, _read_by(match)) if record_of(node).storage in written)
             for node in filter(is_float, _read_by(match)):
                 ends = outputs - {match.output} if node is match.base else outputs
                 for write in (n for n in writes if n in ends or n not in outputs):
@@ -274,12 +276,8 @@ class _Rewriter:
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
 
-def _is_given(node: torch.fx.Node) -> bool:
-    """Whether it is an input, a size of one that nothing has written to, or a number that is made of such."""
-    if node.op == "placeholder":
-        return True
-    read = [operand for operand in node.all_input_nodes if is_tensor(operand)]
-    return not is_tensor(node) and (not read or (operation(node) in SIZES and all(n.op == "placeholder" for n in read)))
+def _draws_or_writes(node: torch.fx.Node) -> bool:
+    return record_of(node).writes or ops.is_random(node)
 
 
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:

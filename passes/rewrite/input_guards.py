@@ -42,7 +42,7 @@ def input_guards(
         exact = "dtype" in asked or tensor.dtype in literal_dtypes
         device = tensor.device.type if "device" in asked else None
         layout = tensor.is_contiguous() if "layout" in asked else None
-        gradient = tensor.requires_grad if "gradient" in asked else None
+        gradient = record_of(value).wants_gradient if "gradient" in asked else None
         last, kind = tensor.shape[-1] if new[value] in by_rows else None, (tensor.dtype, tensor.dim())
         result.append(InputGuard(name, "tensor", None, *kind, exact, device, layout, gradient, last))
     return tuple(result)

@@ -147,6 +147,8 @@ class RegionEmitter:
             raise Refuse(
                 "an expert of the list is given every token, beside those that tokens choose, and more is done to outputs"
             )
+        if self.match.routing.first:
+            index = self.graph.call_function(operator.add, (index, self.match.routing.first))
         rows = self.graph.call_method("size", (index, 0))
         ids = [self.graph.call_method("new_full", (index, (rows, 1), expert)) for expert in self.match.routing.always]
         index = self.graph.call_function(torch.cat, ([index, *ids], 1))

@@ -22,14 +22,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.outcome import Outcome, unlike
+from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.explain import odd_expert
+from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
 from hexa_fx.passes.verify.comparison import Comparison
 from hexa_fx.passes.verify.lost_precision import lost_precision
+from hexa_fx.passes.verify.perturbation import argument_names
 from hexa_fx.passes.verify.perturbed_runs import perturbed_cases
 from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.forward import HexaForward
@@ -79,13 +82,15 @@ def verify_block(
     settings = settings or VerifySettings()
     widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
     inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), widths)
+    inputs.asked = _asked(block, rewritten, inputs)
     cases: tuple[VerificationCase, ...] = ()
     dtype = torch.float64
     for subject in _subjects(block, settings):
         dtype = subject.dtype
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
             experts = _expert_weights(subject.module, rewritten)
-            comparison = Comparison(subject, forward, inputs, settings, experts)
+            beside = _chosen_by_none(subject.module, rewritten)
+            comparison = Comparison(subject, forward, inputs, settings, experts, beside)
             cases = comparison.cases()
             if not _reason(cases):
                 backward = float64_bytes(subject.module) <= settings.many_bytes
@@ -100,6 +105,13 @@ def verify_block(
     if not reason and not all_reached:
         reason = odd_expert(block)
     return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
+
+
+def _asked(block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs) -> AskedGradients:
+    without = {guard.name for guard in rewritten.guards if guard.requires_grad is False}
+    names = argument_names(block, *inputs.example(torch.float64))
+    leaves = frozenset(number for number, name in enumerate(names) if name in without)
+    return AskedGradients(next((read.value[0] for read in rewritten.reads if read.is_of_gradients), None), leaves)
 
 
 def _kinds(
@@ -145,12 +157,12 @@ def _own_dtype(block: nn.Module) -> torch.dtype:
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
-    """The block for a comparison in ``dtype``, in which all inputs want gradients.
+    """The block for a comparison in ``dtype``.
 
     `InFloat64` raises recorded dtypes too, and autocast leaves float64 alone, so guards on them do not apply there.
     """
     exact = dtype != torch.float64
-    guards = (replace(g, exact_dtype=g.exact_dtype and exact, requires_grad=None) for g in rewritten.guards)
+    guards = (replace(g, exact_dtype=g.exact_dtype and exact) for g in rewritten.guards)
     return replace(rewritten, guards=tuple(guards), autocast=rewritten.autocast if exact else None)
 
 
@@ -246,6 +258,18 @@ def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.
     """The three-dimensional tensors that the graph reads."""
     read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
     return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
+
+
+def _chosen_by_none(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
+    """The tensors that the graph reads by name and no routing follows from, as the matrices of an adapter on experts' rows."""
+    read = rewritten.graph.find_nodes(op="get_attr")
+    none = [node for node in read if not any(operation(user) in _ROUTED for user in descendants([node]))]
+    found = (_value_at(block, str(node.target)) for node in none)
+    return tuple(value for value in found if isinstance(value, torch.Tensor))
+
+
+_ROUTED = frozenset({"reindex", "moe_ffn"})
+"""Operators that are given a routing."""
 
 
 def _value_at(block: nn.Module, path: str) -> Any:

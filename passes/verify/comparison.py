@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hexa_fx.errors import kind_and_line
+from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
@@ -41,6 +41,7 @@ from hexa_fx.passes.verify.cases import (
     tried,
     up_to_different,
 )
+from hexa_fx.passes.verify.lost_precision import FEWER_BITS
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
@@ -57,8 +58,11 @@ class Comparison:
         inputs: FreshInputs,
         settings: VerifySettings,
         experts: tuple[torch.Tensor, ...],
+        beside: tuple[torch.Tensor, ...] = (),
     ) -> None:
+        """``beside``: other weights that nothing is chosen by, though they may be as wide as there are experts."""
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
+        self._no_router = *experts, *beside
         self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
         (made,) = forward.specialisations
         self.state = results.state_of(subject.module, made.stored, made.changed)
@@ -160,7 +164,7 @@ class Comparison:
         if experts is None or self.inputs.given_routing or self._in_pieces():
             return
         inputs = self.inputs.at(rows_for_all(experts, top_k), 1, self.subject.dtype)
-        overrides = (LogitsOverride(routing, experts, top_k, self.experts), RoutingOverride(routing, experts))
+        overrides = (LogitsOverride(routing, experts, top_k, self._no_router), RoutingOverride(routing, experts))
         for override in overrides:
             if self.untried:
                 yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
@@ -177,7 +181,7 @@ class Comparison:
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
-            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self.experts))
+            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self._no_router))
         for override in overrides:
             case = self._case(name, inputs, override, gradients)
             if override.forced:
@@ -227,7 +231,8 @@ class Comparison:
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(other, Exception):
-            detail = f"the rewritten block raises {kind_and_line(other)}"
+            mixed = self.subject.as_it_is and isinstance(other, InputError)  # dtypes, where the code casts its tokens
+            detail = FEWER_BITS if mixed else f"the rewritten block raises {kind_and_line(other)}"
             return VerificationCase(name, "different", detail=detail, raised=True)
         return original, other
 
@@ -259,7 +264,7 @@ class Comparison:
                 modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, gradients, slices)
+            return observe(call, self.subject.module, self.state, inputs, gradients, slices, self.inputs.asked)
 
     def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
         """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""

@@ -10,6 +10,7 @@ import torch
 from hexa_fx.isolation.outcome import Outcome, difference
 from hexa_fx.torch_private import _is_any_autocast_enabled
 
+FEWER_BITS = "on the way the block rounds to fewer bits than its inputs have"
 _CLOSE = 2e-5
 """Relative to a tensor's scale: what a cast to 16 bits loses is more, and what 32 bits lose is less, but where numbers cancel."""
 
@@ -44,7 +45,7 @@ def lost_precision(
     near, far = sorted(_apart(wanted, one)[0] for one in (original, other))
     if far <= _MORE * max(near, _UNIT):
         return ""
-    return f"{apart[1]} is off by {apart[0]:.1e} of its scale: on the way the block rounds to fewer bits than its inputs have"
+    return f"{apart[1]} is off by {apart[0]:.1e} of its scale: {FEWER_BITS}"
 
 
 def _apart(one: Outcome, two: Outcome) -> tuple[float, str]:

@@ -48,6 +48,21 @@ class InPieces(Mixture):
         return torch.cat([super(InPieces, self).forward(piece) for piece in x.split(4, 1)], 1)
 
 
+class OneByOne(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([super(OneByOne, self).forward(sequence[None])[0] for sequence in x])
+
+
+@pytest.mark.parametrize("kind", [InPieces, OneByOne])
+def test_pieces_are_routed_one_by_one(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind().double().eval()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    for batch, sequence in ((2, 7), (2, 5), (3, 9), (1, 8)):  # as many pieces, and more or fewer: another kind of call
+        assert operators_run(optimized, (_tokens(batch, sequence),)), optimized.report
+        assert compare(model, optimized, (_tokens(batch, sequence),)).within(1e-10)
+
+
 @pytest.mark.parametrize("kind", [ByItem, ByFloat, ByList])
 def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -56,18 +71,6 @@ def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
     assert optimized.report.rewritten, optimized.report
     assert operators_run(optimized, (_tokens(1, 5),))
     assert compare(model, optimized, (_tokens(3, 4),)).within(1e-10)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (InPieces, "the same experts run more than once in a forward"),
-    ],
-)
-def test_what_is_said_of_others(kind: type[nn.Module], reason: str) -> None:
-    torch.manual_seed(0)
-    (block,) = hexa_fx.explain(kind().double().eval(), _tokens(2, 7)).blocks
-    assert reason in block.reason
 
 
 class OfSizes(Mixture):

@@ -314,3 +314,29 @@ def test_a_master_of_another_shape_is_refused():
     w1.main_grad = torch.zeros(3)
     with pytest.raises(InputError, match="main_grad"):
         one.run().sum().backward()
+
+
+@pytest.mark.parametrize("way", ["after accumulation", "on the gradient", "on the node"])
+def test_hooks_that_add_to_a_master_by_themselves_see_the_gradient(way: str) -> None:
+    """Megatron's, on the node, ask its flag, and drop what they find in grad."""
+    expected = layer(tokens=40)
+    expected.run().sum().backward()
+    one = layer(tokens=40)
+    w1 = one.operands[2]
+    w1.main_grad, w1.grad_added_to_main_grad = torch.zeros_like(w1), False
+    node = torch.autograd.graph.get_gradient_edge(w1).node
+
+    def add(*_: object) -> None:
+        if not w1.grad_added_to_main_grad:
+            w1.main_grad.add_(w1.grad)
+        w1.grad = None
+
+    if way == "after accumulation":
+        w1.register_post_accumulate_grad_hook(add)
+    elif way == "on the gradient":
+        w1.register_hook(w1.main_grad.add_)
+    else:
+        node.register_hook(add)
+    one.run().sum().backward()
+    assert w1.grad_added_to_main_grad == (way == "on the node")
+    torch.testing.assert_close(w1.main_grad, expected.operands[2].grad)

@@ -123,9 +123,9 @@ def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int
     monkeypatch.setitem(globals(), "E", experts)
     block, recorded = filled(kind()), []
 
-    def spied(module: nn.Module, args: Any, *others: Any) -> Any:
+    def spied(module: nn.Module, args: Any, *others: Any, **options: Any) -> Any:
         recorded.append(len(args[0]))
-        return capture(module, args, *others)
+        return capture(module, args, *others, **options)
 
     monkeypatch.setattr(passes, "capture", spied)
     with LiveMemory(*block.parameters()) as memory:

@@ -79,7 +79,7 @@ def test_code_that_may_ask_for_its_mode_holds_in_one(block: Callable[[], nn.Modu
 def test_code_that_does_not_holds_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x = Plain(), torch.randn(12, D)
     recorded: list[str] = []
-    monkeypatch.setattr("hexa_fx.passes.capture", lambda *a: recorded.append(a[3]) or capture(*a))
+    monkeypatch.setattr("hexa_fx.passes.capture", lambda *a, **k: recorded.append(a[3]) or capture(*a, **k))
     opt = hexa_fx.optimize(block, x, CONFIG)
     for training in (True, False):
         torch.testing.assert_close(opt.train(training)(x), block.train(training)(x))

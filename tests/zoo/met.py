@@ -1,7 +1,10 @@
-"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things."""
+"""Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things,
+several routings over one list of experts, adapters on rows, switches that are off."""
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
@@ -64,6 +67,23 @@ class SharedInList(Looped):
 
     def start(self, flat: torch.Tensor) -> torch.Tensor:
         return self.experts[E - 1](flat)
+
+
+class SharedAhead(Looped):
+    """The first two experts of the list work on every token, and the gate's ids begin behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E - 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.route(flat)
+        out = self.experts[0](flat) + self.experts[1](flat)
+        for number, expert in enumerate(self.experts[2:]):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
 
 
 class ScaledBefore(nn.Module):
@@ -219,11 +239,159 @@ class SliceEach(nn.Module):
         return rows.sum(0).view(x.shape)
 
 
+class NoisyCapacity(Looped):
+    """Noise in train mode, and a least capacity by an ``if`` after it."""
+
+    def __init__(self, by_tensor: bool = False) -> None:
+        super().__init__()
+        self.by_tensor, self.least = by_tensor, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        logits = self.gate(flat)
+        if self.training:
+            logits = logits + 0.1 * torch.randn_like(logits) * F.softplus(logits.detach())
+        weights, ids = logits.softmax(-1).topk(K, -1)
+        capacity = math.ceil(K * logits.shape[0] / E)
+        if self.by_tensor:
+            capacity = torch.ceil(torch.tensor(K * len(flat) / E)).long()
+        if capacity < self.least:
+            capacity = self.least
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            token, slot = token[: int(capacity)], slot[: int(capacity)]
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class RoundedCapacity(Looped):
+    """Room for a few more tokens than the least, behind noise; cut only where an expert has more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        logits = self.gate(flat)
+        if self.training:
+            logits = logits + torch.randn_like(logits) / E
+        weights, ids = logits.softmax(-1).topk(K, -1)
+        capacity = max(4, int(1.25 * K * len(flat) / E))
+        capacity += capacity % 4
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            if len(token) > capacity:
+                token, slot = token[:capacity], slot[:capacity]
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class Switched(Looped):
+    """A clock behind a switch that is off, and a loss where somebody asks for gradients."""
+
+    profile = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        started = time.perf_counter() if self.profile else None
+        out = super().forward(x)
+        if started is not None:
+            print(time.perf_counter() - started)
+        return out, self.gate(x).logsumexp(-1).square().mean() if torch.is_grad_enabled() and x.requires_grad else None
+
+
+class Adapted(Looped):
+    """An adapter of as many features as there are experts, on what all experts are given or give, or one for each."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.adapters = where, experts(MLP, E if where == "each" else 1, hidden=E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.route(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            rows, adapter = flat[token], self.adapters[number % len(self.adapters)]
+            rows = rows + adapter(rows) if self.where == "given" else rows
+            found = expert(rows) if self.where in ("given", "given by") else expert(rows) + adapter(rows)
+            found = found + adapter(found) if self.where == "given by" else found
+            out.index_add_(0, token, found * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class SharedFirst(Looped):
+    """A projection of all rows inside the loop, and an expert's own after it, as LoRA with one A."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(D, E, bias=False), nn.ModuleList(nn.Linear(E, D) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, ids = self.route(flat)
+        out = flat.sin()
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(self.first(flat[token])) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class Several(Looped):
+    """Several routings over one list of experts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.gates, self.norm = how, nn.ModuleList(nn.Linear(D, E) for _ in range(2)), nn.LayerNorm(D)
+        self.towers = nn.ModuleList(MLP() for _ in range(2))
+
+    def mixed(self, flat: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        weights, ids = scores.softmax(-1).topk(K, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+        flat = x.reshape(-1, D)
+        if self.how == "tasks":
+            return [tower(self.mixed(flat, gate(flat))) for tower, gate in zip(self.towers, self.gates)]
+        if self.how == "sum":
+            return sum(self.mixed(flat, gate(flat)) for gate in self.gates).view(x.shape)
+        if self.how == "modalities":
+            parts = zip((x[:, :1].reshape(-1, D), x[:, 1:].reshape(-1, D)), self.gates)
+            return torch.cat([self.mixed(part, gate(part)).view(len(x), -1, D) for part, gate in parts], 1)
+        for _ in range(2):  # in turn
+            flat = flat + self.mixed(self.norm(flat), self.gate(self.norm(flat)))
+        return flat.view(x.shape)
+
+
+class StackedGates(nn.Module):
+    """A gate for each task in one tensor, beside stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.up, self.down = weight(2, D, E), weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat, found = x.reshape(-1, D), []
+        for gate in self.gates:
+            weights, ids = (flat @ gate).softmax(-1).topk(K, -1)
+            out = torch.zeros_like(flat)
+            for number in range(E):
+                token, slot = torch.where(ids == number)
+                rows = F.relu(flat[token] @ self.up[number]) @ self.down[number]
+                out.index_add_(0, token, rows * weights[token, slot, None])
+            found.append(out)
+        return torch.stack(found)
+
+
 VARIANTS: tuple[Variant, ...] = (
     variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
     variant("router_keeps_drawn_logits", KeptLogits, "a router that draws and keeps its logits, without giving ids"),
     variant("around_shared_in_list", SharedInList, "the shared expert is a member of the list"),
+    variant("around_shared_ahead", SharedAhead, "shared experts come first in the list"),
     variant(
         "weight_before_in_float32",
         ScaledBefore,
@@ -238,4 +406,18 @@ VARIANTS: tuple[Variant, ...] = (
     variant(
         "around_conditioned", Conditioned, "a condition (batch, 1, D) is added to the tokens", inputs=with_condition
     ),
+    variant("capacity_least_by_if", NoisyCapacity, "a least capacity by an if, behind a router's noise"),
+    variant("capacity_least_of_tensors", NoisyCapacity, "the same of tensors that are made of sizes", by_tensor=True),
+    variant("capacity_rounded_up", RoundedCapacity, "a capacity rounded up, behind noise, cut where there are more"),
+    variant("around_switched_off", Switched, "a clock behind a switch that is off, a result if gradients are wanted"),
+    variant("body_adapter_beside", Adapted, "one adapter added to every expert's output", where="beside"),
+    variant("body_adapter_given", Adapted, "one adapter added to what experts are given", where="given"),
+    variant("body_adapter_given_by", Adapted, "one adapter on what experts give", where="given by"),
+    variant("body_adapter_each", Adapted, "an adapter for each expert, in a list of its own", where="each"),
+    variant("body_shared_first", SharedFirst, "the first projection is shared by all, as LoRA with one A"),
+    variant("loop_gates_of_tasks", Several, "a gate and a tower for each task over one list of experts", how="tasks"),
+    variant("loop_gates_summed", Several, "two gates over one list of experts, summed", how="sum"),
+    variant("loop_gates_of_modalities", Several, "parts of a sequence with gates of their own", how="modalities"),
+    variant("loop_in_turn", Several, "the same experts twice, on what they gave; norms called twice", how="turn"),
+    variant("loop_stacked_gates", StackedGates, "a gate for each task in one tensor"),
 )

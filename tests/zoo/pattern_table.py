@@ -111,7 +111,8 @@ def render(lines: list[Line]) -> str:
 
 def _row(line: Line) -> str:
     note = f" (a gap: {line.variant.gap})" if line.variant.gap and line.outcome == "refused" else ""
-    cells = (line.variant.name, line.variant.why, line.outcome, line.detail + note)
+    detail = line.detail.replace(f"{pathlib.Path(__file__).parents[2]}/", "")
+    cells = (line.variant.name, line.variant.why, line.outcome, detail + note)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("](", "]\\(") for cell in cells) + " |"
 
 
