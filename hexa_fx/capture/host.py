@@ -9,6 +9,7 @@ their arguments, so that a router can stay a router in the rewritten graph.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,8 @@ def visible_host(
     try:
         for namespace in namespaces_of(block):
             shim(namespace)
+        if "einops" in sys.modules:  # called as einops.rearrange(...)
+            _shim_einops(vars(sys.modules["einops"]), recorder, undo)
         ran.entered = shim
         undo.append(lambda: setattr(ran, "entered", lambda namespace: None))
         _record_module_calls(block, recorder, undo)
@@ -159,7 +162,7 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
 
 
 def _note_autocast(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    """Tells the recorder whose code switches autocast on or off. A graph does not say for which nodes."""
+    """Tells the recorder whose code switches autocast on or off."""
     original = torch.autocast.__enter__
 
     def enter(self: torch.autocast) -> Any:

@@ -28,7 +28,10 @@ THRESHOLD = (
     "no fixed number of experts is chosen for every token: a comparison decides, so that one token may get more experts than "
     "another; it is rewritten if it chooses with topk or argmax"
 )
-SLOTS = "experts run on no tokens: each gets mixtures of all of them (a soft mixture with slots), so there is nothing to choose"
+SLOTS = (
+    "experts run on no tokens that chose them: each gets mixtures of all tokens (a soft mixture with slots) or rows of its own, so "
+    "there is nothing to choose"
+)
 INTEGERS = (
     "its experts' weights are integers in buffers ({}), which have no gradient and cannot be read as matrices; a block is "
     "rewritten if its experts are floating-point parameters"

@@ -73,6 +73,7 @@ class Recorder(TorchFunctionMode):
         self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._memory = MemoryNumbers(self.parameters.values())
+        self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self.pieces = Pieces(self)
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
@@ -86,7 +87,9 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
-        node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
+        off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")
+        at = self.scopes[-1], user_location()
+        node.meta["hexa"] = NodeRecord(snapshot, *at, storage=storage, gradient=gradient, autocast_off=off)
         self._index[node], self.count = self.count, self.count + 1
         return node
 

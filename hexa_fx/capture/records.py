@@ -30,6 +30,8 @@ class NodeRecord:
     """Whether all that hangs on the decision is an error of the code's own (`hexa_fx.capture.error_checks`)."""
     gradient: bool = True
     """Whether the code lets gradients through: False under its own ``no_grad``."""
+    autocast_off: str = ""
+    """The kind of device for which the code has switched off the autocast that it was called under."""
     wants_gradient: bool = False
     """Of an input."""
     asked: bool = False

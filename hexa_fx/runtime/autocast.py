@@ -1,4 +1,5 @@
-"""Gives results of a rewritten forward under autocast the dtypes of the original there (`hexa_fx.passes.rewrite.autocast`)."""
+"""Gives results of a rewritten forward under autocast the dtypes of the original there (`hexa_fx.passes.rewrite.autocast`), and
+calls what the original calls with autocast off."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from hexa_fx.runtime.guards import GuardMiss
 
 _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
 """Functions that multiply in the autocast dtype, whatever they are given."""
+WITHOUT_AUTOCAST = "without_autocast"
+"""In ``meta`` of a node: the kind of device for which autocast is off while it runs; empty if it stays as it is."""
 
 
 def parameters_that_count(graph: torch.fx.Graph) -> tuple[str, ...]:
@@ -28,7 +31,8 @@ def parameters_that_count(graph: torch.fx.Graph) -> tuple[str, ...]:
 
 
 def _casts(node: torch.fx.Node) -> bool:
-    return str(node.target).startswith("hexa.") or getattr(node.target, "__name__", node.target) in _CASTING
+    casting = str(node.target).startswith("hexa.") or getattr(node.target, "__name__", node.target) in _CASTING
+    return casting and not node.meta.get(WITHOUT_AUTOCAST)
 
 
 def kind_of(
@@ -91,3 +95,23 @@ def in_dtypes(result: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
     leaves, structure = pytree.tree_flatten(result)
     given = [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
     return pytree.tree_unflatten(given, structure)
+
+
+class WithoutAutocast:
+    """A call with autocast off, as a target of a graph.
+
+    Args:
+        target: a function, or the name of a method.
+        device: the kind of device.
+    """
+
+    def __init__(self, target: Callable[..., Any] | str, device: str) -> None:
+        self.target, self.device = target, device
+        name = target if isinstance(target, str) else getattr(target, "__name__", "call")
+        self.__name__ = self.__qualname__ = f"{name}_without_autocast"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device, enabled=False):
+            if isinstance(self.target, str):
+                return getattr(args[0], self.target)(*args[1:], **kwargs)
+            return self.target(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch.fx
 
 from hexa_fx.ops.direct import DIRECT
+from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
 
 
 class _Import:
@@ -23,12 +24,22 @@ class _Import:
 
 
 def direct(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`)."""
+    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off."""
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
-    for node in copied.nodes:
+    for node in [*copied.nodes]:
         node.target = DIRECT.get(node.target, node.target)
+        if device := node.meta.get(WITHOUT_AUTOCAST):
+            _switch_off(node, device)
     return copied
+
+
+def _switch_off(node: torch.fx.Node, device: str) -> None:
+    target = node.target
+    if node.op == "call_module":
+        with node.graph.inserting_before(node):
+            node.args, target = (node.graph.get_attr(str(target)), *node.args), "__call__"
+    node.op, node.target = "call_function", WithoutAutocast(target, device)
 
 
 class Program:

@@ -26,6 +26,7 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
     for node in captured.graph.nodes:
         _as_subscript(node)
+        _past_other_writes(node)
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     if not fused:
@@ -47,6 +48,23 @@ def _as_subscript(node: torch.fx.Node) -> None:
     if several and (not isinstance(place, torch.fx.Node) or record_of(place).value.dim() != 1):
         return
     node.op, node.target, node.args = "call_function", operator.getitem, (weight, place)
+
+
+def _past_other_writes(node: torch.fx.Node) -> None:
+    """Makes a read of ``rows[1, ...]`` after writes to ``rows[0, ...]`` one of the rows as they were before these."""
+    place = _first_place(node) if operation(node) == "getitem" else None
+    while place is not None and isinstance(node.args[0], torch.fx.Node) and operation(node.args[0]) == "set_item":
+        write = node.args[0]
+        if _first_place(write) in (None, place):
+            return
+        node.args = (write.args[0], *node.args[1:])
+
+
+def _first_place(node: torch.fx.Node) -> int | None:
+    """The place in the first dimension that a read or a write is about; None if it may be about several."""
+    index = node.args[1] if len(node.args) > 1 else None
+    first = index[0] if isinstance(index, tuple) and index else index
+    return first if type(first) is int and first >= 0 else None
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -63,6 +63,8 @@ _KEPT = (
 _choices = ops.of(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique unique_consecutive"
 )
+_FILLED = frozenset("zeros_like ones_like empty_like new_zeros new_ones new_empty".split())
+"""Of what these are given they take the size alone."""
 
 
 class Verdict(enum.Enum):
@@ -210,7 +212,7 @@ class Decisions:
     def _is_size_or_choice(self, node: Node) -> bool:
         made = node.args[0] if kind(node) == "getitem" else node
         of_choice = isinstance(made, Node) and _choices(made) and node in self.chosen
-        if (node.op.startswith("call") and operation(node) in ops.SIZES) or (
+        if (node.op.startswith("call") and operation(node) in ops.SIZES | _FILLED) or (
             of_choice and is_tensor(node) and not is_float(node)
         ):
             return True

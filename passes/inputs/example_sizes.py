@@ -98,4 +98,7 @@ def _resized(shape: torch.Size, old: tuple[int, int], new: tuple[int, ...]) -> t
     exchanged = {old[1]: new[1], old[0]: new[0], old[0] * old[1]: new[0] * new[1]}
     if len(shape) <= 2 and shape and shape[0] in exchanged:
         return (exchanged[shape[0]], *shape[1:])
-    return (*new, *shape[2:]) if len(shape) == 3 and tuple(shape[:2]) == old else tuple(shape)
+    if len(shape) == 3 and tuple(shape[:2]) == old:
+        return (*new, *shape[2:])
+    of_sequences = len(shape) > 2 and shape[0] == old[0] != 1  # a condition (batch, 1, D), say
+    return (new[0], *shape[1:]) if of_sequences else tuple(shape)

@@ -15,7 +15,6 @@ from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.training_mode import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
-from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _HOOKED = (
     "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
@@ -29,10 +28,7 @@ _DRAWS = (
     "the code draws random numbers from {}, of which a graph holds one draw; those of torch's default generator (torch.rand) are "
     "drawn anew in every call"
 )
-_AUTOCAST = (
-    "the code switches autocast on or off by itself, which a graph does not show; around the block, or in a submodule of its "
-    "own, it can stay"
-)
+_AUTOCAST = "the code switches autocast on by itself; around the block, or in a submodule of its own, it can stay"
 _ATTRIBUTE = (
     "the code sets an attribute of a tensor ({}), which the rewritten block would not; a result that it returns or sets on its "
     "module (self.loss = loss) is kept"
@@ -99,8 +95,7 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     several = any(len(tensors) > 1 for tensors in given)
     if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
         return Refusal(captured.path, _IDENTITY)
-    under = _is_any_autocast_enabled()  # code that switches it off then does something
-    if any((on or under) and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
+    if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None
 

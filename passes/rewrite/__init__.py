@@ -21,6 +21,7 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
+from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import (
@@ -108,6 +109,7 @@ class _Rewriter:
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
         self._drop_unused()
+        mark_without_autocast(self.graph, self.new, captured, self.match.regions)
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)

@@ -112,6 +112,7 @@ def kept_routers(
     alone = called - opened(captured, kept) - _read_for(regions, kept)
     alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
+    alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
     by_storage, recorded = _by_storage(captured), list(captured.graph.nodes)
@@ -148,6 +149,11 @@ def kept_routers(
     reads = tuple(read for read, left in followed if not left)
     in_trace = tuple(read for read, left in followed if left and numbers(read, told))
     return KeptRouters(forms, reads, in_trace, at_once)
+
+
+def _leaves_plain(captured: CapturedBlock, path: str) -> bool:
+    """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
+    return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
 
 
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:

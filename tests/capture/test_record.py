@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import types
 
 import pytest
 import torch
@@ -203,3 +206,28 @@ def test_memory_that_is_given_again_after_a_run_is_no_recorded_memory():
     later = [torch.empty_like(record.value) for record in computed for _ in range(20)]
     assert {record.storage for record in computed}.isdisjoint(map(memory_of, later))
     assert len({record.storage for record in computed}) == 2
+
+
+def test_functions_of_einops_called_by_its_name_are_one_call_each(monkeypatch):
+    """It caches what it works out for a shape, so that sizes would be those of the example."""
+
+    @functools.cache
+    def worked_out(*shape: int) -> tuple[int, int]:
+        return shape[0] * shape[1], shape[2]
+
+    def rearrange(x: torch.Tensor, pattern: str) -> torch.Tensor:
+        return x.reshape(worked_out(*x.shape))
+
+    rearrange.__module__ = "einops.einops"
+    einops = types.ModuleType("einops")
+    einops.rearrange = rearrange
+    monkeypatch.setitem(sys.modules, "einops", einops)
+
+    class Flat(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(einops.rearrange(x, "b s d -> (b s) d"))
+
+    recorded = capture(Flat(), (torch.randn(2, 5, 6),), {})
+    assert rearrange in [node.target for node in recorded.graph.nodes]
+    assert recorded.graph_module(torch.randn(3, 7, 6)).shape == (21, 6)
+    assert einops.rearrange is rearrange

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, experts
-from tests.zoo.variant import D, E, I, K, Variant, variant, weight
+from tests.zoo.variant import D, E, I, K, Variant, hidden_states, variant, weight
 
 
 class Looped(nn.Module):
@@ -134,6 +135,108 @@ class KeptLogits(nn.Module):
             mine = dense[..., number] > 0
             out[mine] += dense[..., number][mine].unsqueeze(-1) * expert(x[mine])
         return out
+
+
+class CountedMarks(nn.Module):
+    """Counts of marks in a tensor like the scores; every part of the sorted rows in a buffer is the output of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = self.gate(flat).softmax(-1)
+        weights, ids = scores.topk(K, -1)
+        counts = torch.zeros_like(scores).scatter(1, ids, 1).long().sum(0).tolist()
+        order = ids.view(-1).argsort(stable=True)
+        rows = Products.apply(F.gelu(Products.apply(flat[order // K], self.up, counts)), self.down, counts)
+        rows = rows * weights.view(-1)[order][:, None]
+        return torch.zeros_like(flat).index_add(0, order // K, rows).view(x.shape)
+
+
+class Products(torch.autograd.Function):
+    """(rows, in) x (E, in, out) -> (rows, out), each expert's rows into its part of one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.counts, out = counts, rows.new_empty(len(rows), weights.shape[-1])
+        for expert, (part, into) in enumerate(zip(rows.split(counts), out.split(counts))):
+            torch.mm(part, weights[expert], out=into)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        parts = list(zip(rows.split(ctx.counts), gradient.split(ctx.counts)))
+        of_rows = torch.cat([g @ weights[e].T for e, (_, g) in enumerate(parts)])
+        return of_rows, torch.stack([r.T @ g for r, g in parts]), None
+
+
+class Conditioned(Looped):
+    """One condition for each sequence, (batch, 1, D), is added to its tokens."""
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        x = x + condition
+        weights, ids = self.gate(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight, mine = weights.mul(ids == number).sum(-1), (ids == number).any(-1)
+            out[mine] += weight[mine].unsqueeze(-1) * expert(x[mine])
+        return out
+
+
+def with_condition(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tokens (batch, seq, D) and a condition (batch, 1, D)."""
+    return hidden_states(batch, seq, dtype, seed)[0] + hidden_states(batch, 1, dtype, seed + 1)[0], {}
+
+
+class Losing(nn.Module):
+    """Leaves a loss on itself in train mode, and a plain zero in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+
+    def forward(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.gate(flat)
+        self.loss = logits.logsumexp(-1).square().mean() if self.training else 0
+        return logits.softmax(-1).topk(K, -1)
+
+
+class LossReadOff(Looped):
+    """Returns what the router leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Losing()
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate(flat)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return super().forward(x), self.gate.loss
+
+
+class SliceEach(nn.Module):
+    """(E, tokens, D) of the tokens that chose each expert, zeros elsewhere; every expert writes into its slice of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = self.gate(flat).softmax(-1)
+        scores = torch.zeros_like(scores).scatter(1, scores.topk(K, -1).indices, 1) * scores
+        rows = torch.einsum("td,te->etd", flat, scores.bool())
+        for number, expert in enumerate(self.experts):
+            mine = scores[:, number].bool()
+            rows[number, mine] = scores[mine, number].unsqueeze(-1) * expert(rows[number, mine])
+        return rows.sum(0).view(x.shape)
 
 
 class NoisyCapacity(Looped):
@@ -294,6 +397,14 @@ VARIANTS: tuple[Variant, ...] = (
         ScaledBefore,
         "tokens scaled in float32, biases by repeat_interleave",
         dtypes=(torch.float32,),
+    ),
+    variant("loop_slice_each", SliceEach, "every expert reads and writes a slice of one tensor of its own"),
+    variant("router_loss_read_off", LossReadOff, "a loss that the router leaves on itself, a plain zero in eval mode"),
+    variant(
+        "sorted_counted_marks", CountedMarks, "counts of marks in zeros_like(scores), products with out= in a Function"
+    ),
+    variant(
+        "around_conditioned", Conditioned, "a condition (batch, 1, D) is added to the tokens", inputs=with_condition
     ),
     variant("capacity_least_by_if", NoisyCapacity, "a least capacity by an if, behind a router's noise"),
     variant("capacity_least_of_tensors", NoisyCapacity, "the same of tensors that are made of sizes", by_tensor=True),
