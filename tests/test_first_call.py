@@ -83,6 +83,32 @@ def test_parts_that_are_called_alone_are_analysed(mixtral: nn.Module, call: Call
     assert counts(opt) == dict.fromkeys(wanted, (3, 0))
 
 
+class Uncalled(nn.Module):
+    """Weights of all experts lie in modules that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(D, 4, bias=False), nn.Bilinear(12, D, 4), nn.Bilinear(D, 12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number in range(4):
+            token, slot = torch.where(ids == number)
+            rows = (x[token] @ self.up.weight[number].T).relu() @ self.down.weight[number].T
+            out.index_add_(0, token, rows * weights[token, slot, None])
+        return out
+
+
+def test_weights_in_modules_that_are_never_called() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Uncalled()), torch.randn(40, D)
+    opt = hexa_fx.optimize(model, config=CONFIG)
+    for _ in range(2):
+        torch.testing.assert_close(opt(x), model(x))
+    assert counts(opt) == {"0": (2, 0)}
+
+
 def test_a_branch_that_the_first_call_does_not_take() -> None:
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(6, D)

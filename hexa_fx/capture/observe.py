@@ -122,7 +122,9 @@ def ancestors_of_suspects(model: nn.Module) -> set[str]:
 
 
 def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
-    """Whether a module was called, or the one that holds it as a list."""
+    """Whether a module was called, or the one that holds it as a list, or code around it took its weights."""
+    if any(id(p) in mode.used for p in model.get_submodule(path).parameters()):
+        return True
     while path and isinstance(
         model.get_submodule(path), (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     ):

@@ -38,6 +38,8 @@ class Selections(TorchFunctionMode):
     """Lists in which a member was given another member's output."""
     called: set[str] = field(default_factory=set)
     """Modules that ran."""
+    used: set[int] = field(default_factory=set)
+    """Parameters that functions of torch were given, by id."""
     runs: overlooked.Runs = field(default_factory=overlooked.Runs)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,11 @@ class Selections(TorchFunctionMode):
             return func(*args, **kwargs)
         if (name in ops.ORDERS or name in ("where", "nonzero")) and self.stack:
             self.runs.compare(self.stack[-1])
+        given = (*args, *kwargs.values())
+        self.used.update(id(each) for each in given if isinstance(each, nn.Parameter))
+        self.used.update(
+            id(each) for some in given if type(some) in (list, tuple) for each in some if isinstance(each, nn.Parameter)
+        )
         result = func(*args, **kwargs)
         if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
             self.selecting.add(self.stack[-1])
