@@ -8,9 +8,9 @@ small layer takes to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -41,8 +41,8 @@ class Layer(NamedTuple):
     """
 
     name: str
-    record: type[Any]
-    gradients: type[Any]
+    record: Any
+    gradients: Any
     kept: tuple[str, ...]
     fixed: bool = False
     backward: Callable[..., Any] | None = None
@@ -70,25 +70,41 @@ class LayerFunction(DirectFunction):
             y, *kept = run(name, *args) if plain else library.overload(name)(*args)
         _, _, *wanted = ctx.needs_input_grad
         o, needs = layer.record._make(args), layer.record._make(wanted)
-        marks = [bool(getattr(needs, name)) for name in layer.record.differentiable]
+        marks = list(_differentiable(layer.record)(wanted))
         given = {**dict(zip(layer.kept, kept)), **main_grad.shapes_only(o, needs)}
         given |= dict.fromkeys((*(() if o.keeps_x(needs) else _OF_X), *(_OF_H if o.recompute_h else ())))
         values = o.to(layer.gradients, top_k=o.top_k, needs=marks, **given)
-        lists = [value if isinstance(value, list | tuple) else (value,) for value in values]
-        ctx.save_for_backward(*[t for each in lists for t in each if isinstance(t, Tensor)])
-        ctx.layer, ctx.values = layer, [_form(value) for value in values]
+        tensors: list[Tensor] = []
+        form: list[Any] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                form.append(_ONE)
+            elif type(value) is list and value and isinstance(value[0], Tensor):
+                tensors += value
+                form.append(_Many(len(value)))
+            else:
+                form.append(value)
+        ctx.save_for_backward(*tensors)
+        ctx.layer, ctx.form = layer, form
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, layer, saved = grads[0], ctx.layer, iter(ctx.saved_tensors)
-        o = layer.gradients._make([value.of(saved) if isinstance(value, _Saved) else value for value in ctx.values])
+        o = layer.gradients._make(
+            [
+                next(saved) if value is _ONE else list(islice(saved, value.many)) if type(value) is _Many else value
+                for value in ctx.form
+            ]
+        )
         o, saved, plain = o._replace(dy=dy), None, library.is_plain_tensor(dy)
         if plain and o.h is not None:
             o = o._replace(h=[o.h])  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         name, names = f"{layer.name}_backward", layer.record.differentiable
-        operands, needs = [getattr(o, each) for each in names[1:]], o.needs
+        operands = _differentiable(layer.gradients, *names[1:])(o)
+        needs = o.needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
             if not plain:
@@ -99,21 +115,20 @@ class LayerFunction(DirectFunction):
         return None, None, *layer.record.by_argument(**dict(zip(names, found)))
 
 
-class _Saved(NamedTuple):
-    """A tensor, or so many in a list."""
+class _Many(NamedTuple):
+    """So many tensors in a list."""
 
-    many: int | None
-
-    def of(self, tensors: Iterator[Tensor]) -> Any:
-        return next(tensors) if self.many is None else list(islice(tensors, self.many))
+    many: int
 
 
-def _form(value: Any) -> Any:
-    """What stands for an operand of backward while its tensors are saved."""
-    if isinstance(value, Tensor):
-        return _Saved(None)
-    is_list = isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)
-    return _Saved(len(value)) if is_list else value
+_ONE = object()
+"""What stands for a tensor while it is saved."""
+
+
+@cache
+def _differentiable(record: Any, *names: str) -> Callable[[Any], tuple[Any, ...]]:
+    """A function of operands that gives those of these names, or else those that are differentiable."""
+    return record.pick(*(names or record.differentiable))  # type: ignore[no-any-return]
 
 
 _OF_X, _OF_H = ("x", "xq", "xs"), ("h", "hs")
