@@ -41,6 +41,7 @@ class CapturedBlock:
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         reads: what the run read from Python.
+        handed: paths of a module that set an attribute to what is no tensor, and of another whose code read that.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout, a gradient or a module's mode
             (`hexa_fx.capture.ran_code`).
@@ -68,6 +69,7 @@ class CapturedBlock:
     recalled: frozenset[str] = frozenset()
     nested: frozenset[str] = frozenset()
     reads: tuple[PythonRead, ...] = ()
+    handed: frozenset[tuple[str, str]] = frozenset()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()

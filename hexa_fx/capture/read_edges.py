@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,12 @@ class ReadEdges:
         for edges in self._of.values():
             for key in [key for key, edge in edges.items() if edge.value is value]:
                 del edges[key]
+
+    def handed(self, settings: Mapping[tuple[int, str], Collection[str]]) -> Iterator[tuple[str, str]]:
+        """Of what the run set to something other than tensors, before it was read: who set it, and who read it."""
+        for edge in self:
+            if edge.own and not isinstance(edge.value, torch.Tensor):
+                yield from itertools.product(settings.get((id(edge.holder), edge.key), ()), edge.scopes)
 
     def values(self) -> Iterator[PythonRead]:
         """Everything that was read: of the block's modules by every way to it, and of what is no part of the block all in one."""

@@ -124,6 +124,7 @@ def _capture(
         _met_among(kept_before, recorder),
         _met_among({*map(id, tensors_in([*bound.args, *bound.kwargs.values()]))}, recorder),
         reads=reads.values(),
+        handed=frozenset(reads.edges.handed(settings.scopes)),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
