@@ -152,9 +152,8 @@ def kept_routers(
 
 
 def _leaves_plain(captured: CapturedBlock, path: str) -> bool:
-    """Whether the code of the submodule at ``path`` leaves plain values on modules, which other code may read."""
-    plain = (item for item in captured.stored if type(item.value) in (bool, int, float, str))
-    return any(is_within(scope, {path}) for item in plain for scope in item.scopes)
+    """Whether the code of the submodule at ``path`` leaves plain values on modules that other code reads."""
+    return any(is_within(by, {path}) and not is_within(to, {path}) for by, to in captured.handed)
 
 
 def _is_setting(read: PythonRead, routers: set[str]) -> bool:
