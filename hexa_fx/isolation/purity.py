@@ -27,6 +27,8 @@ _SWITCHES = frozenset(
     "set_flush_denormal".split()
 )
 """Functions of torch after whose call something else holds for all code, and no context ends it."""
+_SEEDS, _OF_STREAMS = frozenset({"seed", "setstate", "set_state"}), ("random", "numpy.random")
+"""Those of Python's random numbers and of numpy's; torch's are drawn in every call, so that it shows."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
@@ -44,6 +46,9 @@ def hidden_source(value: Any) -> str:
         return CLOCK
     if any(value is each for each in _SYSTEM):  # no ==, which is recorded of a tensor
         return SYSTEM
+    is_method = type(value).__name__ in ("method", "builtin_function_or_method", "cython_function_or_method")
+    if is_method and value.__name__ in _SEEDS and str(value.__module__ or "random").startswith(_OF_STREAMS):
+        return SWITCH
     if is_stream(getattr(value, "__self__", None)) if callable(value) and not isinstance(value, type) else False:
         return RANDOM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
