@@ -501,5 +501,5 @@ def test_a_router_that_is_no_choice_among_scores_is_refused_before_anything_runs
     assert optimized.report.rewritten
     with pytest.raises(InputError, match="no top-k, argmax"), hexa_fx.record_routing(optimized):
         pytest.fail("the context was entered")
-    with pytest.raises(InputError, match=r"call hexa_fx\.optimize first"), hexa_fx.record_routing(nn.Linear(2, 2)):
+    with pytest.raises(InputError, match=r"call hexa_fx\.optimize before"), hexa_fx.record_routing(nn.Linear(2, 2)):
         pytest.fail("the context was entered")
