@@ -29,6 +29,7 @@ from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.guards import say_in_trace
 from hexa_fx.runtime.signature import NoGlobals, SignatureOfOriginal
 from hexa_fx.runtime.slots import FORWARD, INSIDE_HOOK, REPLICATE, take_off
+from hexa_fx.torch_private import graph_break
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class FirstCall(InPlace):
         module, shared = self.module, self._shared
         slot = next((slot for slot in (FORWARD, INSIDE_HOOK) if vars(module).get(slot) is self), "")
         if is_dynamo_compiling():
-            torch._dynamo.graph_break(msg=_BEFORE_FULLGRAPH)  # which fullgraph=True makes an error
+            graph_break(_BEFORE_FULLGRAPH)  # which fullgraph=True makes an error
             return torch.compiler.disable(self)(*args, **kwargs)
         if is_compiling():
             say_in_trace("the model", "it was not analysed before; call it once, or give hexa_fx.optimize an example")

@@ -133,11 +133,6 @@ class PythonRead:
     scopes: frozenset[str] = frozenset({""})
     location: SourceLocation | None = None
 
-    @property
-    def is_of_gradients(self) -> bool:
-        """Whether it is that gradients are on, or off."""
-        return self.steps[-2:] == ("is_grad_enabled", "()")
-
     def __str__(self) -> str:
         return ".".join(map(str, (*([self.root] if self.root else []), *self.steps)))
 

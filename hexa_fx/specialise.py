@@ -26,6 +26,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.bounds import gradients_asked
 from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.sandbox import Sandbox
@@ -122,7 +123,7 @@ class Specialiser:
         try:
             with undisturbed():
                 analysis, same_as = self._analyse(forward, module, args, kwargs)
-                if not gradients and any(read.is_of_gradients for read in analysis.reads):
+                if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
                 self.cache.forget_runs()
                 if first and (analysis.rewritten is not None or not left):

@@ -167,3 +167,8 @@ def write_trace(name: str, text: Callable[[], str]) -> None:
 
     metadata = {"name": name, "encoding": "string"}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=text, expect_trace_id=False)
+
+
+def graph_break(message: str) -> None:
+    """Ends the graph that dynamo traces, with these words where ``fullgraph`` makes it an error. Only dynamo calls it."""
+    torch._dynamo.graph_break(msg=message)

@@ -40,6 +40,12 @@ class Edge:
     own: bool = False
 
 
+def _is_of_python(edge: Edge) -> bool:
+    """Whether Python itself put it there: what abstract classes cache, and the names in the code that it makes for named tuples."""
+    named = edge.holder.get("__name__") if type(edge.holder) is dict else ""
+    return bool(edge.key == "_abc_impl" or str(named).startswith("namedtuple_"))
+
+
 class ReadEdges:
     """The reads of one run.
 
@@ -107,7 +113,7 @@ class ReadEdges:
         code: dict[tuple[int, Any], tuple[Edge, frozenset[str]]] = {}
         for identity in self._roots():
             for edge, _, by in self._walk((), identity, frozenset(), ()):
-                if id(edge.holder) not in seen:
+                if id(edge.holder) not in seen and not _is_of_python(edge):
                     known = code.get((id(edge.holder), edge.key), (edge, frozenset[str]()))[1]
                     code[id(edge.holder), edge.key] = edge, known | by
         of: dict[frozenset[str], list[Bound]] = {}

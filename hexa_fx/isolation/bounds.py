@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import CALLED
 from hexa_fx.isolation.read_values import IsA, Keys, Moved, alike, movable
+from hexa_fx.isolation.torch_state import gradients_state
 
 
 def name_of(holder: Any) -> str:
@@ -62,6 +64,12 @@ class Code:
     """What the names in the code that ran lead to outside of the block."""
 
     bounds: tuple[Bound, ...]
+
+
+def gradients_asked(reads: Iterable[PythonRead]) -> Any:
+    """What code was told that asks whether gradients are on, as `gradients_state` gives it; None if none does."""
+    bounds = (bound for read in reads if isinstance(read.value, Code) for bound in read.value.bounds)
+    return next((bound.noted for bound in bounds if bound.key == CALLED and bound.found() is gradients_state), None)
 
 
 def values_of(read: PythonRead) -> list[Any]:

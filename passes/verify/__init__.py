@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.bounds import gradients_asked
 from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.operations import operation
@@ -111,7 +112,8 @@ def _asked(block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs) -> 
     without = {guard.name for guard in rewritten.guards if guard.requires_grad is False}
     names = argument_names(block, *inputs.example(torch.float64))
     leaves = frozenset(number for number, name in enumerate(names) if name in without)
-    return AskedGradients(next((read.value[0] for read in rewritten.reads if read.is_of_gradients), None), leaves)
+    asked = gradients_asked(rewritten.reads)
+    return AskedGradients(None if asked is None else asked[0], leaves)
 
 
 def _kinds(
