@@ -83,7 +83,7 @@ class Specialiser:
     def specialise(
         self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
     ) -> str:
-        """See `hexa_fx.runtime.forward.Analyst`."""
+        """See `hexa_fx.runtime.analyst.Analyst`."""
         # What context variables say is of the user's forward: hooks that collect what modules give collect nothing here.
         run: Callable[[], str] = functools.partial(
             contextvars.Context().run, self._specialise, forward, args, kwargs, miss, tried

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
+from hexa_fx.runtime.analyst import Analyst
 from hexa_fx.runtime.answered_calls import answered
 from hexa_fx.runtime.call_kinds import call_kind, saving_is_counted
 from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
@@ -37,18 +38,6 @@ _UNSAID = (SMALL, FOR_THE_NEXT, RUNS_ALREADY)
 
 _WARN_AFTER = 100
 _REMEDY = "print(model.report) says what every block ran, and why"
-
-
-class Analyst(Protocol):
-    """Analyses calls of a kind that a block was not rewritten for (`hexa_fx.specialise`)."""
-
-    def specialise(
-        self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
-    ) -> str:
-        """Adds a specialisation, or a kind that is refused, to ``forward``, of which the first ``tried`` do not take the call.
-
-        Returns why there is none; empty if there is.
-        """
 
 
 class HexaForward(InPlace):
@@ -283,10 +272,8 @@ class HexaForward(InPlace):
 
     def _in_trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that a compiler traces: nothing is counted or analysed."""
-        module, reason = (
-            self.module,
-            "it was not analysed before; call the model once, or give hexa_fx.optimize an example",
-        )
+        module = self.module
+        reason = "it was not analysed before; call the model once, or give hexa_fx.optimize an example"
         for each in self.specialisations:
             try:
                 return each.run(module, self._arguments, self.adapters, args, kwargs)

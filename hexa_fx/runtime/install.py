@@ -11,7 +11,8 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.runtime.forward import Analyst, HexaForward
+from hexa_fx.runtime.analyst import Analyst
+from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.readers import readers
 from hexa_fx.runtime.slots import FORWARD, INSIDE_HOOK, REPLICATE, slot_of, take_off
 

@@ -1,8 +1,7 @@
 """Lowers a canonical node's expert to a forward graph and a backward graph of expert-specific operators.
 
-Weights are tensors, packed, or have low-rank additions. The graphs are those of docs/operators.md, node for node;
-`hexa_fx.passes.lowering.pipelines` says what a device makes of them.
-Lowering omits what is not there (a bias, a frozen weight's gradient) and fuses nothing.
+Weights are tensors, packed, or have low-rank additions. The graphs are those of docs/operators.md, node for node; what a device
+makes of them, `hexa_fx.passes.lowering.pipelines` says. Lowering omits what is not there, such as a bias, and fuses nothing.
 """
 
 from __future__ import annotations
