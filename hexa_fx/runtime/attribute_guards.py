@@ -72,7 +72,11 @@ class AttributeGuards:
             () if own_forward else (of_class,)
         )  # the rewritten one lies in front of it, also of one that comes later
         read = _names(found)
-        self.reads = tuple(_merged(item for item in found if not _is_weight(item, weights)))
+        tensors = (item for item in tensors_by_name(block).items() if item[0] in read)
+        self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
+        shared = {name for names in self.other_names for name in names}  # read in every call by one of the names alone
+        alone = {path for path in weights if path not in shared}
+        self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
         seen_in_trace = (
             read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
         )
@@ -82,8 +86,6 @@ class AttributeGuards:
         under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
         paths = (path for path, _ in _read(block, "", under.union(called)))
         self.inner = tuple(path for path in paths if path and path not in self.owners)
-        tensors = (item for item in tensors_by_name(block).items() if item[0] in read)
-        self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
         self.bind(block)
 
     def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
