@@ -50,7 +50,7 @@ class AttributeGuards:
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
         dtypes: of parameters and buffers by path, which have to stay.
         in_trace: what counts under a compiler besides ``reads``.
-        weights: paths of parameters that the rewritten forward reads in every call, so that they need not be looked at before.
+        weights: paths of tensors that the rewritten forward reads in every call, so that parameters need not be looked at before.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AttributeGuards:
         own_forward: Callable[..., Any] | None = None,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         in_trace: Iterable[PythonRead] = (),
-        weights: Collection[str] = (),
+        weights: frozenset[str] = frozenset(),
     ) -> None:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
@@ -72,10 +72,10 @@ class AttributeGuards:
             () if own_forward else (of_class,)
         )  # the rewritten one lies in front of it, also of one that comes later
         read = _names(found)
-        tensors = (item for item in tensors_by_name(block).items() if item[0] in read)
+        tensors = (item for item in tensors_by_name(block).items() if item[0] in read or item[0] in weights)
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
-        shared = {name for names in self.other_names for name in names}  # read in every call by one of the names alone
-        alone = {path for path in weights if path not in shared}
+        shared = {name for names in self.other_names for name in names}  # the graph reads one of the names alone
+        alone = (named_tensors(block, "_parameters", every=True).keys() & weights) - shared
         self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
         seen_in_trace = (
             read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
@@ -105,7 +105,7 @@ class AttributeGuards:
         asked = any(guard.exact_dtype for guard in rewritten.guards)
         dtypes = _dtypes_read(block, rewritten) if asked else {}
         called, read = called_in(rewritten.graph), {str(n.target) for n in rewritten.graph.find_nodes(op="get_attr")}
-        weights = named_tensors(block, "_parameters", every=True).keys() & {*read, *packed}
+        weights = frozenset({*read, *packed})
         return cls(block, called, rewritten.reads, packed, own_forward, dtypes, rewritten.in_trace, weights)
 
     def bind(self, block: nn.Module) -> None:
@@ -170,6 +170,9 @@ class AttributeGuards:
             one, other = known.get(name), known.get(first)
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
+        found.dicts += _places(
+            names - modules.keys(), modules
+        )  # those in modules that are called are not among the reads
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
@@ -179,6 +182,15 @@ class AttributeGuards:
         moved = {name: tuple(map(_movable, getattr(self, name))) for name in ("reads", "forward")}
         kept = ("plain", "packed", "owners", "inner", "other_names", "own_forward", "dtypes")
         return {**moved, **{name: getattr(self, name) for name in kept}}
+
+
+def _places(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where the tensors at some paths lie, and what lies there."""
+    for path in paths:
+        above, _, name = path.rpartition(".")
+        for held in (modules[above]._parameters, modules[above]._buffers) if above in modules else ():
+            if name in held:
+                yield held, name, held[name]
 
 
 def _movable(read: PythonRead) -> PythonRead:

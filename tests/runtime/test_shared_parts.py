@@ -55,6 +55,13 @@ def with_one_bias() -> nn.Module:
     return block
 
 
+def with_one_bias_inside() -> nn.Module:
+    """Which the graph knows by its name in a layer that it calls, and the code by another."""
+    block = Block()
+    block.choice.bias = block.bias
+    return block
+
+
 def tokens(number: int) -> torch.Tensor:
     return torch.randn(number, D, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
@@ -84,6 +91,23 @@ def test_what_gets_a_part_of_its_own_later(make: Callable[[], nn.Module], part: 
         else:
             model.experts[part[0]][part[1]] = copy.deepcopy(model.experts[part[0]][part[1]])
             model.experts[part[0]][part[1]].weight.data += 1
+    found = compare(block, optimized, (tokens(7),), train=True)
+    assert found.within(1e-10), found
+
+
+@pytest.mark.parametrize("edited", ["choice.bias", "bias"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_a_layer_and_the_code_around_it_hold(edited: str, gone: bool) -> None:
+    torch.manual_seed(0)
+    block = with_one_bias_inside().double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), tokens(9), CONFIG)
+    assert operators_run(optimized, (tokens(7),))
+    own = torch.randn(E, dtype=torch.float64)
+    for model in (block, optimized):
+        path, _, name = edited.rpartition(".")
+        setattr(model.get_submodule(path), name, nn.Parameter(own.clone()))
+        if gone:
+            model.choice.bias = None
     found = compare(block, optimized, (tokens(7),), train=True)
     assert found.within(1e-10), found
 
