@@ -26,7 +26,7 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
-from hexa_fx.isolation.held_objects import MISSING, is_object
+from hexa_fx.isolation.held_objects import MISSING, as_dict, is_object
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.isolation.sandbox import namespaces_of
@@ -236,9 +236,12 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
                 recorder.told.leave(recorder.scopes.pop())
         with DisableTorchFunction():
             stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-            is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
-            output = recorder.lift(result) if is_read else None
-        recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
+            held = as_dict(result)
+            read = result if held is None else held
+            is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
+            output = recorder.lift(read) if is_read else None
+        call = ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output, is_object=held is not None)
+        recorder.calls.append(call)
         return result
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
