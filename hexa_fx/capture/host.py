@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -219,6 +220,7 @@ def _have_attributes(result: Any) -> bool:
 def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
+    objects: list[tuple[int, Any, list[int]]] = []
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module))
@@ -241,6 +243,8 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
             output = recorder.lift(read) if is_read else None
         call = ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output, is_object=held is not None)
+        if held is not None:
+            objects.append((len(recorder.calls), result, [*map(id, held.values())]))
         recorder.calls.append(call)
         return result
 
@@ -248,5 +252,10 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
 
     def restore() -> None:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+        for number, result, given in objects:
+            if [
+                *map(id, (as_dict(result) or {}).values())
+            ] != given:  # what changed it since, the rewritten block leaves out
+                recorder.calls[number] = replace(recorder.calls[number], output=None)
 
     undo.append(restore)

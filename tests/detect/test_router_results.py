@@ -164,6 +164,36 @@ def test_a_router_that_gives_more_than_it_did(kind: str) -> None:
         assert optimized.router.calls == calls + 1
 
 
+class Remembers(Router):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Halves(Mixture):
+    """Changes the object that its router gives, and keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Remembers("dataclass", False)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.router(x)
+        result.weights = result.weights / 2
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(result.ids == number)
+            out.index_add_(0, token, expert(x[token]) * result.weights[token, slot, None])
+        return out
+
+
+def test_an_object_of_a_router_that_the_block_changes() -> None:
+    block = Halves().double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
+    torch.testing.assert_close(optimized.router.last.weights, block.router.last.weights)
+
+
 class Twice(nn.Linear):
     """Gives its weights under two names."""
 
