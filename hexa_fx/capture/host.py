@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.errors import CaptureError
-from hexa_fx.isolation.held_objects import MISSING, is_object
+from hexa_fx.isolation.held_objects import MISSING, as_dict, is_object
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.isolation.sandbox import namespaces_of
@@ -219,6 +220,7 @@ def _have_attributes(result: Any) -> bool:
 def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
+    objects: list[tuple[int, Any, list[int]]] = []
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module))
@@ -236,14 +238,24 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
                 recorder.told.leave(recorder.scopes.pop())
         with DisableTorchFunction():
             stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-            is_read = stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
-            output = recorder.lift(result) if is_read else None
-        recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
+            held = as_dict(result)
+            read = result if held is None else held
+            is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
+            output = recorder.lift(read) if is_read else None
+        call = ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output, is_object=held is not None)
+        if held is not None:
+            objects.append((len(recorder.calls), result, [*map(id, held.values())]))
+        recorder.calls.append(call)
         return result
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def restore() -> None:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+        for number, result, given in objects:
+            if [
+                *map(id, (as_dict(result) or {}).values())
+            ] != given:  # what changed it since, the rewritten block leaves out
+                recorder.calls[number] = replace(recorder.calls[number], output=None)
 
     undo.append(restore)

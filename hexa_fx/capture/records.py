@@ -53,7 +53,8 @@ def record_of(node: torch.fx.Node) -> NodeRecord:
 class ModuleCall:
     """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between.
 
-    Or the call of an `autograd.Function`, which then is ``function``.
+    Or the call of an `autograd.Function`, which then is ``function``. If what it gives ``is_object``, the output is what
+    `hexa_fx.isolation.held_objects.as_dict` makes of it.
     """
 
     path: str
@@ -63,6 +64,7 @@ class ModuleCall:
     kwargs: Any
     output: Any
     function: Applied | None = None
+    is_object: bool = False
 
 
 def _nobody(*said: Any) -> None:

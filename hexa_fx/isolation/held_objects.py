@@ -89,6 +89,13 @@ def items(holder: Any) -> dict[Any, Any]:
     return found
 
 
+def as_dict(value: Any) -> dict[str, Any] | None:
+    """All that a dataclass or a namespace holds, by name, and None under the name of its class; None for anything else."""
+    if isinstance(value, dict) or fields_of(value) is None:
+        return None
+    return {f"{type(value).__module__}.{type(value).__qualname__}": None, **items(value)}
+
+
 def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch.Tensor]:
     """The tensors among ``values``, and in the lists, dicts and objects there, those of classes that pytrees do not know too."""
     for value in values:

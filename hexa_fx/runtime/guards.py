@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hexa_fx.ir import InputGuard
+from hexa_fx.isolation.held_objects import as_dict
 from hexa_fx.torch_private import _is_any_autocast_enabled, _len_torch_function_stack
 
 _TORCHS = ("torch", "hexa_fx")
@@ -152,11 +153,13 @@ def require_routing(
 
 
 def is_of_form(result: Any, form: Any, exact: bool = True) -> bool:
-    """Whether lists, tuples and dicts in a result hold as much, None lies where it did, and tensors are of the kinds that ``form``
+    """Whether lists, tuples, dicts and an object hold as much, None lies where it did, and tensors are of the kinds that ``form``
     names, if it does; in dtype only where it is to be ``exact``."""
     if isinstance(form, dict):
-        same = isinstance(result, dict) and result.keys() == form.keys()
-        return same and all(is_of_form(result[key], form[key], exact) for key in form)
+        held = result if isinstance(result, dict) else as_dict(result)
+        if held is None or held.keys() != form.keys():
+            return False
+        return all(is_of_form(held[key], form[key], exact) for key in form)
     if isinstance(form, (list, tuple)):
         same = isinstance(result, (list, tuple)) and len(result) == len(form)
         return same and all(is_of_form(one, other, exact) for one, other in zip(result, form))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,7 @@ _FREE_OF_EFFECTS = (
     "reshape",
     operator.getitem,
     operator.eq,
+    getattr,
 )
 
 
@@ -264,16 +265,16 @@ class _Rewriter:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured
         result.meta["call"] = [*map(id, (*captured.calls, *captured.functions))].index(id(call))
-        self._bind(call.output, result)
+        self._bind(call.output, result, getattr if call.is_object else operator.getitem)
 
-    def _bind(self, output: Any, result: torch.fx.Node) -> None:
+    def _bind(self, output: Any, result: torch.fx.Node, read: Callable[..., Any] = operator.getitem) -> None:
         if isinstance(output, torch.fx.Node):
             cut = is_float(output) and not record_of(output).gradient
             self.new[output] = self.graph.call_method("detach", (result,)) if cut else result
         elif isinstance(output, (tuple, list, dict)):
             for key, item in output.items() if isinstance(output, dict) else enumerate(output):
                 if isinstance(item, (torch.fx.Node, tuple, list, dict)):
-                    self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
+                    self._bind(item, self.graph.call_function(read, (result, key)))
 
 
 def _draws_or_writes(node: torch.fx.Node) -> bool:

@@ -106,10 +106,52 @@ def test_whatever_a_router_gives_its_results_in(kind: str) -> None:
 @pytest.mark.parametrize("kind", AS)
 def test_what_a_router_decides_on_its_tokens_is_decided_in_every_call(kind: str) -> None:
     block, optimized = _optimized(kind, True)
-    assert bool(optimized.report.rewritten) is (kind not in ("dataclass", "namespace"))
+    assert optimized.report.rewritten, str(optimized.report)
     x = _x(7)
     x[0, :3] = 7.25
     torch.testing.assert_close(optimized(x), block(x))
+
+
+@pytest.mark.parametrize("kind", ["namespace", "dict"])
+def test_a_router_that_gives_an_object_of_another_class(kind: str) -> None:
+    block, optimized = _optimized("dataclass")
+    for each in (block, optimized):
+        each.router.kind = kind
+    torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
+
+
+class Scaling(Router):
+    """Says in its result, beside what its class declares, by how much the block is to scale."""
+
+    by = 2.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        result = super().forward(x)
+        result.by = self.by
+        return result
+
+
+class Scaled(Mixture):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.router = Scaling(kind, False)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.router(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(result.ids == number)
+            out.index_add_(0, token, expert(x[token]) * result.weights[token, slot, None])
+        return out * result.by
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "namespace"])
+def test_a_number_that_a_router_sets_in_its_object(kind: str) -> None:
+    block = Scaled(kind).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    for by in (2.0, 3.0):
+        block.router.by = optimized.router.by = by
+        torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
@@ -120,6 +162,36 @@ def test_a_router_that_gives_more_than_it_did(kind: str) -> None:
         calls = optimized.router.calls
         torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
         assert optimized.router.calls == calls + 1
+
+
+class Remembers(Router):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Halves(Mixture):
+    """Changes the object that its router gives, and keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Remembers("dataclass", False)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.router(x)
+        result.weights = result.weights / 2
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(result.ids == number)
+            out.index_add_(0, token, expert(x[token]) * result.weights[token, slot, None])
+        return out
+
+
+def test_an_object_of_a_router_that_the_block_changes() -> None:
+    block = Halves().double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
+    torch.testing.assert_close(optimized.router.last.weights, block.router.last.weights)
 
 
 class Twice(nn.Linear):

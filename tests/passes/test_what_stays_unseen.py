@@ -354,6 +354,18 @@ def test_inference_mode_is_asked_for() -> None:
     torch.testing.assert_close(opt(given), original(given))
 
 
+def test_whether_its_input_wants_a_gradient_is_asked_in_every_call() -> None:
+    original, opt = optimized(WithGradient)
+    assert opt.report.rewritten, opt.report
+    for wants in (False, True, False, True):
+        given = tokens().requires_grad_(wants)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                expected, found = original(given), opt(given)
+            torch.testing.assert_close(found, expected)
+            assert found.requires_grad == expected.requires_grad == (not wants and mode is torch.enable_grad)
+
+
 class OnChoices(ListMoE):
     """Scales by what the host makes of the choices."""
 
@@ -408,7 +420,6 @@ class OfAFile(OnChoices):
         (LimitInside, "a size of what the experts compute"),
         (AboveASize, "a size of what the experts compute"),
         (Hooked, "hooks on gradients"),
-        (WithGradient, "gradient of"),
         (Timed, "a clock"),
         (ByThread, "without a trace"),
         (ByVersion, "what was done with a tensor before (_version)"),
