@@ -127,6 +127,8 @@ class Moved:
 
     @classmethod
     def of(cls, value: Any) -> Moved:
+        if not isinstance(value, _MOVED):  # an object may answer anything, or not at all
+            return cls("", f"an object: {type(value).__qualname__}")
         function = getattr(value, "fget", None) or getattr(value, "func", None) or value
         if isinstance(function, types.ModuleType):
             return cls(function.__name__, "")
