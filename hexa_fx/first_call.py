@@ -139,7 +139,7 @@ class FirstCall(InPlace):
 
     def go(self, module: nn.Module) -> None:
         """Takes it off its module."""
-        if self._waits(module) or waiting_of(module) is None:
+        if self._waits(module) or REPLICATE not in vars(module):  # else that is of a block that was rewritten meanwhile
             take_off(module, self, self._own_original)
 
     def _now(self, module: nn.Module, slot: str) -> Callable[..., Any]:
