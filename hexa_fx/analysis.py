@@ -23,7 +23,8 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.sandbox import Sandbox
-from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached
+from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread
 from hexa_fx.isolation.training_mode import training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
@@ -42,6 +43,9 @@ from hexa_fx.runtime.stacked_codes import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
+
+_LITTLE = 1 << 26
+"""Bytes of a block's weights in float64 below which its operations are too small for several threads."""
 
 
 @dataclass(frozen=True)
@@ -263,12 +267,13 @@ def analyse_level(
 ) -> tuple[BlockAnalysis, str | None]:
     """A block as it was called, without LoRA that is handed over at run time, whatever is active then; else with it as a part of
     the code. Also returns the path of the identical block whose analysis was reused, if there was one."""
-    with taken_off(observation.module) if factors else nullcontext(frozenset[str]()) as paths:
-        found = _analyse_known(observation, config, cache)
-    form = found[0].rewritten
-    if not paths or (form is not None and all(map(LinearLora.of(form).reaches, paths))):
-        return found
-    return _analyse_known(observation, config, cache)
+    with one_thread() if float64_bytes(observation.module) < _LITTLE else nullcontext():
+        with taken_off(observation.module) if factors else nullcontext(frozenset[str]()) as paths:
+            found = _analyse_known(observation, config, cache)
+        form = found[0].rewritten
+        if not paths or (form is not None and all(map(LinearLora.of(form).reaches, paths))):
+            return found
+        return _analyse_known(observation, config, cache)
 
 
 def _analyse_known(

@@ -37,6 +37,17 @@ def autocast_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A context in which torch computes on one thread: on a busy CPU threads of small operations wait for each other for ever."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def gradients_state() -> tuple[bool, bool]:
     """Whether gradients are on, and whether they are of no use all the same."""
     on = torch.is_grad_enabled()
