@@ -60,7 +60,6 @@ class ModelAnalysis:
         around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
         effects: what code reaches outside of modules, as it was before.
         waiting: paths of blocks whose weights are elsewhere, until they are called.
-        cache: the analyses, for calls that are like these.
         written: paths of blocks whose inputs are written to after the call.
         forms: what runs in each mode, by path, of blocks that are to be spread over devices.
     """
@@ -73,7 +72,6 @@ class ModelAnalysis:
     effects: Sandbox
     waiting: tuple[str, ...] = ()
     written: frozenset[str] = frozenset()
-    cache: StructureCache = field(default_factory=StructureCache)
     forms: Mapping[str, Mapping[Mode, RewrittenBlock]] = field(default_factory=dict)
 
     def of(self, model: nn.Module) -> ModelAnalysis:
@@ -186,7 +184,7 @@ def _analyse_model(
     cache.forget_runs()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
     left = tuple(waiting), frozenset(written)
-    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, *left, cache, forms)
+    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, *left, forms)
 
 
 def _stages(bar: Bar) -> list[Listener]:

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.observe import ancestors_of_suspects
+from hexa_fx.capture.observe import NEVER_CALLED, ancestors_of_suspects
 from hexa_fx.errors import HexaError
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.shadow import InPlace
@@ -93,25 +92,6 @@ class FirstCall(InPlace):
     def _bind(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.__name__, self.__doc__ = "forward", type(module).forward.__doc__
-
-    @property
-    def module(self) -> nn.Module:
-        """The module; raises `ReferenceError` once it is gone."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the model of this forward no longer exists; keep a reference to the model")
-        return module
-
-    @property
-    def __code__(self) -> CodeType:
-        """The original's code object, after which torch.export names its trace."""
-        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", let_go.__code__)
-        return code
-
-    @property
-    def own_forward(self) -> Callable[..., Any] | None:
-        """The forward that the instance had of its own; None if it had the class's."""
-        return self._own_original  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, shared = self.module, self._shared
@@ -186,7 +166,7 @@ def put_on(model: nn.Module, analyse: Analyse) -> None:
     shared, modules = Shared(analyse), dict(named_modules(model))
     for path in {"", *ancestors_of_suspects(model)} & modules.keys():
         module = modules[path]
-        if not isinstance(module, (torch.jit.ScriptModule, *_NEVER_CALLED)):
+        if not isinstance(module, (torch.jit.ScriptModule, *NEVER_CALLED)):
             call = FirstCall(module, path, shared)
             module.__dict__.update({FORWARD: call, REPLICATE: call.replica})
 
@@ -195,7 +175,6 @@ _BEFORE_FULLGRAPH = (
     "hexa_fx has not analysed the model yet: call it once before torch.compile(fullgraph=True), "
     "or give hexa_fx.optimize an example"
 )
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def waiting_of(module: nn.Module) -> FirstCall | None:

@@ -19,6 +19,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Snapshots, Stage
 from hexa_fx.ir import FfnSpec, Refusal, RewrittenBlock
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.observers import muted
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.lowering.lower import Lowered, lower
@@ -174,9 +175,9 @@ class Graphs(Mapping[str, BlockGraphs]):
 
     def add(self, others: Graphs, prefix: str) -> None:
         """Adds those of a part of the model, by the part's path."""
-        named = {f"{prefix}.{path}".strip("."): graphs for path, graphs in others.items()}
+        named = {inside(prefix, path): graphs for path, graphs in others.items()}
         self._by_path |= {path: replace(graphs, path=path) for path, graphs in named.items()}
-        self.left += tuple(replace(refusal, path=f"{prefix}.{refusal.path}".strip(".")) for refusal in others.left)
+        self.left += tuple(replace(refusal, path=inside(prefix, refusal.path)) for refusal in others.left)
 
     def __getitem__(self, path: str) -> BlockGraphs:
         try:

@@ -25,6 +25,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.garbage import collections_are_cheap
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.shadow import shadow_of
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis
@@ -35,7 +36,7 @@ from hexa_fx.passes.options.switches import switch_off
 from hexa_fx.passes.preconditions.unreadable import is_elsewhere
 from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.passes.structure import StructureCache
-from hexa_fx.report import OptimizationReport, inside, with_compute, with_forwards, with_plan
+from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
@@ -132,7 +133,6 @@ def analyse_and_install(
         NothingRewritten, VerificationError: with ``strict``, as `hexa_fx.optimize`.
     """
     part = part or Part()
-    part.cache.prefix = part.path
     adopt_loaded(model)
     inspector, alone = Inspector(), spread.mesh is None
     with (
@@ -142,7 +142,9 @@ def analyse_and_install(
         whole_or_not_at_all(model),
     ):
         most = config.probe_tokens if isinstance(example_inputs, Call) else None
-        found = analyse_model(beside or model, example_inputs, config, inspector, not alone, most, part.cache).of(model)
+        found = analyse_model(
+            beside or model, example_inputs, config, inspector, not alone, most, part.cache.within(part.path)
+        ).of(model)
         if config.strict and (error := _complaint(found, part)):
             trace.finish(found.report)
             raise error
@@ -171,7 +173,7 @@ def analyse_and_install(
 def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, part: Part) -> OptimizationReport:
     """Installs what was found, and returns the report of it. Refused blocks are analysed again in calls of another kind."""
     specialiser = Specialiser(
-        config, finished, found.cache, part.later, frozenset(inside(part.path, path) for path in found.written)
+        config, finished, part.cache, part.later, frozenset(inside(part.path, path) for path in found.written)
     )
     forms, installed, said = _finished_forms(found, config), dict[str, HexaForward](), dict[str, str]()
     analyses = [each for each in found.analyses if not is_installed(model.get_submodule(each.path))]

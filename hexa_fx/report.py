@@ -16,6 +16,7 @@ from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import NEVER_SMALL
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.forward import HexaForward
 
@@ -146,11 +147,6 @@ class OptimizationReport:
         if self.plan:
             console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
-
-
-def inside(path: str, name: str) -> str:
-    """Path of a module in a model, of which the part at ``path`` has it as ``name``."""
-    return f"{path}.{name}".strip(".")
 
 
 def _blocks(count: int) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, one_by_another, tensors_by_name
+from hexa_fx.isolation.module_tree import inside, kept_tensors, named_modules, one_by_another, tensors_by_name
 from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
@@ -30,13 +30,20 @@ _PLAIN = (int, float, str, bool, type(None))
 class StructureCache:
     """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
 
-    ``prefix``: path in the model of the part that is analysed; analyses are kept by their paths in the model.
+    Args:
+        part: path in the model of the part that is analysed; analyses are kept by their paths in the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part: str = "") -> None:
         self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
         """With which of the tensors wanted a gradient, which counts only where the code asks."""
-        self.prefix = ""
+        self._part = part
+
+    def within(self, part: str) -> StructureCache:
+        """The same analyses, for blocks of a part of the model."""
+        found = StructureCache(part)
+        found._known = self._known
+        return found
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
@@ -44,7 +51,7 @@ class StructureCache:
         return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
-        kept = dataclasses.replace(analysis, path=f"{self.prefix}.{analysis.path}".strip("."))
+        kept = dataclasses.replace(analysis, path=inside(self._part, analysis.path))
         self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
 
     def forget_runs(self) -> None:

@@ -29,6 +29,9 @@ from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.preflight import sharded_units
 from hexa_fx.torch_private import DisableTorchFunction
 
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that only hold others."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -125,9 +128,7 @@ def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
     """Whether a module was called, or the one that holds it as a list, or code around it took its weights."""
     if any(id(p) in mode.used for p in model.get_submodule(path).parameters()):
         return True
-    while path and isinstance(
-        model.get_submodule(path), (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    ):
+    while path and isinstance(model.get_submodule(path), NEVER_CALLED):
         path = path.rpartition(".")[0]
     return path in mode.called
 

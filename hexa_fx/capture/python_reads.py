@@ -238,9 +238,8 @@ class PythonReads:
                 self._met[id(holder)] = holder
                 self.objects.meet(None, holder, False, isinstance(holder, nn.Module))
                 return False
-            self._made.add(
-                id(holder)
-            )  # no garbage is collected meanwhile, so that all that is made is of one generation
+            # no garbage is collected meanwhile, so that all that is made is of one generation
+            self._made.add(id(holder))
         return True
 
     def _names(self, module: nn.Module, registry: str) -> None:

@@ -86,3 +86,8 @@ def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     plain = (leaf for leaf in held if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided)
     lying = Counter(tensor.untyped_storage()._cdata for tensor in plain)
     return {name: tensor for name, tensor in kept.items() if lying[tensor.untyped_storage()._cdata] == 1}
+
+
+def inside(path: str, name: str) -> str:
+    """Path of a module in a model, of which the part at ``path`` has it as ``name``."""
+    return f"{path}.{name}".strip(".")

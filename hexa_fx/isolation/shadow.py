@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,17 +28,35 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 
 class InPlace:
-    """What stands in place of a module's forward, of which a shadow has what was there before."""
+    """What stands in place of a module's forward, of which a shadow has what was there before.
+
+    It refers to the module weakly, which owns it, and keeps the forward that the instance had of its own.
+    """
+
+    _own_original: Callable[..., Any] | None
+    _module: weakref.ref[nn.Module]
 
     @property
     def module(self) -> nn.Module:
-        """The module."""
-        raise NotImplementedError
+        """The user's module; raises `ReferenceError` once it is gone."""
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
+        return module
 
     @property
-    def own_forward(self) -> Any:
+    def own_forward(self) -> Callable[..., Any] | None:
         """The forward that the instance had of its own; None if it had the class's."""
-        raise NotImplementedError
+        return self._own_original
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The original's code object, after which torch.export names its trace."""
+        code: types.CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
+        return code
+
+
+_NO_CODE = InPlace.module.fget.__code__  # type: ignore[attr-defined]
 
 
 def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn.Module:

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -95,31 +94,12 @@ class HexaForward(InPlace):
         self.__doc__ = type(module).forward.__doc__
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
 
-    @property
-    def module(self) -> nn.Module:
-        """The user's module; raises `ReferenceError` once it is gone."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
-        return module
-
-    @property
-    def __code__(self) -> CodeType:
-        """The original's code object, after which torch.export names its trace."""
-        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
-        return code
-
     def in_mode(self, training: bool) -> Specialisation | None:
         """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
         latest = self._latest
         if latest is not None and latest.holds_in(training):
             return latest
         return next((each for each in self.specialisations if each.holds_in(training)), None)
-
-    @property
-    def own_forward(self) -> Callable[..., Any] | None:
-        """The forward that the instance had of its own; None if it had the class's."""
-        return self._own_original
 
     @property
     def arguments(self) -> ArgumentNames:
@@ -169,21 +149,18 @@ class HexaForward(InPlace):
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
         for told in self.restarted:
             told()
-        return self._original(*args, **kwargs)
+        return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward that was there before, of which nobody is told."""
-        return self._original(*args, **kwargs)
-
-    def _leave(self, reason: str) -> None:
-        """Leaves all calls to the original from now on."""
-        self.specialisations, self._latest, self.exhausted = (), None, reason
-
-    def _original(self, *args: Any, **kwargs: Any) -> Any:
         with self.adapters.in_place() if self.adapters else nullcontext():
             if self._own_original is not None:
                 return self._own_original(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _leave(self, reason: str) -> None:
+        """Leaves all calls to the original from now on."""
+        self.specialisations, self._latest, self.exhausted = (), None, reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for told in self.called:
@@ -259,9 +236,8 @@ class HexaForward(InPlace):
         if reason:
             return self._own(reason, args, kwargs)
         self._restart()
-        added = self.specialisations[
-            min(tried, len(self.specialisations) - 1) :
-        ]  # `add` may have taken the others away
+        first = min(tried, len(self.specialisations) - 1)  # `add` may have taken the others away
+        added = self.specialisations[first:]
         try:
             result = self._first_of(added, args, kwargs, None)
         except GuardMiss as found:
@@ -290,7 +266,7 @@ class HexaForward(InPlace):
         self.own[reason] += 1
         if reason not in _UNSAID:
             self._say(reason)
-        return self.original(*args, **kwargs) if restart else self._original(*args, **kwargs)
+        return self.original(*args, **kwargs) if restart else self.run_original(args, kwargs)
 
     def _say(self, reason: str) -> None:
         """Logs each reason once, and that a block mostly runs its own code."""
@@ -336,5 +312,4 @@ class HexaForward(InPlace):
         self._bind(module)
 
 
-_NO_CODE = HexaForward.__call__.__code__
 _UNPICKLED = frozenset("_module within _arguments restarted called ran own _warned _latest __doc__ __name__".split())
