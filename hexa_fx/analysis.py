@@ -21,11 +21,9 @@ from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, Refusal, RewrittenBlock
-from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.size import float64_bytes
-from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread
-from hexa_fx.isolation.training_mode import training_mode
+from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread, random_state_kept, training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse

@@ -11,8 +11,8 @@ from torch import nn
 
 from hexa_fx.analysis import analyse_model
 from hexa_fx.attached import attach
-from hexa_fx.capture.scripted import compiled_as_python
-from hexa_fx.capture.sharing_copy import sharing_copy
+from hexa_fx.capture.copies import sharing_copy
+from hexa_fx.capture.host import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError
 from hexa_fx.example_inputs import ExampleInputs
@@ -20,7 +20,7 @@ from hexa_fx.example_tokens import example_tokens
 from hexa_fx.first_call import let_go, put_on
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.isolation.garbage import collections_are_cheap
+from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.optimizing import Part, analyse_and_install, as_finished, at_first_call
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OptimizationReport

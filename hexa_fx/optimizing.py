@@ -15,7 +15,7 @@ from torch import nn
 
 from hexa_fx.analysis import ModelAnalysis, analyse_model
 from hexa_fx.attached import attach
-from hexa_fx.capture.scripted import compiled_as_python
+from hexa_fx.capture.host import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, NothingRewritten, VerificationError
 from hexa_fx.example_inputs import Call, ExampleInputs
@@ -24,25 +24,31 @@ from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock, RoutingSite
-from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.shadow import shadow_of
+from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.options.batch_invariance import NOT_FIXED, SAID, fix_order, is_fixed
-from hexa_fx.passes.options.fp8_compute import added_error, computes_in_fp8, in_fp8
-from hexa_fx.passes.options.switches import switch_off
+from hexa_fx.passes.options.ablations import switch_off
+from hexa_fx.passes.options.fp8_compute import (
+    NOT_FIXED,
+    SAID,
+    added_error,
+    computes_in_fp8,
+    fix_order,
+    in_fp8,
+    is_fixed,
+)
 from hexa_fx.passes.preconditions.unreadable import is_elsewhere
 from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
 from hexa_fx.passes.structure import StructureCache
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
-from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.call_kinds import RefusedKind
+from hexa_fx.runtime.forward import PUT_ON, HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
-from hexa_fx.runtime.refused import RefusedKind
 from hexa_fx.runtime.sampled_check import SampledCheck
-from hexa_fx.runtime.slots import PUT_ON
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft

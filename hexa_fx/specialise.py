@@ -17,32 +17,29 @@ from torch import nn
 
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.host import compiled_as_python
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
-from hexa_fx.capture.scripted import compiled_as_python
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.bounds import gradients_asked
-from hexa_fx.isolation.garbage import collections_are_cheap
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.shadow import InPlace, shadow_of
-from hexa_fx.isolation.torch_state import autocast_uncached
+from hexa_fx.isolation.size import collections_are_cheap
+from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.bounded import NO_MEMORY
 from hexa_fx.passes.structure import StructureCache, moved_to
-from hexa_fx.runtime.call_kinds import why_not_analysed
-from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
+from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install
-from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
-from hexa_fx.runtime.slots import FORWARD, PUT_ON
 from hexa_fx.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -83,7 +80,7 @@ class Specialiser:
     def specialise(
         self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
     ) -> str:
-        """See `hexa_fx.runtime.analyst.Analyst`."""
+        """See `hexa_fx.runtime.forward.Analyst`."""
         # What context variables say is of the user's forward: hooks that collect what modules give collect nothing here.
         run: Callable[[], str] = functools.partial(
             contextvars.Context().run, self._specialise, forward, args, kwargs, miss, tried

@@ -17,7 +17,7 @@ from hexa_fx.errors import InputError, PlanError
 from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, wanted_modes
 

@@ -32,13 +32,13 @@ from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
-from hexa_fx.capture.perturb import Replacements
 from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
+from hexa_fx.capture.record import Replacements
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of, refused

@@ -17,7 +17,7 @@ from torch import nn
 from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
-from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.isolation.purity import is_users, module_name
 from hexa_fx.torch_private import TensorBase, is_functorch_wrapped_tensor
 
 METADATA = frozenset(

@@ -11,9 +11,8 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.capture.kept import Access, ChangedInPlace
+from hexa_fx.capture.kept import Access, ChangedInPlace, StoredValue
 from hexa_fx.capture.records import ModuleCall
-from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.module_tree import tensors_by_name

@@ -6,28 +6,160 @@ it or in its arguments. Names only suggest where to look; detection decides what
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.host import scripts_as_python
 from hexa_fx.capture.probes import probe_inputs
-from hexa_fx.capture.scripted import scripts_as_python
-from hexa_fx.capture.selections import Selections
-from hexa_fx.capture.suspects import CONVOLUTIONS, holds_numbered, is_one_stack, may_hold_experts
+from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import SourceLocation
+from hexa_fx.isolation.choices import choosing_call, numbers_intervals
 from hexa_fx.isolation.module_snapshot import restored
-from hexa_fx.isolation.module_tree import named_modules
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.preflight import sharded_units
-from hexa_fx.torch_private import DisableTorchFunction
+from hexa_fx.torch_private import DisableTorchFunction, _ConvNd
+
+CONVOLUTIONS = (_ConvNd,)
+
+
+def may_hold_experts(path: str, module: nn.Module) -> bool:
+    """Whether stacked or listed matrices of the module, or its name, suggest experts."""
+    own = list(module.parameters(recurse=False))
+    frozen = [b for b in module.buffers(recurse=False) if b.is_floating_point() and b.dim() == 3 and min(b.shape) > 1]
+    stacked = any(p.dim() >= 3 and sum(size > 1 for size in p.shape) > 1 for p in own)
+    if (len(frozen) > 1 or stacked) and not isinstance(module, CONVOLUTIONS):
+        return True
+    if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
+        return any(True for _ in module.parameters())
+    if sum(p.dim() == 2 for p in own) >= 2 and not type(module).__module__.startswith("torch."):
+        return True  # bare matrices, each possibly of all experts
+    several = isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
+    return several or _is_list_of_alikes(module)
+
+
+def holds_numbered(module: nn.Module) -> bool:
+    """Whether some children have names that differ in one number and matrices of the same shapes, as ``ffn_0``, ``ffn_1``, ..."""
+    alike: Counter[Hashable] = Counter()
+    numbered = [(name, child) for name, child in module.named_children() if any(map(str.isdigit, name))]
+    for name, child in numbered if len(numbered) > 2 else ():
+        shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
+        if any(len(shape) == 2 for _, shape in shapes) and not isinstance(child, nn.Embedding):
+            alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
+    return max(alike.values(), default=0) > 2  # two may be layers
+
+
+def _is_list_of_alikes(module: nn.Module) -> bool:
+    """Whether the children are numbered (or in a dictionary) and have the same parameters, as experts do, but layers too."""
+    children = list(module.named_children())
+    numbered = all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children)
+    if len(children) < 2 or not (numbered or isinstance(module, nn.ModuleDict)):
+        return False
+    shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
+    tables = all(isinstance(child, nn.Embedding) for _, child in children)  # codebooks, or one for each feature
+    return len(shapes) == 1 and shapes != {()} and not tables
+
+
+def is_one_stack(module: nn.Module) -> bool:
+    """Whether the module is one stacked weight, such as a projection of all experts."""
+    return not any(True for _ in module.children()) and sum(p.dim() >= 3 for p in module.parameters()) == 1
+
+
+_INTEGERS = (torch.int64, torch.int32)
+_WHOLE_NUMBERS = (*_INTEGERS, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(repr=False)
+class Selections(TorchFunctionMode):
+    """The mode that notes them.
+
+    Args:
+        model: which will run.
+    """
+
+    model: nn.Module
+    stack: list[str] = field(default_factory=list)
+    """Paths of the modules that run, outermost first."""
+    selecting: set[str] = field(default_factory=set)
+    chained: set[str] = field(default_factory=set)
+    """Lists in which a member was given another member's output."""
+    called: set[str] = field(default_factory=set)
+    """Modules that ran."""
+    used: set[int] = field(default_factory=set)
+    """Parameters that functions of torch were given, by id."""
+    runs: overlooked.Runs = field(default_factory=overlooked.Runs)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._tables = set(map(memory_of, _whole_numbers_of(self.model)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, ops.canonical(getattr(func, "__name__", ""))
+        if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
+            return func(*args, **kwargs)
+        if (name in ops.ORDERS or name in ("where", "nonzero")) and self.stack:
+            self.runs.compare(self.stack[-1])
+        given = (*args, *kwargs.values())
+        self.used.update(id(each) for each in given if isinstance(each, nn.Parameter))
+        self.used.update(
+            id(each) for some in given if type(some) in (list, tuple) for each in some if isinstance(each, nn.Parameter)
+        )
+        result = func(*args, **kwargs)
+        if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
+            self.selecting.add(self.stack[-1])
+        if name in ops.BEST:
+            self.runs.choose(result)
+            call = choosing_call(func, args, kwargs)
+            if call is not None and self.stack:
+                self.runs.candidates.setdefault(self.stack[-1], set()).add(call.size)
+        if name in ops.CUTS and name != "unbind" and self.stack:
+            self.runs.cut(self.stack[-1], name, args[0], result)
+        if name == "embedding" and self.stack:
+            self.runs.look_up(self.stack[-1], args[0])
+        return result
+
+    def _finds_ids(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether whole numbers are looked up in a table of whole numbers that a module keeps: a token's expert by its id, say."""
+        if name not in ops.LOOK_UPS:
+            return False
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(tensors) < 2 or any(tensor.dtype not in _WHOLE_NUMBERS for tensor in tensors):
+            return False
+        return any(type(tensor) is torch.Tensor and memory_of(tensor) in self._tables for tensor in tensors)
+
+
+def _whole_numbers_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors of whole numbers among the model's buffers and attributes."""
+    for module in modules_of(model):
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if type(value) is torch.Tensor and value.dtype in _WHOLE_NUMBERS and value.dim() > 0:
+                yield value
+
+
+def _selects(name: str, args: Any, result: Any) -> bool:
+    """Whether a function of torch selects by index."""
+    # remainders of what weights are packed in, and of fractions, are no selections: those of positions and ids are
+    codes = name == "remainder" and getattr(args[0], "dtype", torch.int64) not in _INTEGERS
+    if name in ops.BY_INDEX and not codes:
+        return True
+    # numpy may choose by what it is given
+    return numbers_intervals(name, args, result) or name in ("numpy", "__array__")
+
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that only hold others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import re
 import sys
@@ -11,20 +12,61 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from hexa_fx.capture.code_reads import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
-from hexa_fx.capture.started_functions import told_of_starts
+from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING, is_object
 from hexa_fx.isolation.lookup import CALLED
-from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source
+from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
-from hexa_fx.isolation.users_code import is_users, module_name
 from hexa_fx.torch_private import _is_torch_function_mode_enabled
+
+Wanted: TypeAlias = Callable[[types.FrameType], bool]
+"""Called with the frame of a function that starts; whether it wants to hear of the same code again."""
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def untold(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A function of which nothing is told, nor of what it calls: a trace function makes all Python code twice as slow."""
+
+    @functools.wraps(function)
+    def silent(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        trace = sys.gettrace()
+        if trace is None:
+            return function(*args, **kwargs)
+        sys.settrace(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(trace)
+
+    return silent
+
+
+@contextmanager
+def told_of_starts(wanted: Wanted) -> Iterator[None]:
+    """A context in which ``wanted`` is called for every function that starts."""
+    left: dict[int, types.CodeType] = {}  # by id: hashing code reads all of it
+
+    def started(frame: types.FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if id(code) not in left and not wanted(frame):
+            left[id(code)] = code
+
+    before = sys.gettrace()
+    sys.settrace(started)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
 
 _GENERATED = "<eval_with_key>"
 _WORD = re.compile(r"[^\W\d]\w*")

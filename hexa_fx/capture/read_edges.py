@@ -13,9 +13,8 @@ from torch import nn
 
 from hexa_fx.capture.ran_code import is_ours
 from hexa_fx.ir import Container, PythonRead, SourceLocation
-from hexa_fx.isolation.bounds import Bound, Code, name_of
 from hexa_fx.isolation.module_tree import named_modules
-from hexa_fx.isolation.read_values import Unreadable
+from hexa_fx.isolation.read_values import Bound, Code, Unreadable, name_of
 
 _DEEPEST = 12
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,25 +17,93 @@ from torch.utils._pytree import tree_leaves
 from hexa_fx.capture.calls import user_location, why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.host import visible_host
-from hexa_fx.capture.kept import ChangedInPlace, puts
-from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, replaced_parameters
+from hexa_fx.capture.host import scripts_as_python, visible_host
+from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, Settings, StoredValue, noted_settings, puts, stored_values
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
-from hexa_fx.capture.records import NodeRecord
-from hexa_fx.capture.scripted import scripts_as_python
-from hexa_fx.capture.stored import UNKNOWN, Settings, StoredValue, noted_settings, stored_values
+from hexa_fx.capture.records import NodeRecord, record_of
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.held_objects import is_object, tensors_in
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import kept_tensors
 from hexa_fx.isolation.purity import WEIGHT
-from hexa_fx.isolation.random_state import SEED, random_state_kept
-from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.isolation.size import is_out_of_memory, of_one_number
+from hexa_fx.isolation.torch_state import SEED, random_state_kept
+from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """Other values for what has no effect on the example, so that the recorded run shows what it does.
+
+    Args:
+        arguments: by name.
+        held: of parameters and buffers, by name.
+        results: of recorded calls, by the number of their node.
+        idle: numbers of dropouts that drop nothing.
+    """
+
+    arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    results: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    idle: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.arguments) + len(self.held) + len(self.results)
+
+
+AS_IT_IS = Replacements()
+
+
+@contextmanager
+def replaced_parameters(
+    parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end.
+
+    ``given``: values of others, buffers too, by name.
+    """
+    generator = torch.Generator().manual_seed(2)
+    chosen = {id(parameters[name]): value for name, value in given.items()}
+    alike = of_one_number(p for p in parameters.values() if type(p) is nn.Parameter and not p.is_meta)
+    plain = {id(p): p for p in parameters.values() if id(p) in chosen or (id(p) in alike and _hides(p))}
+    before = {key: parameter.data for key, parameter in plain.items()}
+    try:
+        for key, parameter in plain.items():
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu")
+            new = chosen[key] if key in chosen else parameter.data + noise.to(parameter.data) / 8
+            parameter.data = new.to(parameter.data, copy=True)
+        yield {name: p.data for name, p in parameters.items() if id(p) in plain}
+    finally:
+        for key, parameter in plain.items():
+            parameter.data = before[key]
+
+
+def decided_alone(block: nn.Module, graph: torch.fx.Graph, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Of the named parameters, those on which alone the host decided in a recorded run, with their own values.
+
+    What the code does with these shows only with the values that they have.
+    """
+    found: set[str] = set()
+    for decision in (node for node in graph.nodes if node.op != "output" and record_of(node).decision):
+        behind, frontier = set(), [decision]
+        while frontier:
+            node = frontier.pop()
+            if node not in behind:
+                behind.add(node)
+                frontier.extend(node.all_input_nodes)
+        if not any(node.op == "placeholder" for node in behind):
+            found |= {str(node.target) for node in behind if node.op == "get_attr"}
+    return {name: block.get_parameter(name).detach() for name in sorted(found.intersection(names))}
+
+
+def _hides(value: torch.Tensor) -> bool:
+    """Whether one that is of one number may have no effect: a single number other than 0 and 1 has one."""
+    return value.numel() > 1 or float(value.detach().flatten()[0]) in (0.0, 1.0)
+
 
 _CONDITIONS: tuple[tuple[bool, frozenset[type]], ...] = (
     (False, frozenset()),

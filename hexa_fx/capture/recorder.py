@@ -17,6 +17,7 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture import functional
+from hexa_fx.capture.bytecode import only_raises
 from hexa_fx.capture.calls import (
     DECISIONS,
     KEPT,
@@ -36,15 +37,11 @@ from hexa_fx.capture.calls import (
     without_numpy,
     written_tensor,
 )
-from hexa_fx.capture.error_checks import only_raises
-from hexa_fx.capture.memory import MemoryNumbers, memory_of
-from hexa_fx.capture.pieces import Pieces
-from hexa_fx.capture.records import Listeners, ModuleCall, NodeRecord, record_of
-from hexa_fx.capture.started_functions import untold
-from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
-from hexa_fx.capture.texts import noted_text
-from hexa_fx.isolation.endless import end_after
+from hexa_fx.capture.ran_code import untold
+from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
+from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
 
 

@@ -158,6 +158,6 @@ def _free(device: str) -> int | None:
     """Bytes that are free on the device; None where nothing says so."""
     import torch
 
-    from hexa_fx.isolation.host_memory import available_bytes
+    from hexa_fx.isolation.size import available_bytes
 
     return available_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

@@ -12,8 +12,8 @@ from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import NEVER_SMALL, Small, SourceLocation
 from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.install import NO_CALLS, Calls, calls_of, why_original
 from hexa_fx.runtime.packed_reader import packed_weights
-from hexa_fx.runtime.why_original import NO_CALLS, Calls, calls_of, why_original
 
 Status = Literal["rewritten", "refused", "already", "waiting"]
 

@@ -27,7 +27,7 @@ from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.program import direct
 from hexa_fx.sources import linear4bit

@@ -25,7 +25,7 @@ from hexa_fx.errors import InputError, NothingRewritten
 from hexa_fx.integrations import regions
 from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, refused
 from hexa_fx.passes.structure import moved_to

@@ -1,16 +1,53 @@
-"""What code may do that no graph and no condition holds, told by what it calls: it is refused with its line.
+"""Whose code it is, and what code may do that no graph and no condition holds, told by what it calls: it is refused with its line.
 
-Functions of torch, of numpy and of the rest of the standard library give the same for the same, or write lines for people.
+Code of torch, numpy and the rest of the standard library gives the same for the same, or writes lines for people: it is constant.
 """
 
 from __future__ import annotations
 
 import datetime
+import dis
 import inspect
 import random
 import sys
+import traceback
 import types
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+_LOGGING = frozenset({"logging", "loguru", "structlog", "absl", "tqdm"})
+"""Libraries that write lines for people, with locks, handlers and counters of their own."""
+_OTHERS = frozenset(
+    {"torch", "numpy", "hexa_fx", "einops", "builtins", "functorch", *_LOGGING, *sys.stdlib_module_names}
+)
+
+
+@lru_cache(1 << 14)  # asked of all modules of the process in every recorded run
+def is_users(module: str) -> bool:
+    """Whether code of this Python module belongs to the user or to a model library."""
+    return module.partition(".")[0] not in _OTHERS
+
+
+def logs(module: str) -> bool:
+    """Whether a Python module belongs to a library that writes logs: what it keeps for that makes no difference to results."""
+    return module.partition(".")[0] in _LOGGING
+
+
+def module_name(namespace: Mapping[str, Any]) -> str:
+    """Of the Python module whose globals these are."""
+    return str(namespace.get("__name__", ""))
+
+
+def raised_by_user(error: BaseException) -> bool:
+    """Whether a ``raise`` or an ``assert`` of the user's code made an error; else an operation that it called failed."""
+    if isinstance(error, AssertionError):
+        return True
+    for frame, _ in [*traceback.walk_tb(error.__traceback__)][-1:]:
+        instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return instruction == "RAISE_VARARGS" and is_users(module_name(frame.f_globals))
+    return False
+
 
 CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers"
 LOOK_UP = "look-up of names"

@@ -14,7 +14,7 @@ from torch import nn
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_of_other_library
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
-from hexa_fx.isolation.users_code import is_users, module_name
+from hexa_fx.isolation.purity import is_users, module_name
 from hexa_fx.torch_private import is_traceable_wrapper_subclass
 
 _LISTS = (list, dict, set, deque)

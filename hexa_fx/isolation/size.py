@@ -1,13 +1,19 @@
-"""How much memory the analysis of a block may hold beside the model, and what is too large to be held in float64 as a whole."""
+"""Memory of an analysis: how much it may hold beside the model, what is too large to be held in float64 as a whole, and garbage."""
 
 from __future__ import annotations
 
+import gc
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from hexa_fx.contexts import set_to
 from hexa_fx.isolation.module_tree import tensors_of
 from hexa_fx.isolation.upcast_weight import LEAST_BYTES
 
@@ -94,3 +100,78 @@ def is_of_one_number(value: torch.Tensor) -> bool:
         return bool((value == first).all())
     step = max(1, _PIECE // value[0].numel())
     return all(bool((value[start : start + step] == first).all()) for start in range(0, len(value), step))
+
+
+_MEMORY, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
+
+
+def available_bytes() -> int | None:
+    """Bytes that programs may still take; None where nothing says so."""
+    lines = _MEMORY.read_text(encoding="ascii").splitlines() if _MEMORY.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
+def owns_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no view of a larger one."""
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def bytes_that_stay(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the host's tensors whose memory stays taken, or in a file, when they move elsewhere."""
+    files = _mapped_files()
+    starts = [start for start, _ in files]
+    stay = 0
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        at = bisect_right(starts, address) - 1
+        if not owns_its_storage(tensor) or (at >= 0 and address < files[at][1]):
+            stay += tensor.numel() * tensor.element_size()
+    return stay
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """First and last address of every file that is mapped, in order."""
+    found = []
+    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines() if _MAPS.exists() else []:
+        place, *_, name = line.split(maxsplit=5)
+        if name.startswith("/") and not name.startswith("/dev/"):
+            start, end = place.split("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+_frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
+_MOST = 2**31 - 1
+"""The largest threshold that Python takes."""
+
+
+@contextmanager
+def collections_are_cheap() -> Iterator[None]:
+    """Inside, collections pass over what was there before, and they are a thirtieth as frequent, in the whole process.
+
+    Analysis makes so many objects that full collections come several times in a row, each through everything that torch and the
+    model hold: a sixth of its time for a list of 256 experts. Where something is frozen already it stays so, and nothing else is.
+
+    A full one follows where a device is in use. It takes a third of a second in a process with transformers, and would come in one
+    of the next calls of the model, which take milliseconds.
+    """
+    before, freezes = gc.get_threshold(), not gc.get_freeze_count()
+    gc.set_threshold(min(30 * before[0], _MOST), *before[1:])
+    if freezes:
+        gc.freeze()
+    try:
+        with set_to(_frozen, freezes or _frozen.get()):
+            yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        gc.set_threshold(*before)
+        if gc.isenabled() and torch.cuda.is_initialized():
+            gc.collect()
+
+
+def collect(everything: bool = False) -> None:
+    """Collects the garbage of an analysis, which graphs make by referring to themselves; or also what was garbage before."""
+    if everything and _frozen.get():
+        gc.unfreeze()
+    gc.collect()

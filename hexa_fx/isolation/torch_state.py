@@ -1,12 +1,17 @@
-"""States of torch that code may ask for, each by a function without arguments. A guard asks them again at every call."""
+"""States of torch: those that code may ask for, each by a function without arguments, and those that trial runs put back."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+
+from hexa_fx.isolation.module_tree import named_modules
 
 
 def autocast_state() -> tuple[Any, ...]:
@@ -82,3 +87,66 @@ STATE: Mapping[str, Callable[[], Any]] = {
 
 STANDS_FOR = dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "asarray"), "get_default_dtype")
 """Functions whose results depend on a state, by name: the state's."""
+
+
+SEED = 7_309_611_482
+"""Of trial runs: a number that no code seeds its random numbers with, so that a run that does so shows."""
+
+
+@contextmanager
+def random_state_kept(seed: int | None = None) -> Iterator[None]:
+    """A context at whose end the default generators of torch are in the state that they were in, those of all GPUs included, and
+    Python's and numpy's.
+
+    Args:
+        seed: of these generators inside. `torch.manual_seed` would also decide what a process draws that first uses CUDA later.
+    """
+    numpy, before = sys.modules.get("numpy"), random.getstate()
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(_devices()):
+            if seed is not None:
+                for generator in _generators():
+                    generator.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def random_states() -> list[torch.Tensor]:
+    """The states of torch's default generators, which differ once random numbers are drawn."""
+    return [generator.get_state() for generator in _generators()]
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators[device] for device in _devices())]
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+
+
+@contextmanager
+def training_mode(root: nn.Module, training: bool) -> Iterator[None]:
+    """A context in which a module is in train or eval mode, at whose end every module is in its own again.
+
+    What a module's own ``train`` does besides, such as merging adapters into weights, is taken back by another call of it.
+    """
+    before = [(module, module.training) for _, module in named_modules(root)]
+    root.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            if module.training is not mode and has_own_train(module):
+                module.train(mode)
+        for module, mode in before:
+            if module.training is not mode:
+                module.training = mode
+
+
+def has_own_train(module: nn.Module) -> bool:
+    """Whether something else than torch's ``train`` sets the mode of a module."""
+    return type(module).train is not nn.Module.train or "train" in vars(module)

@@ -8,15 +8,38 @@ those are known here. Any other operation gets the whole weight in float64 as lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hexa_fx.contexts import set_to
 from hexa_fx.isolation.listed_stack import ListedStack
-from hexa_fx.isolation.upcast_pieces import upcast_piece
 from hexa_fx.torch_private import DispatchKey, _disabled_torch_function_impl, _dispatch_has_kernel_for_dispatch_key
+
+_kept: ContextVar[list[torch.Tensor] | None] = ContextVar("pieces", default=None)
+
+
+def piece_memory_kept() -> AbstractContextManager[None]:
+    """A context in which `upcast_piece` keeps its memory, as much as the largest piece takes."""
+    return set_to(_kept, [])
+
+
+def upcast_piece(piece: torch.Tensor) -> torch.Tensor:
+    """A float64 tensor (rows, columns) of the same values, laid out as ``piece`` is. It holds until the next one is made."""
+    kept = _kept.get()
+    if kept is None or piece.device.type != "cpu" or piece.dtype == torch.float64:
+        return piece.to(torch.float64)
+    if not kept or kept[0].numel() < piece.numel():
+        kept[:] = [torch.empty(piece.numel(), dtype=torch.float64, device="cpu")]
+    memory = kept[0][: piece.numel()]
+    by_columns = piece.stride(0) < piece.stride(1)
+    upcast = memory.view(piece.shape[::-1]).t() if by_columns else memory.view(piece.shape)
+    return upcast.copy_(piece)
+
 
 _ATEN = torch.ops.aten
 

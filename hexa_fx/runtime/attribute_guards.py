@@ -20,13 +20,11 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.bounds import Bound, Code
 from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another, tensors_by_name
-from hexa_fx.isolation.read_values import IsA, Names, movable, snapshot
-from hexa_fx.runtime.compiled_checks import any_of, still_the_same
+from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, movable, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, submodule
+from hexa_fx.runtime.resolution import Resolution, any_of, still_the_same, submodule
 
 _OF_ALL = (
     torch_module._global_forward_hooks,

@@ -3,29 +3,107 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
-from hexa_fx.runtime.analyst import Analyst
-from hexa_fx.runtime.answered_calls import answered
-from hexa_fx.runtime.call_kinds import call_kind, saving_is_counted
+from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
 from hexa_fx.runtime.guards import GuardMiss, OwnCodeOnly, say_in_trace
 from hexa_fx.runtime.readers import readers
-from hexa_fx.runtime.refused import RefusedKind, said_of_sizes
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.signature import ArgumentNames, NoGlobals, SignatureOfOriginal
-from hexa_fx.runtime.slots import take_off
 from hexa_fx.runtime.specialisation import Specialisation
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
+
+
+class Analyst(Protocol):
+    """Analyses calls of a kind that a block was not rewritten for (`hexa_fx.specialise`)."""
+
+    def specialise(
+        self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
+    ) -> str:
+        """Adds a specialisation, or a kind that is refused, to ``forward``, of which the first ``tried`` do not take the call.
+
+        Returns why there is none; empty if there is.
+        """
+
+
+_COMPILED = "_compiled_call_impl"
+"""What a module calls in place of its hooks and its forward, if it has one."""
+
+
+@contextmanager
+def answered(block: nn.Module, called: Sequence[tuple[str, Any]]) -> Iterator[None]:
+    """A context in which submodules of ``block`` give, once for each call of ``called``, what they gave there.
+
+    They draw and count nothing again, and their hooks do not run again. It holds for this thread.
+
+    Args:
+        called: path and result, in order.
+    """
+    found: dict[nn.Module, deque[Any]] = {}
+    for path, result in called:
+        found.setdefault(block.get_submodule(path), deque()).append(result)
+    before = {module: module.__dict__.get(_COMPILED) for module in found}
+    thread = threading.get_ident()
+    for module, results in found.items():
+        module.__dict__[_COMPILED] = _answering(results, thread, before[module] or module._call_impl)
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            module.__dict__.pop(_COMPILED, None)
+            if own is not None:
+                module.__dict__[_COMPILED] = own
+
+
+def _answering(results: deque[Any], thread: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if not results or threading.get_ident() != thread:
+            return call(*args, **kwargs)
+        result = results.popleft()
+        return result if torch.is_grad_enabled() else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+    return answer
+
+
+FORWARD, REPLICATE = "forward", "_replicate_for_data_parallel"
+INSIDE_HOOK = "_old_forward"
+"""Where accelerate keeps the forward that it calls once it has brought the weights, or the inputs, to where they are needed."""
+
+PUT_ON = (FORWARD, INSIDE_HOOK, REPLICATE)
+"""Names of attributes of a module's instance under which a rewritten forward may lie."""
+
+
+def slot_of(block: nn.Module) -> str:
+    """Where the forward of a block lies: inside of accelerate's hook, if it has one."""
+    own = vars(block)
+    return INSIDE_HOOK if "_hf_hook" in own and INSIDE_HOOK in own else FORWARD
+
+
+def take_off(block: nn.Module, forward: Any, original: Any) -> None:
+    """Puts ``original`` in the place of ``forward``: what the instance had of its own before, if anything."""
+    own = block.__dict__
+    own.pop(REPLICATE, None)
+    for slot in (FORWARD, INSIDE_HOOK):
+        if own.get(slot) is forward:
+            del own[slot]
+            if slot == INSIDE_HOOK:
+                own[slot] = type(block).forward.__get__(block)
+            elif original is not None:
+                own[slot] = original
+
 
 logger = logging.getLogger(__name__)
 

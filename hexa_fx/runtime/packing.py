@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.contexts import set_to
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.isolation.host_memory import owns_its_storage
+from hexa_fx.isolation.size import owns_its_storage
 from hexa_fx.ops import library
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.call_kinds import is_foreign, said_of

@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import DiffersInUse
-from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.isolation.torch_state import autocast_uncached
+from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.runtime import results
 from hexa_fx.runtime.call_kinds import why_not_analysed
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from hexa_fx.isolation.host_memory import owns_its_storage
+from hexa_fx.isolation.size import owns_its_storage
 from hexa_fx.torch_private import DisableTorchFunction
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from hexa_fx.isolation.host_memory import available_bytes, bytes_that_stay
+from hexa_fx.isolation.size import available_bytes, bytes_that_stay
 from hexa_fx.jit.errors import DriverError
 from hexa_fx.jit.mapped_memory import MappedMemory
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.device_asserts import no_device_asserts
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
+from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.results import state_of

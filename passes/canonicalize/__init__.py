@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
-from hexa_fx.capture.memory import number_of_new
+from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
 from hexa_fx.passes.detect.graph import ancestors, einsum_of

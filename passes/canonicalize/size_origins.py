@@ -16,7 +16,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.counts import is_size
+from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import ancestors, is_tensor
 
 Node = torch.fx.Node

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.perturb import Replacements
+from hexa_fx.capture.record import Replacements
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced

@@ -7,7 +7,7 @@ between experts breaks the equality, so none needs a rule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -17,15 +17,140 @@ import torch.fx
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.expert_function import Hypothesis, activate, hypotheses, row_factor
+from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, literals
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
-from hexa_fx.passes.detect.rows import Instance
+from hexa_fx.passes.detect.rows import DIFFERENT_WAYS, Instance, joined
 from hexa_fx.passes.detect.rules import refuse_randomness
-from hexa_fx.passes.detect.second_projection import second_projection
 from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
-from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
+
+_TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    activation: str
+    params: tuple[float, ...]
+    pairing: str
+
+
+def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
+    """Every activation, with every layout of gate and up in the result of the first projection."""
+    width = feature_size(instance.second.data)
+    if len(instance.first) == 2:
+        # of another width, one of them is no half of a gated pair: FiLM's scale and shift, a gate per row
+        pairings = ["separate"] if all(feature_size(first.node) == width for first in instance.first) else []
+    elif len(instance.first) > 2:
+        pairings = []
+    elif feature_size(instance.first[0].node) == width:
+        pairings = ["none"]
+    elif feature_size(instance.first[0].node) == 2 * width:
+        pairings = ["concat", "interleaved", "concat_up_first", "interleaved_up_first"]
+    else:
+        pairings = []
+    for pairing in pairings:
+        for activation in ACTIVATIONS.values():
+            if activation.pair and pairing == "none":
+                continue
+            for params in activation.choices([number for number in literals(segment) if number > 0]):
+                yield Hypothesis(activation.name, params, pairing)
+
+
+def activate(hypothesis: Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor:
+    activation = ACTIVATIONS[hypothesis.activation]
+    if hypothesis.pairing == "none":
+        value = activation.forward(inputs[0], hypothesis.params)
+        return value if isinstance(value, torch.Tensor) else value[0]
+    gate, up = inputs if hypothesis.pairing == "separate" else _halves(inputs[0], hypothesis.pairing)
+    if activation.pair:
+        return activation.forward(gate, up, hypothesis.params)
+    return activation.forward(gate, hypothesis.params) * up
+
+
+def _halves(hidden: torch.Tensor, pairing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    interleaved = pairing.startswith("interleaved")
+    half = hidden.shape[1] // 2
+    first, second = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else (hidden[:, :half], hidden[:, half:])
+    return (second, first) if pairing.endswith("up_first") else (first, second)
+
+
+def row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
+    """m (R,) with ``observed == m[:, None] * expected``, or None."""
+    if observed.shape[0] == 0:
+        return observed.new_zeros(0)
+    column = expected.abs().argmax(1, keepdim=True)
+    factor = observed.gather(1, column) / expected.gather(1, column)
+    scale = observed.abs().amax(1, keepdim=True).clamp(min=1e-6)
+    if not bool(((observed - factor * expected).abs() <= _TOLERANCE * scale).all()):
+        return None
+    factor = factor[:, 0]
+    return torch.where((factor - 1).abs() < 1e-9, torch.ones_like(factor), factor)
+
+
+def second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:
+    """The reading of the second weight, and the base of a bias inside the call."""
+    second = instances[0].second
+    for stack in weights.matrices(second.base, feature_size(second.node), feature_size(second.data)):
+        if _are_products(instances, stack, replay):
+            _check_inner_bias(instances, replay, weights)
+            return stack, second.bias
+    raise Refuse("the second projection is not a product with one matrix an expert", second.node)
+
+
+def _are_products(instances: list[Instance], stack: Stack, replay: Replay) -> bool:
+    for instance in instances:
+        if instance.second.base != stack.base:
+            raise Refuse(DIFFERENT_WAYS, instance.second.node)
+    numbers = {instance.second: number for number, instance in enumerate(instances)}
+    batches = in_batches([*numbers])
+    return all(_are_near([instances[numbers[second]] for second in batch], stack, replay) for batch in batches)
+
+
+def _are_near(instances: Sequence[Instance], stack: Stack, replay: Replay) -> bool:
+    """Whether the second products of some instances are those of their experts' matrices, each by its own scale."""
+    off, scales, real, sizes = [], [], [], []
+    for instance in instances:
+        product, _ = replay.linear_part(instance.second.node, instance.second.data)
+        product = product.reshape(-1, stack.matrices.shape[1])
+        data = replay.value(instance.second.data).reshape(-1, stack.matrices.shape[2])
+        if len(product) != len(data) or len(data) != len(instance.expert):
+            return False
+        if len(data):
+            off.append(product - _expected(instance, data, stack))
+            scales.append(product.abs().amax())
+            real.append(instance.token >= 0)  # the expert of a padding row is arbitrary
+            sizes.append(len(data))
+    if not off:
+        return True
+    scale = torch.stack(scales).clamp(min=1e-12).repeat_interleave(torch.tensor(sizes, device=off[0].device))
+    return bool(((joined(off).abs() <= 1e-5 * scale[:, None]).all(1) | ~joined(real)).all())
+
+
+def _expected(instance: Instance, data: torch.Tensor, stack: Stack) -> torch.Tensor:
+    if instance.second.expert != ALL:
+        return data @ stack.matrices[instance.second.expert].T
+    expected = data.new_empty(len(data), stack.matrices.shape[1])
+    for expert in instance.expert.unique().tolist():
+        chosen = instance.expert == expert
+        expected[chosen] = data[chosen] @ stack.matrices[expert].T
+    return expected
+
+
+def _check_inner_bias(instances: list[Instance], replay: Replay, weights: WeightTable) -> None:
+    for instance in instances:
+        for contraction in (*instance.first, instance.second):
+            _, constant = replay.linear_part(contraction.node, contraction.data)
+            if constant is None and contraction.bias is None:
+                continue
+            if constant is None:
+                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
+            constant = constant.reshape(-1, feature_size(contraction.node))[instance.token >= 0]
+            vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
+            expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
+            if not torch.allclose(constant, expected, rtol=1e-5, atol=1e-6):
+                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
 
 
 @dataclass(frozen=True)
@@ -263,7 +388,3 @@ def _explain(
         factor[real] = found
         factors += factor.split([len(instances[number].token) for number in chosen])
     return tuple(factors)
-
-
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([*parts]) if len(parts) > 1 else parts[0]

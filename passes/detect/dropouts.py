@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.functional import row_dropout
-from hexa_fx.passes.detect.alike import Column
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws
+from hexa_fx.passes.detect.steps import Column
 from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 

@@ -11,11 +11,10 @@ import torch.fx
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.combine import Combine
+from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
 from hexa_fx.passes.detect.decisions import Decisions
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.routing import Passing, Routing, Search, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import decided_anew, is_constant, refuse_own_backward, refuse_stored_intermediates

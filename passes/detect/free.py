@@ -14,7 +14,6 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
 from hexa_fx.passes.detect.family import Family
@@ -30,7 +29,7 @@ from hexa_fx.passes.detect.rules import (
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.steps import StepReader
+from hexa_fx.passes.detect.steps import AlikeRuns, Column, StepReader, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.tags import ExpertGroups
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 

@@ -13,14 +13,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.memory import memory_of
 from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.records import memory_of
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.garbage import collect
-from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
-from hexa_fx.isolation.upcast_pieces import piece_memory_kept
+from hexa_fx.isolation.size import FEW_TOKENS, collect, is_out_of_memory, raises_in_pieces
+from hexa_fx.isolation.upcast_weight import piece_memory_kept
 from hexa_fx.passes.memory.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts

@@ -11,7 +11,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import NodeRecord, record_of
-from hexa_fx.capture.memory import memory_of
+from hexa_fx.capture.records import memory_of
 
 
 @dataclass(frozen=True)

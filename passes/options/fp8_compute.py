@@ -1,13 +1,14 @@
-"""Has experts multiply in FP8, where ``HexaConfig.compute`` asks for it, and measures what that adds to a block's results.
+"""Other operators in place of `hexa::moe_ffn`, where `HexaConfig` asks for them: results that do not depend on the batch, and FP8.
 
-It runs last, on blocks that were compared with their originals in float64, with exact operators.
+They come last, on blocks that were compared with their originals in float64, with exact operators.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +16,51 @@ import torch.fx as fx
 from torch import nn
 
 from hexa_fx.config import HexaConfig
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.outcome import observe
-from hexa_fx.passes.options.canonical_nodes import with_changed_nodes
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.results import state_of
 
+
+def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None]) -> RewrittenBlock | None:
+    """The block with every node changed in a graph of its own, which it runs on small inputs too; None if it has no such node."""
+    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
+    graph.output(graph.graph_copy(block.graph, val_map={}))
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
+    for node in nodes:
+        change(node)
+    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL) if nodes else None
+
+
 log = logging.getLogger(__name__)
+
+SAID = "a token's result has the same bits in any batch"
+NOT_FIXED = "is not batch invariant: its experts are run step by step"
+
+
+def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block with `hexa::moe_ffn_fixed` in place of `hexa::moe_ffn`; the block itself unless ``config`` asks for it.
+
+    It runs last, and the block no longer runs its own code on small inputs. A block whose experts are no `hexa::moe_ffn` stays as
+    it is, which is said.
+    """
+    if not config.batch_invariant:
+        return block
+    changed = with_changed_nodes(block, _fix)
+    if changed is None:
+        log.warning("%s %s", block.path or "the model", NOT_FIXED)
+    return changed or block
+
+
+def is_fixed(block: RewrittenBlock) -> bool:
+    """Whether `fix_order` changed the block."""
+    return bool(block.graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn_fixed.default))
+
+
+def _fix(node: fx.Node) -> None:
+    node.target = torch.ops.hexa.moe_ffn_fixed.default
+
 
 _WEIGHTS = (3, 5, 7)
 """Operands of `hexa::moe_ffn` that are quantised."""

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.random_state import random_state_kept, random_states
+from hexa_fx.isolation.torch_state import random_state_kept, random_states
 from hexa_fx.isolation.written_tensors import tensors_restored
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes.partition.layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan

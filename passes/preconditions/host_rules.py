@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
-from hexa_fx.capture.memory import memory_of
+from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
-from hexa_fx.isolation.training_mode import has_own_train
+from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 
 _HOOKED = (

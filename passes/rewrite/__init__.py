@@ -15,13 +15,12 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.detect.counts import cuts_rows
-from hexa_fx.passes.detect.decisions import Condition
+from hexa_fx.passes.detect.decisions import Condition, cuts_rows
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
-from hexa_fx.passes.rewrite.autocast_off import mark_without_autocast
+from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
 from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import (
@@ -33,9 +32,8 @@ from hexa_fx.passes.rewrite.kept_calls import (
     replaced,
 )
 from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
-from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.own_code import own_code_limit
-from hexa_fx.passes.rewrite.region import RegionEmitter
+from hexa_fx.passes.rewrite.region import RegionEmitter, leading_sizes
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import ELSEWHERE, is_within

@@ -1,4 +1,4 @@
-"""Which dtypes a block's results have under autocast, by running its own code there once.
+"""What a rewritten block does under autocast: which dtypes its results have, and what it computes without it, as its code does.
 
 A rewritten region gives its result in the autocast dtype, whereas the original may add it up in float32. What the original gives
 depends on the autocast dtype and on the dtypes of the inputs, and of parameters that it does more with than multiply matrices. A
@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture import CapturedBlock
+from hexa_fx import operations as ops
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
-from hexa_fx.isolation.endless import Bounded
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
+from hexa_fx.isolation.trial_modes import Bounded
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import called_in, is_within
-from hexa_fx.runtime.autocast import dtypes_of, kind_of, parameters_that_count
+from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, dtypes_of, kind_of, parameters_that_count
 from hexa_fx.runtime.results import state_of, values_left
 from hexa_fx.runtime.signature import ArgumentNames
 
@@ -113,3 +118,73 @@ def _mixtures(leaves: list[Any], autocast: torch.dtype) -> Iterator[tuple[torch.
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf if dtype is None else leaf.to(dtype, copy=True)
+
+
+_alike = ops.of("add sub mul div")
+_INSIDE = (
+    "the code switches autocast off for what its experts compute; around its router, or around the block, it can stay"
+)
+_AROUND = (
+    "the code switches autocast off around some calls of a submodule, or around one that switches it, too; around the block, or "
+    "inside of the submodule, it can stay"
+)
+
+
+def mark_without_autocast(
+    graph: torch.fx.Graph,
+    new: Mapping[torch.fx.Node, torch.fx.Node],
+    captured: CapturedBlock,
+    regions: Sequence[MoEMatch],
+) -> None:
+    """Marks the nodes of ``graph`` that compute with autocast off, for `hexa_fx.runtime.program`.
+
+    Args:
+        new: the nodes of ``graph``, by those of the recorded graph.
+        regions: those of the block.
+
+    Raises:
+        Refuse: experts compute with autocast off, or one cannot tell how a submodule is called.
+    """
+    called = called_in(graph)
+    off = {node: record_of(node).autocast_off for node in captured.graph.nodes if record_of(node).autocast_off}
+    if not off or all(is_within(scope, called) for scope in captured.in_autocast):
+        return
+    inside = _inside(captured, new, [match.output for match in regions], called)
+    inside.update(
+        node for match in regions for each in match.steps for step in (each, *each.alike) for node in step.nodes
+    )
+    for node, device in off.items():
+        if node in inside:
+            raise Refuse(_INSIDE, node)
+        copy = new.get(node, node)
+        copied = copy.meta.get("from") == node.name and copy.op in ("call_function", "call_method")
+        if copied and is_float(node) and not _is_as_it_is(node):
+            copy.meta[WITHOUT_AUTOCAST] = device
+    for call in graph.find_nodes(op="call_module"):
+        _mark_call(call, captured, off)
+
+
+def _mark_call(call: torch.fx.Node, captured: CapturedBlock, off: Mapping[torch.fx.Node, str]) -> None:
+    path = {str(call.target)}
+    nodes = [node for node in captured.graph.nodes if is_within(record_of(node).scope, path) and is_float(node)]
+    devices = {off.get(node, "") for node in nodes} or {""}
+    if len(devices) > 1 or (devices != {""} and any(is_within(scope, path) for scope in captured.in_autocast)):
+        raise Refuse(_AROUND, next(node for node in nodes if node in off))
+    call.meta[WITHOUT_AUTOCAST] = devices.pop()
+
+
+def _inside(
+    captured: CapturedBlock,
+    new: Mapping[torch.fx.Node, torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+    called: Collection[str],
+) -> set[torch.fx.Node]:
+    """What is computed with parameters that the new graph reads no more, which are experts', up to ``outputs``."""
+    read = (node for node in captured.graph.nodes if node.op == "get_attr" and node not in new and is_float(node))
+    weights = [node for node in read if not is_within(record_of(node).scope, called)]
+    return descendants(weights) & (ancestors(outputs) | {*outputs})
+
+
+def _is_as_it_is(node: torch.fx.Node) -> bool:
+    """Whether autocast leaves it: moves, choices, new tensors, and arithmetic element by element."""
+    return any(asked(node) for asked in (ops.moves, ops.makes, ops.picks_best, ops.selects, ops.is_random, _alike))

@@ -15,7 +15,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.bounds import values_of
+from hexa_fx.isolation.read_values import values_of
 from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, writes_outside

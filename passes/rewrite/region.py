@@ -4,29 +4,72 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import is_check_of_numbers
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
-from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
 from hexa_fx.passes.rewrite.routing_nodes import RoutingEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
+
+Node = torch.fx.Node
+
+_keeps_sizes = ops.of(
+    "linear matmul mm bmm baddbmm addmm grouped_mm grouped_mm_fallback clone contiguous detach dropout softmax log_softmax "
+    "layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like index_add scatter scatter_add index_copy index_put "
+    "set_item copy zero fill masked_scatter after view_as reshape_as expand_as segment_reduce"
+)
+
+
+def leading_sizes(node: Node) -> Node | tuple[Any, ...] | None:
+    """The input with all but the last size of ``node``, or these sizes as numbers and nodes; None if that cannot be told."""
+    leading = record_of(node).value.shape[:-1]
+    while node.op != "placeholder":
+        if not node.op.startswith("call"):
+            return None
+        if operation(node) in ("view", "reshape"):
+            sizes = tuple(flat(node.args[1:]))
+            return sizes[:-1] if len(sizes) == len(leading) + 1 else None
+        given = [n for n in _operands(node) if record_of(n).value.shape[:-1] == leading]
+        if not given:
+            return None
+        node = given[0]
+    return node
+
+
+def _operands(node: Node) -> list[Node]:
+    """Operands that give the result their leading sizes, if these are equal."""
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    if operation(node) != "einsum":
+        return tensors if _keeps_sizes(node) or ops.works_on_each(node) or ops.casts(node) else []
+    terms, operands, result = einsum_of(node) or ([], [], "")
+    return [n for n, term in zip(operands, terms) if n in tensors and term[:-1] == result[:-1]]
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """What lies in tuples and lists, however deep: sizes are given one by one or as one tuple."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from flat(item)
+    else:
+        yield value
 
 
 @dataclass

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.bounds import gradients_asked
 from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
+from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.explain import odd_expert
@@ -31,10 +31,8 @@ from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
-from hexa_fx.passes.verify.comparison import Comparison
-from hexa_fx.passes.verify.lost_precision import lost_precision
-from hexa_fx.passes.verify.perturbation import argument_names
-from hexa_fx.passes.verify.perturbed_runs import perturbed_cases
+from hexa_fx.passes.verify.comparison import Comparison, lost_precision
+from hexa_fx.passes.verify.perturbed_runs import argument_names, perturbed_cases
 from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, uninstall

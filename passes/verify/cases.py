@@ -11,8 +11,8 @@ from torch import nn
 
 from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.outcome import Outcome, largest_of
-from hexa_fx.isolation.random_state import random_states
 from hexa_fx.isolation.size import is_out_of_memory
+from hexa_fx.isolation.torch_state import random_states
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.runtime.guards import GuardMiss
 

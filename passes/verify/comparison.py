@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import InputError, kind_and_line
-from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
-from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.trial_modes import InFloat64, no_device_asserts
 from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -41,11 +41,58 @@ from hexa_fx.passes.verify.cases import (
     tried,
     up_to_different,
 )
-from hexa_fx.passes.verify.lost_precision import FEWER_BITS
 from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
+from hexa_fx.torch_private import _is_any_autocast_enabled
+
+FEWER_BITS = "on the way the block rounds to fewer bits than its inputs have"
+_CLOSE = 2e-5
+"""Relative to a tensor's scale: what a cast to 16 bits loses is more, and what 32 bits lose is less, but where numbers cancel."""
+
+_UNIT = 2.0**-24
+_MORE = 32.0
+"""How much further one of two that multiply in 32 bits may be from exact results, by the order in which it adds up."""
+
+
+def lost_precision(
+    original: Outcome, other: Outcome, exact: Callable[[], Outcome | None], parameters: Iterable[torch.Tensor]
+) -> str:
+    """A sentence if one of two forwards in 32 bits gives numbers as if it alone rounded to 16 on the way; else empty.
+
+    Where numbers cancel, both are far from each other and from exact results, so these are asked for.
+
+    Args:
+        original, other: what the two gave on the same inputs, in their own precision.
+        exact: gives the original's results in float64, or None if they cannot be had. Called if the two differ.
+        parameters: of the block.
+    """
+    numbers = (*parameters, *original.values.values(), *other.values.values())
+    coarse = any(number.is_floating_point() and number.itemsize < 4 for number in numbers)
+    if coarse or _is_any_autocast_enabled() or torch.get_float32_matmul_precision() != "highest":
+        return ""
+    apart = _apart(original, other)
+    wanted = exact() if apart[0] > _CLOSE else None
+    if wanted is None:
+        return ""
+    wanted = replace(
+        wanted, values={name: _like(value, original.values.get(name)) for name, value in wanted.values.items()}
+    )
+    near, far = sorted(_apart(wanted, one)[0] for one in (original, other))
+    if far <= _MORE * max(near, _UNIT):
+        return ""
+    return f"{apart[1]} is off by {apart[0]:.1e} of its scale: {FEWER_BITS}"
+
+
+def _apart(one: Outcome, two: Outcome) -> tuple[float, str]:
+    """How far the values of two outcomes are apart, relative to their scale, and the one that is furthest."""
+    found = difference(*(replace(each, facts={}, gradients={}) for each in (one, two)))
+    return (0.0, "") if found.reason else (found.forward, found.worst_value)
+
+
+def _like(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    return value if other is None else value.to(other.dtype)
 
 
 class Comparison:

@@ -6,14 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture import CapturedBlock
+from hexa_fx import operations as ops
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
+from hexa_fx.passes.detect.graph import is_float, literals
 from hexa_fx.passes.memory.bounded import room
-from hexa_fx.passes.verify.perturbation import factors_past_limits
+
+_has_limit = ops.of(
+    "clamp clamp_min clamp_max minimum maximum max min hardtanh relu6 hardsigmoid hardswish threshold softplus softshrink "
+    "hardshrink celu lt le gt ge where nan_to_num"
+)
+"""Operations that treat numbers differently on the two sides of a constant."""
+
+MAGNITUDES = (1e3, 1e-3)
+"""Factors on tokens that every block is tried with."""
+_FURTHEST = 1e8
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -33,7 +45,7 @@ class VerifySettings:
             of four. Outputs are compared in all cases.
         overflow_sizes: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         overflow_last: whether to send them to the last experts too.
-        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.verify.perturbation`.
+        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.verify.perturbed_runs`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
         room: times the tokens of the example that it may be tried on, if that is more.
@@ -72,3 +84,17 @@ def settings_of(captured: CapturedBlock, config: HexaConfig, given: tuple[Any, A
         analysis_bytes=config.analysis_bytes,
         given=given,
     )
+
+
+def factors_past_limits(graph: torch.fx.Graph) -> tuple[float, ...]:
+    """Factors on a block's inputs at which values lie beyond the constants that the recorded code compares them with."""
+    found = set()
+    for node in graph.nodes:
+        if not _has_limit(node):
+            continue
+        floats = [record_of(operand).value for operand in node.all_input_nodes if is_float(operand)]
+        largest = max((float(value.abs().nan_to_num(0, 0, 0).max()) for value in floats if value.numel()), default=0.0)
+        found |= {abs(limit) / largest for limit in literals([node]) if largest and limit}
+    far = {min(8 * ratio, _FURTHEST) for ratio in found if 8 * ratio > MAGNITUDES[0]}
+    near = {max(ratio / 8, 1 / _FURTHEST) for ratio in found if ratio / 8 < MAGNITUDES[1]}
+    return tuple(sorted([*sorted(far)[-1:], *sorted(near)[:1]]))

@@ -16,7 +16,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import api, optimizing
-from hexa_fx.isolation.garbage import collect, collections_are_cheap
+from hexa_fx.isolation.size import collect, collections_are_cheap
 
 
 @pytest.mark.parametrize("call", [hexa_fx.optimize_, hexa_fx.explain])
@@ -53,12 +53,12 @@ def test_dynamo_and_dtensor_are_imported_neither_with_the_package_nor_by_optimiz
 
 _IMPORTS = """
 import sys, torch, hexa_fx
-from hexa_fx.isolation.device_asserts import RaisesOnHost
+from hexa_fx.isolation.trial_modes import RaisesOnHost
 from benchmarks.real_blocks import ListMixture
 hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16))
 assert sys.modules.keys().isdisjoint({"torch.distributed.tensor", "torch.distributed.fsdp", "networkx"})
-from hexa_fx.isolation import gradient_mode, upcast_weight, size
-for module in (upcast_weight, size, gradient_mode):
+from hexa_fx.isolation import lazy_gradient, upcast_weight, size
+for module in (upcast_weight, size, lazy_gradient):
     module.LEAST_BYTES = 1
 config = hexa_fx.HexaConfig(strict=True, analysis_bytes=1 << 15)
 hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16), config)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hexa_fx.capture.code_reads import code_reads
-from hexa_fx.capture.instructions import instructions_of, plain
+from hexa_fx.capture.bytecode import code_reads, instructions_of, plain
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.calls import raised_at
-from hexa_fx.capture.memory import memory_of
+from hexa_fx.capture.records import memory_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.errors import CaptureError
 

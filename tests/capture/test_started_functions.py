@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hexa_fx.capture.started_functions import told_of_starts, untold
+from hexa_fx.capture.ran_code import told_of_starts, untold
 
 
 def test_functions_that_nobody_wants_to_hear_of_are_told_once() -> None:

@@ -8,8 +8,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture, record_of
-from hexa_fx.capture.replay import Replay
-from hexa_fx.capture.sharpen import is_coarse
+from hexa_fx.capture.replay import Replay, is_coarse
 from tests.zoo import families, pattern_table
 from tests.zoo.registry import VARIANTS
 from tests.zoo.variant import Variant

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hexa_fx.capture import capture, record_of
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect_block
-from hexa_fx.passes.detect.row_matcher import RowMatcher
+from hexa_fx.passes.detect.rows import RowMatcher
 from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexa_fx.isolation.device_asserts import RaisesOnHost, no_device_asserts
+from hexa_fx.isolation.trial_modes import RaisesOnHost, no_device_asserts
 
 ROWS = torch.arange(12.0).reshape(4, 3)
 IDS = torch.tensor([0, 3, 1])

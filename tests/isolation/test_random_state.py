@@ -13,7 +13,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
-from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import random_state_kept
 from tests.detect.mixture import D, Mixture
 
 torch.set_num_threads(1)

@@ -10,14 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.isolation import gradient_mode, outcome, size, upcast_weight
-from hexa_fx.isolation.gradient_mode import LazyGradients, compared
-from hexa_fx.isolation.lazy_gradient import LazyGradient
+from hexa_fx.isolation import lazy_gradient, outcome, size, upcast_weight
+from hexa_fx.isolation.lazy_gradient import LazyGradient, LazyGradients, compared
 from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
-from hexa_fx.isolation.precision import InFloat64
-from hexa_fx.isolation.upcast_pieces import piece_memory_kept, upcast_piece
-from hexa_fx.isolation.upcast_weight import TooLarge, UpcastWeight
+from hexa_fx.isolation.trial_modes import InFloat64
+from hexa_fx.isolation.upcast_weight import TooLarge, UpcastWeight, piece_memory_kept, upcast_piece
 from hexa_fx.ops.moe_ffn import moe_ffn
 
 E, N, K, T = 4, 24, 40, 3
@@ -116,7 +114,7 @@ IN_PIECES = (
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_mode, "LEAST_BYTES", 8)
+    monkeypatch.setattr(lazy_gradient, "LEAST_BYTES", 8)
 
 
 def stored() -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
-from hexa_fx.capture.memory import memory_of
+from hexa_fx.capture.records import memory_of
 from hexa_fx.passes.canonicalize import canonicalize_block
-from hexa_fx.passes.rewrite.leading_sizes import leading_sizes
+from hexa_fx.passes.rewrite.region import leading_sizes
 
 T, E, I, D = 5, 3, 4, 6  # noqa: E741
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.copies import deepcopied
+from hexa_fx.capture.observe import holds_numbered
 from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
-from hexa_fx.capture.suspects import holds_numbered
 from hexa_fx.inspection import block_report
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.held_objects import MODULE_STATE

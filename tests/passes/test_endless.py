@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.isolation import endless
+from hexa_fx.isolation import trial_modes
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import compare, operators_run
 
@@ -48,7 +48,7 @@ class Waits(Mixture):
 
 @pytest.mark.parametrize("block", [Balanced, Waits])
 def test_optimize_ends(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endless, "MOST_CALLS", 5000)
+    monkeypatch.setattr(trial_modes, "MOST_CALLS", 5000)
     torch.manual_seed(0)
     model, x = block().double(), torch.randn(24, D, dtype=torch.float64)
     opt = hexa_fx.optimize(copy.deepcopy(model), x)
@@ -66,5 +66,5 @@ def test_a_run_that_does_not_end_says_so() -> None:
         while number < 1:
             number = number * 1
 
-    with endless.Bounded(), pytest.raises(endless.Endless, match="had not ended after 200000 calls of torch"):
+    with trial_modes.Bounded(), pytest.raises(trial_modes.Endless, match="had not ended after 200000 calls of torch"):
         waits()

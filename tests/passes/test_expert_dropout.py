@@ -12,7 +12,7 @@ from hexa_fx.analysis import analyse_model
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.passes.partition.layers import that_spread
-from hexa_fx.passes.rewrite.row_dropout import drop, kept_rows
+from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
 
 D, EXPERTS, K = 8, 4, 2
 ROUGH = hexa_fx.HexaConfig(own_code_when_small=False, verify=False)

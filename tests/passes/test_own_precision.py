@@ -12,7 +12,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.isolation.outcome import Outcome
 from hexa_fx.passes.rewrite.region import RegionEmitter
-from hexa_fx.passes.verify.lost_precision import lost_precision
+from hexa_fx.passes.verify.comparison import lost_precision
 
 D, EXPERTS = 12, 5
 

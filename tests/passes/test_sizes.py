@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.inputs.example_sizes import ExampleSizes
+from hexa_fx.passes.inputs.fresh_inputs import ExampleSizes
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import compare, operators_run
 

@@ -15,7 +15,7 @@ import hexa_fx
 from hexa_fx.analysis import analyse_model
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import InputGuard, RewrittenBlock
-from hexa_fx.isolation.device_asserts import RaisesOnHost
+from hexa_fx.isolation.trial_modes import RaisesOnHost
 from hexa_fx.passes.inputs.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, comparison, verify_block
 from hexa_fx.passes.verify.settings import VerifySettings

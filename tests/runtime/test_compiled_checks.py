@@ -17,11 +17,11 @@ from torch import nn
 import hexa_fx
 from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.read_values import snapshot
-from hexa_fx.runtime import compiled_checks
+from hexa_fx.runtime import resolution
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, check_coverage, check_inputs
 from hexa_fx.runtime.install import installed_forward
+from hexa_fx.runtime.resolution import inputs_of
 from hexa_fx.runtime.signature import ArgumentNames
 from tests.detect.mixture import D, Mixture
 from tests.zoo.bodies import SharedExpert
@@ -148,7 +148,7 @@ def _guards(block: Holder) -> AttributeGuards:
     def value(steps: tuple[Any, ...]) -> Any:
         found: Any = block
         for key in steps:
-            found = getattr(found, key, compiled_checks.MISSING)
+            found = getattr(found, key, resolution.MISSING)
         return found
 
     guards = AttributeGuards(block, reads=[PythonRead("", steps, snapshot(value(steps))) for steps in _STEPS])
@@ -187,7 +187,7 @@ def _set(path: str, value: Any) -> Any:
     ],
 )
 def test_written_checks_of_attributes_see_every_change(change: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_checks, "_MOST", most)
+    monkeypatch.setattr(resolution, "_MOST", most)
     block = Holder()
     guards = _guards(block)
     change(block)
@@ -208,7 +208,7 @@ def no_collection() -> Iterator[None]:
 def test_checks_do_not_keep_their_block(
     calls: int, most: int, monkeypatch: pytest.MonkeyPatch, no_collection: None
 ) -> None:
-    monkeypatch.setattr(compiled_checks, "_MOST", most)
+    monkeypatch.setattr(resolution, "_MOST", most)
     block = Holder()
     block.checks = _guards(block)
     block.checks.bind(block)

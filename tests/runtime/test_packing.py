@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.isolation.host_memory import bytes_that_stay
+from hexa_fx.isolation.size import bytes_that_stay
 from hexa_fx.jit import DriverError
 from hexa_fx.runtime import packing, shared_storage
 from hexa_fx.runtime.guards import GuardMiss

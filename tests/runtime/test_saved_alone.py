@@ -12,7 +12,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import HexaConfig
-from hexa_fx.isolation.host_memory import owns_its_storage
+from hexa_fx.isolation.size import owns_its_storage
 from hexa_fx.runtime.install import uninstall
 from tests.inspect import models
 

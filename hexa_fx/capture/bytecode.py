@@ -1,16 +1,57 @@
-"""What a code object can read by global names, and whether it decides on dtypes or devices."""
+"""What the instructions of a code object say: what it reads by global names, what it asks of tensors, what it adds to, and which of
+its decisions only raise an error.
+
+Instructions go by the names of Python 3.11, whatever interpreter runs. Later ones merge and rename some: 3.13 loads and stores two
+local variables at once, 3.14 borrows what it loads and subscripts by ``BINARY_OP``.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
+import sys
 import types
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 
-from hexa_fx.capture.instructions import Instruction, instructions_of
+from hexa_fx.isolation.purity import module_name
+
+_SILENT = frozenset("CACHE PRECALL EXTENDED_ARG PUSH_NULL NOT_TAKEN TO_BOOL".split())
+
+
+class Instruction(NamedTuple):
+    """One operation, what it is about, and where in the code it lies."""
+
+    opname: str
+    argval: Any
+    offset: int
+
+
+def instructions_of(code: types.CodeType) -> Iterator[Instruction]:
+    """The instructions of ``code``, without those of functions inside it and those that do nothing of their own."""
+    for found in dis.get_instructions(code):
+        if found.opname not in _SILENT:
+            yield from plain(found.opname, found.argval, found.argrepr, found.offset)
+
+
+def plain(opname: str, argval: Any, argrepr: str, offset: int) -> Iterator[Instruction]:
+    """One instruction of any interpreter as those of 3.11."""
+    if opname == "BINARY_OP" and argrepr == "[]":
+        yield Instruction("BINARY_SUBSCR", argval, offset)
+        return
+    parts = (
+        opname.replace("_BORROW", "").replace("_FAST_LOAD", "_FAST LOAD").replace("_FAST_STORE", "_FAST STORE").split()
+    )
+    values = argval if len(parts) == 2 and isinstance(argval, tuple) else [argval] * len(parts)
+    for part, value in zip(parts, values):
+        yield Instruction(part, value, offset)
+
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _WHOLE = frozenset("globals locals eval exec dir sys.modules __import__ importlib.import_module import_module".split())
@@ -210,3 +251,51 @@ def _adds(found: list[Instruction], at: int, name: str) -> bool:
     )
     end = at + 1 + len(list(key))
     return end < len(found) and found[end].opname == "STORE_SUBSCR"
+
+
+_ENDS = ("STORE", "POP_TOP", "RETURN", "YIELD", "FOR_ITER", "RAISE")
+_PASSED_THROUGH = ("torch", "hexa_fx.")
+
+
+def only_raises() -> bool:
+    """Whether the code asks for a value right now in a condition, of which one side is nothing but a ``raise``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    code, errors = _conditions(frame.f_code)
+    for found in code[bisect_left(code, frame.f_lasti, key=_offset) :]:
+        if _is_condition(found):
+            return found.offset in errors
+        if found.opname.startswith(_ENDS):
+            return False
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _conditions(code: CodeType) -> tuple[Sequence[Instruction], frozenset[int]]:
+    """The instructions, and where among them the conditions lie that only say whether an error is raised, which none may catch."""
+    found = list(instructions_of(code))
+    caught = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    errors = set()
+    for place, jump in enumerate(found):
+        if _is_condition(jump) and not any(entry.start <= jump.offset < entry.end for entry in caught):
+            ways = found[place + 1 :], found[bisect_left(found, jump.argval, key=_offset) :]
+            errors |= {jump.offset} if any(map(_raises, ways)) else set()
+    return found, frozenset(errors)
+
+
+def _is_condition(found: Instruction) -> bool:
+    return "JUMP" in found.opname and "IF" in found.opname
+
+
+def _raises(way: Sequence[Instruction]) -> bool:
+    end = next(
+        (i.opname for i in way if "JUMP" in i.opname or i.opname.startswith(("RAISE", "RETURN", "FOR_ITER"))), ""
+    )
+    return end == "RAISE_VARARGS"
+
+
+def _offset(found: Instruction) -> int:
+    return found.offset

@@ -1,0 +1,126 @@
+"""Takes techniques of the paper back out of a block, as `HexaConfig` says, as the yardstick for what they save.
+
+It runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. Shared cache and overlap
+belong to the partition and are switched there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from hexa_fx.config import HexaConfig
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
+from hexa_fx.ops import library
+from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
+from hexa_fx.ops.moe_ffn import backward_on
+from hexa_fx.ops.moe_ffn_autograd import LAYERS, LayerFunction
+from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward
+from hexa_fx.torch_private import _disable_dynamo, grouped_mm
+
+T = TypeVar("T", Tensor, Tensor | None)
+
+
+def dispatch_combine(*args: Any) -> Tensor:
+    """Has the arguments and value of `hexa::moe_ffn`; ``recompute_h`` has no meaning here.
+
+    Reads the offsets on the host, except for bfloat16 on Hopper, where torch's grouped matmul takes them.
+    """
+    o = MoeFfn(*args)
+    top_k = o.top_k_index.shape[1]
+    v, _, offs = reindex_any(o.top_k_index, o.w1.shape[0])
+    routed = routed_rows(offs, v.shape[0])
+    rows = torch.where(routed, gather_rows(in_compute_dtype(o.x), v, top_k), 0)
+    h = _project(rows, o.w1, o.b1, offs, o.layout1)
+    if o.w3 is not None:
+        h = torch.cat((h, _project(rows, o.w3, o.b3, offs, o.layout1)), dim=1)
+    a = torch.ops.hexa.activate(h, o.activation, o.glu, o.params)
+    y = torch.where(routed, _project(a, o.w2, o.b2, offs, o.layout2), 0)
+    if o.top_k_weights is not None:
+        y = y * o.top_k_weights.reshape(-1).index_select(0, v).unsqueeze(1).to(y.dtype)
+    token = torch.div(v, top_k, rounding_mode="floor")
+    return y.new_zeros((o.x.shape[0], y.shape[1])).index_add(0, token, y)
+
+
+def in_compute_dtype(t: T) -> T:
+    """``t`` in autocast's dtype where autocast is on, as `hexa::moe_ffn` casts its operands; None stays None."""
+    if t is None or t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, layout: str) -> Tensor:
+    weight, bias = in_compute_dtype(weight.transpose(1, 2) if layout == "nk" else weight), in_compute_dtype(bias)
+    if takes_grouped_mm(x, weight):
+        y = grouped_mm(x, weight, offs=offs[1:].contiguous())
+    else:
+        bounds = offs.tolist()
+        parts = [x[start:end] @ weight[e] for e, (start, end) in enumerate(pairwise(bounds))]
+        y = torch.cat((*parts, x.new_zeros((x.shape[0] - bounds[-1], weight.shape[2]))))
+    return y if bias is None else y + expert_rows(bias, offs, y.shape[0])
+
+
+@_disable_dynamo  # torch.compiler.disable would import all of dynamo now, a second of every process
+def moe_ffn_without_esfk(*args: Any) -> Tensor:
+    """Has the arguments and value of `hexa::moe_ffn`."""
+    o = MoeFfn._make(args)
+    cast = {name: in_compute_dtype(getattr(o, name)) for name in ("x", *PARAMETERS)}
+    y: Tensor = LayerFunction.apply(LAYERS["moe_ffn"]._replace(backward=_backward), True, *o._replace(**cast))
+    return y
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    dy, *_ = args
+    with library.without_autocast():
+        return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
+
+
+_CANONICAL = torch.ops.hexa.moe_ffn.default
+
+
+def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block without what ``config`` switches off; the block itself if that is nothing."""
+    if config.topk_memory and config.expert_operators and config.fused_kernel:
+        return block
+    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
+    graph.output(graph.graph_copy(block.graph, val_map={}))
+    for node in [node for node in graph.nodes if node.target is _CANONICAL]:
+        if not config.topk_memory:
+            _one_row_a_slot(graph, node)
+        if not config.expert_operators:
+            node.target = dispatch_combine
+        elif not config.fused_kernel:
+            node.target = moe_ffn_without_esfk
+    graph.lint()
+    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL)
+
+
+def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:
+    """Copies tokens k times, and keeps the experts' T·k·D outputs until they are weighted and summed.
+
+    Without the memory optimisation of the paper's section 3.2, inputs, outputs and their gradients grow with k.
+    """
+    x, index, weights, *rest = node.args
+    assert isinstance(index, fx.Node)
+    with graph.inserting_before(node):
+        top_k = graph.call_method("size", (index, 1))
+        rows = graph.call_method("repeat_interleave", (x, top_k), {"dim": 0})
+        slots = graph.call_method("reshape", (index, -1, 1))
+    node.args = (rows, slots, None, *rest)
+    with graph.inserting_after(node):
+        out = graph.call_function(weighted_sum, (node, weights, top_k))
+    node.replace_all_uses_with(out, delete_user_cb=lambda user: user is not out)
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor | None, top_k: int) -> torch.Tensor:
+    """(T·k, D) rows, summed over the k of a token, each times its (T, k) weight: (T, D)."""
+    slots = rows.unflatten(0, (-1, top_k)) if rows.shape[0] else rows.view(0, top_k, rows.shape[1])
+    if weights is not None:
+        slots = slots * weights.to(slots.dtype).unsqueeze(-1)
+    return slots.sum(dim=1)
