@@ -22,7 +22,7 @@ from hexa_fx.integrations.tiny_models import tiny_model
 transformers = pytest.importorskip("transformers")
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False, analysis_bytes=400_000)
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False, analysis_bytes=200_000)
 Model = Any
 
 

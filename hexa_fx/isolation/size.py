@@ -36,9 +36,9 @@ def float64_bytes(block: nn.Module) -> int:
 
 def whole_bytes(analysis_bytes: int) -> int:
     """Bytes of the largest single tensor that is copied to float64, of ``analysis_bytes`` in all: gradients and
-    intermediate values of the same size come with it.
+    intermediate values of the same size come with it. What is too small to count as a large weight is copied in any case.
     """
-    return analysis_bytes // 8
+    return max(analysis_bytes // 8, LEAST_BYTES)
 
 
 def raises_in_pieces(block: nn.Module, analysis_bytes: int) -> bool:
