@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
     """Returns ``tensor`` unchanged. Orders a read after a write through another alias of the same memory."""
     return tensor
+
+
+def with_attributes(result: Any, attributes: Mapping[str, Any]) -> Any:
+    """An object with what the code sets on it once it is made, be it frozen."""
+    for name, value in attributes.items():
+        object.__setattr__(result, name, value)
+    return result
 
 
 def row_dropout(rows: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -40,7 +40,7 @@ from hexa_fx.capture.calls import (
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.isolation.held_objects import MISSING, attributes, fields_of
 from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
 
@@ -152,12 +152,16 @@ class Recorder(TorchFunctionMode):
         return as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, a namespace or a mapping of a class of its own becomes a node that calls its class."""
-        fields = fields_of(result, of_init=True)
-        if isinstance(result, dict) and type(result) is not dict:
-            fields = dict(result)
+        """As `lift`. A dataclass, a namespace or a mapping of a class of its own becomes a node that calls its class, and one that
+        sets what such a call does not leave there."""
+        fields = fields_of(result)
         if fields is not None:
-            return self.add("call_function", type(result), (), self.lift_result(fields), result)
+            made = attributes(type(result)(**fields))
+            beside = {name: value for name, value in attributes(result).items() if made.get(name, MISSING) is not value}
+            node = self.add("call_function", type(result), (), self.lift_result(fields), result)
+            if not beside:
+                return node
+            return self.add("call_function", functional.with_attributes, (node, self.lift_result(beside)), {}, result)
         if type(result) in (list, tuple):
             return type(result)(map(self.lift_result, result))
         if type(result) is dict:

@@ -57,13 +57,15 @@ def is_collection(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple, deque, set, frozenset))
 
 
-def fields_of(value: Any, of_init: bool = False) -> dict[str, Any] | None:
-    """What a dataclass or a namespace holds, or as much as its class takes (``of_init``); None for anything else."""
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """With what the class of a dataclass, a namespace or a mapping of a class of its own is called; None for anything else."""
     if isinstance(value, types.SimpleNamespace):
         return dict(vars(value))
+    if isinstance(value, dict):
+        return dict(value) if type(value) is not dict else None
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init or not of_init}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
 def step(holder: Any, key: Any) -> Any:
@@ -80,6 +82,11 @@ def items(holder: Any) -> dict[Any, Any]:
         return holder
     if isinstance(holder, (list, tuple, deque)):
         return dict(enumerate(itertools.islice(holder, _LONGEST)))
+    return attributes(holder)
+
+
+def attributes(holder: Any) -> dict[str, Any]:
+    """What an instance has of its own, be it under the names of slots."""
     found = dict(getattr(holder, "__dict__", None) or {})
     for cls in type(holder).__mro__:
         for name in _slots(cls):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.isolation.held_objects import attributes, fields_of
 from hexa_fx.isolation.lazy_gradient import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.size import batches, is_out_of_memory
@@ -112,7 +112,7 @@ def observe(
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(SEED), torch.set_grad_enabled(gradients if asked.on is None else asked.on):
         with Bounded():
-            result = pytree.tree_map(_unfolded, call(*args, **kwargs))
+            result = _unfolded(call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
@@ -134,10 +134,16 @@ def observe(
     return Outcome(values, taken, facts, backward_error)
 
 
-def _unfolded(leaf: Any) -> Any:
-    """A dataclass or a namespace that pytree does not know, as its class and its fields."""
-    held = fields_of(leaf)
-    return leaf if held is None else (type(leaf), pytree.tree_map(_unfolded, held))
+def _unfolded(result: Any) -> Any:
+    """With dataclasses, namespaces and mappings as their classes and all that they hold."""
+    return pytree.tree_map(_opened, result, is_leaf=lambda value: fields_of(value) is not None)
+
+
+def _opened(leaf: Any) -> Any:
+    if fields_of(leaf) is None:
+        return leaf
+    held = attributes(leaf) | (dict(leaf) if isinstance(leaf, dict) else {})
+    return type(leaf), [(name, _unfolded(held[name])) for name in sorted(held, key=str)]
 
 
 @autocast_off()

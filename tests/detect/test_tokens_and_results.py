@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -64,6 +66,44 @@ def test_results_in_namespaces() -> None:
         parameters = block.gate.weight.weight, optimized.gate.weight.weight
         gradients = [torch.autograd.grad(y.square().sum(), p) for y, p in zip((expected, given), parameters)]
         torch.testing.assert_close(*gradients)
+
+
+@dataclasses.dataclass
+class Output:
+    out: torch.Tensor
+    loss: torch.Tensor
+    doubled: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loss, self.doubled = self.loss + 1, 2 * self.loss
+
+
+class MappedOutput(OrderedDict):  # type: ignore[type-arg]
+    """As transformers' ModelOutput."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    out: torch.Tensor
+    loss: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Output, MappedOutput, Frozen, types.SimpleNamespace], ids=lambda kind: kind.__name__)
+def test_what_is_set_on_a_result_beside_what_its_class_declares(kind: Any) -> None:
+    class InThis(Mixture):
+        def forward(self, x: torch.Tensor) -> Any:
+            result = kind(out=super().forward(x), loss=self.gate(x)[0].sum())
+            object.__setattr__(result, "tokens", len(x))
+            object.__setattr__(result, "logits", self.gate(x)[0])
+            return (result,)
+
+    torch.manual_seed(0)
+    block, x = InThis().double(), _tokens(9)
+    optimized = hexa_fx.optimize(block, x)
+    assert operators_run(optimized, (x,)), optimized.report
+    (one,), (two,) = block(x[:5]), optimized(x[:5])
+    assert (type(two), two.tokens, vars(two).keys()) == (kind, 5, vars(one).keys())
+    torch.testing.assert_close({**vars(two)}, {**vars(one)})
 
 
 class Object:
