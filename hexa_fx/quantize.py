@@ -12,6 +12,7 @@ from hexa_fx.attached import has_session
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN
@@ -119,14 +120,14 @@ def _reasons(
         weight = block.get_parameter(_under_adapters(block, name))
         matrices = weight if weight.dim() == 3 else weight[None]
         if why := format_of(format).why_not((matrices.transpose(1, 2) if layout == "kn" else matrices).shape):
-            yield f"{path}.{name} of shape {tuple(weight.shape)} cannot be packed as {format}: {why}".lstrip(".")
+            yield f"{inside(path, name)} of shape {tuple(weight.shape)} cannot be packed as {format}: {why}"
     for *above, last in beside:
         for name in above:
             rows, columns = block.get_parameter(_under_adapters(block, name)).shape
             together = format_of(format).rows_together(columns)
             if not together or rows % together:
                 why = f"{together} rows share scales, and it has {rows}" if together else "each has scales of its own"
-                both = f"{path}.{name} and {last}".lstrip(".")
+                both = f"{inside(path, name)} and {last}"
                 yield f"{both} are read as one matrix, and cannot be packed as {format} beside each other: {why}"
 
 
@@ -144,7 +145,7 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool) -> _OwnedPa
     *modules, last = _under_adapters(block, name).split(".")
     owner = block.get_submodule(".".join(modules))
     weight = owner._parameters.get(last)
-    where = f"{path}.{name}".lstrip(".")
+    where = inside(path, name)
     if weight is None:
         raise InputError(
             f"{where} is no parameter any more (parametrized or exchanged, perhaps): undo that first, or {AGAIN}"

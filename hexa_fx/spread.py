@@ -17,6 +17,7 @@ from hexa_fx.errors import InputError, PlanError
 from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, wanted_modes
@@ -96,7 +97,7 @@ class Spread:
 def _timed(model: nn.Module, found: ModelAnalysis, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """Runs the model on the example to see how long it takes, after which all is as it was: counts, buffers, random numbers."""
     forms = ((path, form) for path, forms in found.forms.items() for form in forms.values())
-    changed = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, form in forms for name in form.changed)
+    changed = dict.fromkeys(inside(path, name) for path, form in forms for name in form.changed)
     state = cache(lambda: ModuleState(model, changed=[*changed]))  # made before the first run, which is not timed
 
     def run() -> None:

@@ -147,7 +147,9 @@ def _module(name: str, target: str) -> Any:
             if error.name is not None and f"{name}.".startswith(f"{error.name}."):
                 raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
             raise
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    stem = Path(name).stem
+    # A file may be called as a module is that others use, such as types.py: theirs stays.
+    spec = importlib.util.spec_from_file_location(f"{stem} (a file)" if stem in sys.modules else stem, name)
     if spec is None or spec.loader is None or not Path(name).is_file():
         raise InputError(f"{target!r}: there is no file {name}; {EXPECTED}")
     module = importlib.util.module_from_spec(spec)

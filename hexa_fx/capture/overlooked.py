@@ -18,6 +18,7 @@ from torch import nn
 from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.torch_private import _ConvNd
 
 SOFT = (
@@ -166,7 +167,7 @@ def _are_alike(children: list[nn.Module]) -> bool:
 def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] | None:
     """Path of the block around the experts at ``path`` and why it is left; None if they do not look like experts."""
     module = model.get_submodule(path)
-    members = [f"{path}.{name}".lstrip(".") for name, _ in module.named_children()]
+    members = [inside(path, name) for name, _ in module.named_children()]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and not runs.rows.get(path))
     owner = block = path.rpartition(".")[0] if is_list and path else path
     integers = packed_experts(module)
@@ -232,9 +233,9 @@ def in_plain_lists(model: nn.Module, selecting: Iterable[str] | None = None) -> 
         for name, held in vars(module).items() if choose is None or path in choose else ():
             if name in MODULE_STATE or type(held) not in (list, tuple, dict) or len(held) < 2:
                 continue
-            inside = list(held.values()) if type(held) is dict else held
-            alike = len(set(map(type, inside))) == 1 and isinstance(inside[0], nn.Module)
-            if alike and known.isdisjoint(map(id, inside)) and any(p.dim() > 1 for p in inside[0].parameters()):
+            members = list(held.values()) if type(held) is dict else held
+            alike = len(set(map(type, members))) == 1 and isinstance(members[0], nn.Module)
+            if alike and known.isdisjoint(map(id, members)) and any(p.dim() > 1 for p in members[0].parameters()):
                 kind = "ModuleDict" if type(held) is dict else "ModuleList"
                 found[path] = HIDDEN.format(type(held).__name__, name, kind)
     return found

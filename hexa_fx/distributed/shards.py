@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.geometry import Chunk, Geometry
 from hexa_fx.errors import PlanError
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.sources import peft
 
 _OTHER = {torch.float32: torch.float64}
@@ -106,7 +107,7 @@ def other_parameters(model: nn.Module, shards: Iterable[ShardedParameter]) -> It
     for path, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and id(parameter) not in cut:
-                yield f"{path}.{key}" if path else key, module, key
+                yield inside(path, key), module, key
 
 
 def check_cuttable(model: nn.Module, layers: Iterable[LayerWeights]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 
@@ -77,7 +78,7 @@ def tensors_of(root: nn.Module) -> list[torch.Tensor]:
 def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules hold as plain attributes, by name: each the only one there on its memory, so that its name tells it."""
     kept = {
-        f"{path}.{name}".lstrip("."): value
+        inside(path, name): value
         for path, module in named_modules(root)
         for name, value in vars(module).items()
         if type(value) is torch.Tensor and value.layout == torch.strided
@@ -86,6 +87,14 @@ def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     plain = (leaf for leaf in held if type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided)
     lying = Counter(tensor.untyped_storage()._cdata for tensor in plain)
     return {name: tensor for name, tensor in kept.items() if lying[tensor.untyped_storage()._cdata] == 1}
+
+
+def referenced(module: weakref.ref[nn.Module]) -> nn.Module:
+    """The user's module behind a weak reference; raises `ReferenceError` once it is gone."""
+    found = module()
+    if found is None:
+        raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
+    return found
 
 
 def inside(path: str, name: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.module_tree import named_modules, referenced
 
 _OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 """Hooks, parameters, buffers and modules."""
@@ -39,10 +39,7 @@ class InPlace:
     @property
     def module(self) -> nn.Module:
         """The user's module; raises `ReferenceError` once it is gone."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
-        return module
+        return referenced(self._module)
 
     @property
     def own_forward(self) -> Callable[..., Any] | None:

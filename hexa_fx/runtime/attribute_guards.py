@@ -20,7 +20,14 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.module_tree import kept_tensors, named_modules, named_tensors, one_by_another, tensors_by_name
+from hexa_fx.isolation.module_tree import (
+    inside,
+    kept_tensors,
+    named_modules,
+    named_tensors,
+    one_by_another,
+    tensors_by_name,
+)
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, movable, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
@@ -142,7 +149,7 @@ class AttributeGuards:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
         for path, name, noted in self.plain:
             if _is_module(noted):
-                value = self._walked(modules, f"{path}.{name}".lstrip("."))
+                value = self._walked(modules, inside(path, name))
             else:
                 value = getattr(self._walked(modules, path), name, None)
             if not _is_still(value, noted):
@@ -225,7 +232,7 @@ def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch
 
 def _names(reads: Iterable[PythonRead]) -> set[str]:
     """Of what is read from the block's modules."""
-    return {f"{read.root}.{read.steps[0]}".lstrip(".") for read in reads if not read.is_global}
+    return {inside(read.root, read.steps[0]) for read in reads if not read.is_global}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
@@ -286,6 +293,6 @@ def _read(module: nn.Module, path: str, called: frozenset[str]) -> Iterator[tupl
     """The block and those of its modules that are neither called nor inside one that is."""
     yield path, module
     for name, child in module._modules.items():
-        below = f"{path}.{name}".lstrip(".")
+        below = inside(path, name)
         if child is not None and below not in called:
             yield from _read(child, below, called)

@@ -20,6 +20,7 @@ from torch import nn
 from hexa_fx.contexts import items_set
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.ops.sources import takes_sources
 from hexa_fx.runtime.attribute_guards import is_within
@@ -163,7 +164,7 @@ def taken_off(block: nn.Module) -> Iterator[frozenset[str]]:
     Yields their paths: none if one of PEFT's modules does more in some mode than add low-rank products.
     """
     found = [
-        (f"{path}.{name}".lstrip("."), owner._modules, name, child)
+        (inside(path, name), owner._modules, name, child)
         for path, owner in block.named_modules(remove_duplicate=False)
         for name, child in owner._modules.items()
         if child is not None and _is_lora(child)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.isolation.module_tree import rebuilds
+from hexa_fx.isolation.module_tree import rebuilds, referenced
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 
 T = TypeVar("T")
@@ -61,10 +61,7 @@ class ParameterPaths:
 
     @property
     def block(self) -> nn.Module:
-        block = self._block()
-        if block is None:
-            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
-        return block
+        return referenced(self._block)
 
     def check(self) -> None:
         """Raises `GuardMiss` if a module on the way was replaced or has a hook of its own."""

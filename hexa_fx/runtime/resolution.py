@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.lookup import Place, getattr_plain, lookup, own_names, place
-from hexa_fx.isolation.module_tree import named_modules, rebuilds
+from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
 from hexa_fx.isolation.purity import is_users
 from hexa_fx.isolation.read_values import Array, Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
@@ -148,7 +148,7 @@ class Resolution:
         if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
             raise _miss(read, value)
         through = (read.is_global, read.root, read.steps) in self._through
-        path = f"{read.root}.{key}".lstrip(".")
+        path = inside(read.root, key)
         if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:
             return
         if isinstance(found.value, nn.Module) and path in self._packed:

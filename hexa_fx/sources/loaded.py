@@ -18,6 +18,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.four_bit import MXFP4, NF4, NF4_DOUBLE
 from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import set_packed
 
@@ -82,7 +83,7 @@ def _adopt_stacks(path: str, owner: nn.Module) -> None:
         state = getattr(made[0], "quant_state", None) if len(made) == 1 else None
         if state is None or len(state.shape) != 3 or _why_not_stack(state):
             continue
-        where = f"{path}.{name}".lstrip(".")
+        where = inside(path, name)
         with torch.no_grad():
             weight = _stack(made.original.detach(), state)
             if not _same(weight.expert(0), getattr(owner, name)[0]):

@@ -12,6 +12,7 @@ from torch import nn
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.overlooked import SOFT
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.combine import APART
 from hexa_fx.passes.detect.graph import is_float
@@ -51,8 +52,8 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     odd = odd_expert(block) or _in_groups(block)
     if (odd or apart) and not chooses(captured):
         return Refuse(SOFT, refusal.node)
-    if (inside := given_inside(captured)) is not None:
-        return inside
+    if (given := given_inside(captured)) is not None:
+        return given
     odd = odd or _hooks_on_experts(block, groups)
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
     several = None
@@ -67,8 +68,8 @@ def _hooks_on_experts(block: nn.Module, groups: ExpertGroups) -> str:
     """A hook may change what an expert is given and gives, so that its own code is not all that was recorded."""
     names = [name for members in groups.members.values() for name in members]
     for path, module in block.named_modules():
-        inside = path and any(name.startswith(f"{path}.") for name in names)
-        if inside and any(getattr(module, hooks) for hooks in HOOKS):
+        has_experts = path and any(name.startswith(f"{path}.") for name in names)
+        if has_experts and any(getattr(module, hooks) for hooks in HOOKS):
             return f"{path!r} has hooks, which only its own code calls; remove them to have the block rewritten"
     return ""
 
@@ -146,7 +147,7 @@ def _in_groups(block: nn.Module) -> str:
         if not isinstance(module, _ConvNd):
             wide = [(name, p.shape[:2]) for name, p in module.named_parameters(recurse=False) if p.dim() == 4]
             alike = Counter(shape for _, shape in wide)
-            several = (f"{path}.{name}".lstrip(".") for name, shape in wide if alike[shape] > 1)
+            several = (inside(path, name) for name, shape in wide if alike[shape] > 1)
             where = next((f"{name} has four dimensions" for name in several), where)
     if not where:
         return ""
@@ -163,7 +164,7 @@ def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:
     for parts in [path.split(".") for paths in found for path in paths]:
         above = [".".join(parts[:depth]) for depth in range(len(parts))]
         lists = (path for path in above if isinstance(modules.get(path), nn.ModuleList))
-        found |= {tuple(f"{path}.{name}".lstrip(".") for name in modules[path]._modules) for path in lists}
+        found |= {tuple(inside(path, name) for name in modules[path]._modules) for path in lists}
     yield from (paths for paths in sorted(found) if all(path in modules for path in paths))
 
 
@@ -192,7 +193,7 @@ def _classes(expert: nn.Module) -> _Kinds:
 
 def _settings(expert: nn.Module) -> _Kinds:
     return {
-        f"{path}.{name}".lstrip("."): _shown(value)
+        inside(path, name): _shown(value)
         for path, module in expert.named_modules()
         for name, value in vars(module).items()
         if name != "training" and (isinstance(value, (bool, int, float, str)) or _is_function(value))

@@ -17,6 +17,7 @@ from hexa_fx.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.distributed.shards import LayerWeights, WeightSource, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_tree import inside
 from hexa_fx.passes.partition.collectives import ffn_arguments, is_moe_ffn
 from hexa_fx.plan import LayerPlan
 
@@ -72,8 +73,7 @@ def observed_tokens(block: RewrittenBlock) -> int | None:
 
 
 def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
-    inside = layer.sources["w1"].parts[0][0].rpartition(".")[0]
-    return ".".join(part for part in (block.path, inside) if part)
+    return inside(block.path, layer.sources["w1"].parts[0][0].rpartition(".")[0])
 
 
 def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> LayerWeights:
@@ -146,7 +146,7 @@ def _meta(model: nn.Module, path: str, parts: tuple[tuple[str, ...], ...], stack
     """A stored weight's whole shape, as a tensor without data."""
 
     def find(name: str) -> Tensor:
-        return find_tensor(model, f"{path}.{name}" if path else name)
+        return find_tensor(model, inside(path, name))
 
     if stacked:
         return torch.empty_like(find(parts[0][0]), device="meta")

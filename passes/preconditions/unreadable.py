@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.overlooked import INTEGERS, packed_experts
-from hexa_fx.isolation.module_tree import modules_of, named_modules, named_tensors
+from hexa_fx.isolation.module_tree import inside, modules_of, named_modules, named_tensors
 from hexa_fx.runtime.preflight import is_offloaded, is_unit_of_fsdp
 from hexa_fx.sources import linear4bit
 
@@ -101,7 +101,7 @@ def _quantised(path: str, module: nn.Module) -> list[str]:
     found = []
     for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}
-        where = f"{path}.{name}".lstrip(".")
+        where = inside(path, name)
         if parameter.is_quantized or not homes.isdisjoint(_PACKAGES):
             found.append(f"{where} is a {type(parameter).__name__}")
         elif isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -346,6 +347,13 @@ def test_what_is_no_factory_is_named(name, said, tmp_path, monkeypatch):
     (tmp_path / "parts_of_a_model.py").touch()
     (tmp_path / "mine.py").write_text(FACTORY_FILE)
     assert said in call("explain", f"{tmp_path}/mine.py:{name}", code=2)
+
+
+def test_a_file_that_is_called_as_a_module_that_others_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "types.py").write_text("from tests.inspect.models import factory")
+    assert "rewritten" in call("explain", f"{tmp_path}/types.py:factory")
+    assert sys.modules["types"] is types
 
 
 BROKEN = {
