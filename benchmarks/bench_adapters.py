@@ -30,8 +30,7 @@ import hexa_fx
 from hexa_fx.codegen.tiles_sm90 import NARROW_CANDIDATES
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.kernel import prebuild
-from hexa_fx.ops.table import Esmm
-from hexa_fx.ops.table_gradients import Estmm
+from hexa_fx.ops.table import Esmm, Estmm
 
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 FEW_TOKENS = (1, 8, 64, 256)

@@ -76,8 +76,7 @@ def cases() -> Iterator[Case]:
 
     from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, SWAPPED
     from hexa_fx.cuda import gemm_sm90 as sm90
-    from hexa_fx.ops.table import Esmm, EsmmAct
-    from hexa_fx.ops.table_gradients import Estmm
+    from hexa_fx.ops.table import Esmm, EsmmAct, Estmm
 
     def sized(name: str) -> tuple[int, int, int, int, torch.Tensor, torch.Tensor]:
         shape = SHAPES[name]

@@ -27,8 +27,7 @@ from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda.choosing import forget_choices
 from hexa_fx.cuda.product import ProductKey
 from hexa_fx.errors import KernelError
-from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 
 Product = Callable[[TileSm90], object]
 

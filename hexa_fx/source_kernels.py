@@ -16,7 +16,7 @@ from hexa_fx.errors import KernelError
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops.forms import DENSE
+from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.passes.kernel_requests import device_of

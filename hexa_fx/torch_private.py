@@ -172,3 +172,15 @@ def write_trace(name: str, text: Callable[[], str]) -> None:
 def graph_break(message: str) -> None:
     """Ends the graph that dynamo traces, with these words where ``fullgraph`` makes it an error. Only dynamo calls it."""
     torch._dynamo.graph_break(msg=message)
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose code dynamo need not be kept from: it is never compiled.
+
+    Torch wraps the code of others in `torch._disable_dynamo`, which imports all of dynamo in the first call (a second of a process)
+    and takes as long as a small operation in every further one.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -27,8 +27,7 @@ from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, div
 from hexa_fx.cuda.planning import TileQueue, planning_of
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops.table_fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
-from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Forward
+from hexa_fx.ops.table_fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, MoeFfnFp8Forward, glu_of
 
 STAGES, STAGES_OF_BYTES = 3, 4
 """Of shared memory, 48 KiB each. With three there is room for a tile's results of 16 bits, which leave while the next one is

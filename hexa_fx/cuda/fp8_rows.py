@@ -18,8 +18,15 @@ from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.table_fp8 import CombineFp8, EssFp8, glu_of
-from hexa_fx.ops.table_fp8_quantize import GroupRowsFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
+from hexa_fx.ops.table_fp8 import (
+    CombineFp8,
+    EssFp8,
+    GroupRowsFp8,
+    QuantizeColumnsFp8,
+    QuantizeRowsFp8,
+    QuantizeWeightFp8,
+    glu_of,
+)
 
 _CHUNK = 8
 """Numbers that a thread reads at a time."""

@@ -19,10 +19,20 @@ from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, scaled_transpose, settle, substitute
 from hexa_fx.ir import Layout
-from hexa_fx.ops.low_rank import composed
+from hexa_fx.ops.esmm_packed import composed
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, EsfkAdd, Estmm, EstmmAdd, LowRankGradients
+from hexa_fx.ops.table import (
+    Activate,
+    ActivateBackward,
+    Esfk,
+    EsfkAdd,
+    Esmm,
+    EsmmAct,
+    EsmmActBackward,
+    Estmm,
+    EstmmAdd,
+    LowRankGradients,
+)
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 FAMILIES = (gemm_sm90, gemm_sm80)
@@ -78,7 +88,7 @@ def fused_segment(o: Esmm | EsmmAct | EsmmActBackward, into: Segment) -> Tensor:
 
 @cuda_kernel("esmm_act")
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_act."""
+    """See hexa_fx.ops.esmm."""
     o = _both_biases(o)
     return _launched(family_of(o), o)  # type: ignore[no-any-return]
 
@@ -95,7 +105,7 @@ def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("esmm_low_rank")
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """See hexa_fx.ops.low_rank. One launch on Hopper, two and an addition elsewhere."""
+    """See hexa_fx.ops.esmm_packed. One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
     if family_of(o) is None:
         return with_second(esmm(*o.to(Esmm)), o.u, o.c, o.offs, o.layout)
@@ -104,7 +114,7 @@ def esmm_low_rank(o: EsmmLowRank) -> Tensor:
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.low_rank. One launch on Hopper."""
+    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
     o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
     if family_of(o) is not None:
         return _launched(family_of(o), o)  # type: ignore[no-any-return]
@@ -118,7 +128,7 @@ def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.low_rank. One launch on Hopper."""
+    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
     o = _stored_alike(o)
     if family_of(o) is not None:
         return _by_slot(o, *_launched(family_of(o), o))

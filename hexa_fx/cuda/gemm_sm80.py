@@ -20,8 +20,7 @@ from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import Esmm, EsmmAct
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
 
 ADDS_ALIGNED = False

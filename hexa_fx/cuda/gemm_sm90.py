@@ -2,7 +2,7 @@
 
 Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
 objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Row products also take the records of
-those with a second product (`hexa_fx.ops.low_rank`).
+those with a second product (`hexa_fx.ops.esmm_packed`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 FLOATS = (torch.bfloat16, torch.float16)

@@ -27,17 +27,17 @@ from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
-from hexa_fx.ops.dispatch_mode import DispatchMode
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
-from hexa_fx.ops.moe_ffn_fp8_backward import backward
+from hexa_fx.ops.moe_ffn_fp8 import backward
 from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 from hexa_fx.ops.table_layers import (
     OPERANDS,
     SOURCES_OPERANDS,
     MoeFfn,
     MoeFfnSources,
 )
-from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
+from hexa_fx.torch_private import DispatchMode
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""

@@ -35,8 +35,7 @@ from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of, flip, row_count
-from hexa_fx.ops.table import Esmm
-from hexa_fx.ops.table_gradients import Estmm, LowRankGradients
+from hexa_fx.ops.table import Esmm, Estmm, LowRankGradients
 
 MOST_ROWS = 2048
 """Rows an expert on average below which these kernels are the faster ones for dC alone."""

@@ -70,7 +70,7 @@ class Segment(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.low_rank`.
+    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.esmm_packed`.
 
     Args:
         u: (n, r), rows in expert order.

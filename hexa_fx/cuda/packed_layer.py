@@ -12,7 +12,7 @@ from hexa_fx.cuda.packed import PackedProduct, Streamed, streamed
 from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.ops import library, projection
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.forms import DENSE
+from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.table import EsmmAct, routing_of
 from hexa_fx.ops.table_layers import MoeFfnSources
 

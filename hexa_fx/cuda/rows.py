@@ -25,8 +25,7 @@ from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, p
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ops.reindex import out_of_range
 from hexa_fx.ops.rows import accumulate_dtype, row_count
-from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Reindex
-from hexa_fx.ops.table_gradients import Ess, EssAdd
+from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Ess, EssAdd, Reindex
 from hexa_fx.ops.table_variants import ScaledTranspose
 
 log = logging.getLogger(__name__)

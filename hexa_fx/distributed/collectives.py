@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.lockstep import in_backward_of
 from hexa_fx.errors import PlanError
-from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.library import DirectFunction
 
 __all__ = [
     *("all_gather_v", "all_reduce", "all_reduce_", "count_traffic", "fill_slot", "finish", "reduce_scatter_v"),

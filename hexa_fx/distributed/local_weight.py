@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.library import DirectFunction
 
 
 class LocalWeight(DirectFunction):

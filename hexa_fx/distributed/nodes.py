@@ -23,7 +23,7 @@ from hexa_fx.distributed.reductions import Destination, can_defer
 from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
 from hexa_fx.errors import PlanError
-from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.library import DirectFunction
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

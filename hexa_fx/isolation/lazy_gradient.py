@@ -27,9 +27,8 @@ from hexa_fx.isolation.outer_products import (
     sketches,
 )
 from hexa_fx.isolation.upcast_weight import LEAST_BYTES, UpcastWeight, written
-from hexa_fx.ops.dispatch_mode import DispatchMode
 from hexa_fx.ops.rows import contiguous_strides
-from hexa_fx.torch_private import _disabled_torch_function_impl
+from hexa_fx.torch_private import DispatchMode, _disabled_torch_function_impl
 
 _ATEN = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hexa_fx.ops.dispatch_mode import DispatchMode
+from hexa_fx.torch_private import DispatchMode
 
 MOST_CALLS = 200_000
 """Of torch's functions in one run: what a loop over thousands of tokens, one by one, stays below."""

@@ -7,20 +7,15 @@ D model size, I intermediate size.
 from __future__ import annotations
 
 from hexa_fx import registry
-from hexa_fx.ops.activate import activate, activate_backward
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
-from hexa_fx.ops.combine import combine
-from hexa_fx.ops.esmm import esmm
-from hexa_fx.ops.esmm_act import esmm_act, esmm_act_backward
-from hexa_fx.ops.esmm_packed import expert_by_expert as _packed  # noqa: F401  (registers the operator)
+from hexa_fx.ops.esmm import activate, activate_backward, esmm, esmm_act, esmm_act_backward
+from hexa_fx.ops.esmm_packed import low_rank_gradients, scaled_transpose
 from hexa_fx.ops.experts import experts
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
 from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the operators)
-from hexa_fx.ops.low_rank import low_rank_gradients, scaled_transpose
 from hexa_fx.ops.moe_ffn import moe_ffn
-from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
 from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
-from hexa_fx.ops.reindex import reindex
+from hexa_fx.ops.reindex import combine, reindex
 from hexa_fx.ops.weight_gradients import esfk, esfk_add, ess, ess_add, estmm, estmm_add
 
 __all__ = [

@@ -7,13 +7,20 @@ tensor subclass or on another device, these functions call the operators themsel
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hexa_fx.ops import direct_rows, library, moe_ffn_autograd, row_scaled, sources
+from hexa_fx.ops import library, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
+from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
+from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.table import Combine, Esmm, Reindex
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd
 
 _OPS = torch.ops.hexa
 _LAYERS = moe_ffn_autograd.LAYERS
@@ -29,8 +36,8 @@ def moe_ffn(*args: Any) -> Any:
 
 def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
     if any(map(sources.is_source, args)):
-        if row_scaled.has_any(args):
-            return row_scaled.moe_ffn(*args)
+        if sources.has_scaled_rows(args):
+            return sources.moe_ffn(*args)
         name, args = with_sources, tuple(sources.operands(args))
         if library.is_eager(args, cuda=True):
             return moe_ffn_autograd.plain(_LAYERS[name], args)
@@ -39,9 +46,9 @@ def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
-    if row_scaled.has_any(args):
+    if sources.has_scaled_rows(args):
         with fixed_order():
-            return row_scaled.moe_ffn(*args)
+            return sources.moe_ffn(*args)
     if library.is_eager(args, cuda=True):
         return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
     return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
@@ -54,17 +61,77 @@ def moe_ffn_fp8(*args: Any) -> Any:
 
 def reindex(*args: Any) -> Any:
     """``hexa::reindex``."""
-    return (direct_rows.reindex if library.is_eager(args) else _OPS.reindex.default)(*args)
+    if not library.is_eager(args):
+        return _OPS.reindex.default(*args)
+    Reindex._make(args).check("reindex")
+    return reindex_cpu(*args)
 
 
 def esmm(*args: Any) -> Any:
     """``hexa::esmm``."""
-    return (direct_rows.esmm if library.is_eager(args) else sources.esmm)(*args)
+    if not library.is_eager(args):
+        return sources.esmm(*args)
+    Esmm._make(args).check("esmm")
+    return _Esmm.apply(*args)
 
 
 def combine(*args: Any) -> Any:
     """``hexa::combine``."""
-    return (direct_rows.combine if library.is_eager(args) else _OPS.combine.default)(*args)
+    if not library.is_eager(args):
+        return _OPS.combine.default(*args)
+    Combine._make(args).check("combine")
+    return _Combine.apply(*args)
+
+
+class _Esmm(torch.autograd.Function):
+    """esmm by its kernels, of which its gradients are made too."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        keep_for_esmm(ctx, args)
+        with _AutoDispatchBelowAutograd():
+            return esmm_cpu(Esmm._make(args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
+            return esmm_backward(ctx, grads[0])
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        keep_for_combine(ctx, args)
+        with _AutoDispatchBelowAutograd():
+            return combine_cpu(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if not library.is_plain_tensor(grads[0]):
+            return combine_backward(ctx, grads[0])
+        with _AutoDispatchBelowAutograd():
+            return combine_backward(ctx, grads[0], _combine_gradients)
+
+
+def _combine_gradients(
+    grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dy, dweights) by slot, so that no index has to be inverted."""
+    wide = accumulate_dtype(grad.dtype)
+    tokens, columns = grad.shape
+    routed, per_token = int(offs[-1]), grad.to(wide).unsqueeze(1)
+    dy = dweights = None
+    if needs_dy:
+        slots = per_token if weights is None else per_token * weights.to(wide).unsqueeze(2)
+        slots = slots.expand(tokens, top_k, columns).reshape(-1, columns).to(grad.dtype)
+        dy = torch.empty_like(slots).index_copy_(0, inv.long(), slots)
+        dy[routed:].zero_()
+    if y is not None and weights is not None:
+        dots = (y.index_select(0, inv).view(tokens, top_k, columns).to(wide) * per_token).sum(2)
+        if routed < inv.shape[0]:
+            dots.masked_fill_((inv >= routed).view(tokens, top_k), 0)
+        dweights = dots.to(weights.dtype)
+    return dy, dweights
 
 
 DIRECT: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,6 @@
-"""``hexa::esmm``: expert-specific matrix multiplication (paper, Algorithm 2)."""
+"""Projections and activations: ``hexa::esmm`` (paper, Algorithm 2), with the activation or its gradient in its epilogue
+(``hexa::esmm_act``, ``hexa::esmm_act_backward``), and between two of them (``hexa::activate``, ``hexa::activate_backward``).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import library, tiles
-from hexa_fx.ops.rows import flip, invert
-from hexa_fx.ops.table import Esmm
-from hexa_fx.ops.tiling import whole
+from hexa_fx.ops.activations import activation_backward, activation_forward
+from hexa_fx.ops.rows import accumulate_dtype, flip, invert, routed_rows
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, EsmmActBackward
+from hexa_fx.ops.tiling import output, whole
 
 esmm = library.wrapper("esmm")
 
@@ -66,3 +70,103 @@ def projection_backward(
 
 
 library.register_autograd("esmm", esmm_backward, keep_for_esmm)
+
+
+activate = library.wrapper("activate", params=())
+activate_backward = library.wrapper("activate_backward", params=())
+
+
+@library.kernel("activate", "cpu", "any")
+def activate_generic(o: Activate) -> Tensor:
+    """Kernel for any device, made of torch's own operators."""
+    wide = o.h.to(accumulate_dtype(o.h.dtype))
+    return activation_forward(wide, o.activation, o.glu, o.params).to(o.h.dtype)
+
+
+@library.kernel("activate_backward", "cpu", "any")
+def activate_backward_generic(o: ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel for any device, made of torch's own operators."""
+    da, h, top_k_weights, v, offs, activation, glu, params = o
+    wide, da_wide = h.to(accumulate_dtype(h.dtype)), da.to(accumulate_dtype(h.dtype))
+    a = activation_forward(wide, activation, glu, params)
+    if top_k_weights is None:
+        dh = activation_backward(da_wide, wide, activation, glu, params)
+        return dh.to(h.dtype), a.to(h.dtype), h.new_empty(0)
+    assert v is not None
+    assert offs is not None
+    routed = routed_rows(offs, h.shape[0])
+    w = top_k_weights.reshape(-1).index_select(0, v).to(a.dtype).unsqueeze(1)
+    w = torch.where(routed, w, 0)
+    dots = (da_wide * a).sum(1, keepdim=True)
+    dweights = torch.where(routed, dots, 0).index_select(0, invert(v)).view(top_k_weights.shape)
+    dh = activation_backward(da_wide * w, wide, activation, glu, params)
+    return dh.to(h.dtype), (a * w).to(h.dtype), dweights.to(top_k_weights.dtype)
+
+
+def _keep_for_activate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h, *ctx.static = inputs
+    ctx.save_for_backward(h)
+
+
+def _backward_of_activate(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
+    (h,) = ctx.saved_tensors
+    dh, _, _ = torch.ops.hexa.activate_backward(da, h, None, None, None, *ctx.static)
+    return Activate.by_argument(h=dh)
+
+
+library.register_autograd("activate", _backward_of_activate, _keep_for_activate)
+
+
+esmm_act = library.wrapper("esmm_act", params=(), keep_h=True)
+
+
+@library.kernel("esmm_act", "cpu")
+def esmm_act_cpu(o: EsmmAct) -> tuple[Tensor, Tensor]:
+    """CPU kernel."""
+    tile = whole(o.v, o.offs, o.top_k, o.x)
+    a = tiles.esmm_act(tile, o._replace(x=tile.operand(o.x, o.v)), "h" if o.keep_h else None)
+    return output(tile.tiling, "h") if o.keep_h else o.x.new_empty((0, o.width)), tile.padded(a)
+
+
+def _keep_for_esmm_act(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    o = EsmmAct._make(inputs)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(o.x, o.w1, o.w3, o.v, o.offs, output[0])
+    ctx.rows, ctx.steps = (o.top_k, o.layout), (o.activation, o.glu, o.params)
+    if not o.keep_h:
+        raise InputError("hexa::esmm_act: keep_h=False computes no gradient; use it under torch.no_grad()")
+
+
+def _backward_of_esmm_act(ctx: Any, dh: Tensor | None, da: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, w1, w3, v, offs, h = ctx.saved_tensors
+    if da is not None:
+        from_a, _, _ = torch.ops.hexa.activate_backward(da, h, None, None, None, *ctx.steps)
+        dh = from_a if dh is None else dh + from_a
+    if dh is None:
+        return EsmmAct.by_argument()
+    needs, rows = EsmmAct.marks(ctx.needs_input_grad), (v, offs, *ctx.rows)
+    if w3 is None:
+        dx, dw1, db1 = projection_backward((needs.x, needs.w1, needs.b1), x, dh, w1, *rows)
+        return EsmmAct.by_argument(x=dx, w1=dw1, b1=db1)
+    dgate, dup = dh.chunk(2, dim=1)
+    dx, dw1, db1 = projection_backward((needs.x, needs.w1, needs.b1), x, dgate, w1, *rows)
+    dx3, dw3, db3 = projection_backward((needs.x, needs.w3, needs.b3), x, dup, w3, *rows)
+    dx = None if dx is None or dx3 is None else dx + dx3
+    return EsmmAct.by_argument(x=dx, w1=dw1, b1=db1, w3=dw3, b3=db3)
+
+
+library.register_autograd("esmm_act", _backward_of_esmm_act, _keep_for_esmm_act)
+
+
+esmm_act_backward = library.wrapper("esmm_act_backward", params=())
+
+
+@library.kernel("esmm_act_backward", "cpu", "any")
+def _esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel of every device: the two operators it stands for."""
+    device = o.dy.device.type
+    da = library.kernel_for("esmm", device)(o.dy, o.weight, None, o.v, o.offs, o.top_k, o.layout)
+    out: tuple[Tensor, Tensor, Tensor] = library.kernel_for("activate_backward", device)(
+        da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params
+    )
+    return out

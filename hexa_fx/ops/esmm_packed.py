@@ -1,6 +1,10 @@
-"""``hexa::esmm_packed``: products with packed weights, which are read expert by expert.
+"""Products with packed weights, which are read expert by expert, and with factors of a few columns (LoRA).
 
-A packed weight is frozen: rows and biases have gradients, it has none.
+A packed weight is frozen: rows and biases have gradients, it has none. ``hexa::esmm_low_rank`` and its relatives add a second
+product in the same accumulator, ``x @ W^T + u @ C^T``, plain, before an activation or before its gradient.
+``hexa::low_rank_gradients`` has the gradients of such a factor and of its rows, and ``hexa::scaled_transpose`` brings factors from
+the memory order of PEFT, (N, r, E), and their gradients back. Of `hexa::moe_ffn_sources`, which has the gradients: a low-rank
+addition to a weight is such a product with ``u = x A^T``.
 """
 
 from __future__ import annotations
@@ -12,8 +16,18 @@ from torch import Tensor
 
 from hexa_fx.formats import format_of
 from hexa_fx.ops import cpu, fixed_order, library
-from hexa_fx.ops.rows import flip, gather_rows, invert
-from hexa_fx.ops.table_variants import EsmmPacked
+from hexa_fx.ops.rows import accumulate_dtype, flip, gather_rows, invert
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, LowRankGradients
+from hexa_fx.ops.table_variants import (
+    EsmmActBackwardLowRank,
+    EsmmActBackwardPacked,
+    EsmmActLowRank,
+    EsmmActPacked,
+    EsmmLowRank,
+    EsmmPacked,
+    EsmmPackedLowRank,
+    ScaledTranspose,
+)
 
 _OPS = torch.ops.hexa
 
@@ -53,3 +67,71 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 library.register_autograd("esmm_packed", _backward, _setup_context)
+
+
+@library.kernel("esmm_low_rank", "any")
+@library.kernel("esmm_packed_low_rank", "any")
+def summed(o: EsmmLowRank | EsmmPacked) -> Tensor:
+    """Kernel for any device: a product, and a second one where there is one."""
+    name, record = ("esmm_packed", EsmmPacked) if isinstance(o, EsmmPacked) else ("esmm", Esmm)
+    y: Tensor = getattr(_OPS, name)(*o.to(record))
+    u, c = getattr(o, "u", None), getattr(o, "c", None)
+    return y if u is None else y.add_(_OPS.esmm(u, c, None, None, o.offs, 1, o.layout))
+
+
+@library.kernel("esmm_act_low_rank", "any")
+@library.kernel("esmm_act_packed", "any")
+def activated(o: EsmmActLowRank | EsmmActPacked) -> tuple[Tensor, Tensor]:
+    """Kernel for any device: the products, then the activation."""
+    if isinstance(o, EsmmActPacked):
+        h = summed(o)
+    else:
+        both = ((o.w1, o.b1, o.c), (o.w3, o.b3, o.c3))
+        parts = [summed(o.to(EsmmLowRank, weight=w, bias=b, c=c)) for w, b, c in both if w is not None]
+        h = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    a = _OPS.activate(*o.to(Activate, h=h))
+    return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
+
+
+@library.kernel("esmm_act_backward_low_rank", "any")
+@library.kernel("esmm_act_backward_packed", "any")
+def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel for any device: the products, then the activation's gradient."""
+    packed = isinstance(o, EsmmActBackwardPacked)
+    da = summed(o.to(EsmmPackedLowRank, x=o.dy) if packed else o.to(EsmmLowRank, x=o.dy))
+    out: tuple[Tensor, Tensor, Tensor] = _OPS.activate_backward(*o.to(ActivateBackward, da=da))
+    return out
+
+
+low_rank_gradients = library.wrapper("low_rank_gradients", scale=1.0, experts_last=False)
+
+
+@library.kernel("low_rank_gradients", "any")
+def composed(o: LowRankGradients, by: Any = torch.ops.hexa) -> tuple[Tensor, Tensor]:
+    """Kernel for any device, by other operators: one reading of rows that are in order, two of gathered ones."""
+    rows, u = (o.v, o.offs, o.top_k), o.u
+    if o.top_k_weights is not None and o.v is not None:
+        u = torch.mul(u, o.top_k_weights.reshape(-1, 1).index_select(0, o.v)).to(u.dtype)
+    if o.factor is not None and o.v is None and o.layout == "kn":
+        du, df, _ = by.esfk(u, o.rows, o.factor, None, o.offs, 1, "nk", False)
+    else:
+        du = o.rows.new_empty((0,)) if o.factor is None else by.esmm(o.rows, o.factor, None, *rows, o.layout)
+        sides = (o.rows, u, o.v, None) if o.layout == "nk" else (u, o.rows, None, o.v)
+        df = by.estmm(*sides, o.offs, o.top_k, "nk")
+    if not o.experts_last:
+        cast = df.to(o.dtype)
+        return du, cast if o.scale == 1 else torch.mul(cast, o.scale)
+    experts, columns, rank = df.shape
+    turned: Tensor = by.scaled_transpose(df.contiguous().view(experts, columns * rank), o.dtype, o.scale)
+    return du, turned.view(columns, rank, experts)
+
+
+scaled_transpose = library.wrapper("scaled_transpose", scale=1.0)
+
+
+@library.kernel("scaled_transpose", "any")
+def scaled_transpose_any(o: ScaledTranspose) -> Tensor:
+    """Kernel for any device."""
+    wide = torch.promote_types(accumulate_dtype(o.x.dtype), accumulate_dtype(o.dtype))
+    factor = o.x if o.scale == 1 else o.x.to(wide) * o.scale
+    return factor.t().to(o.dtype, memory_format=torch.contiguous_format).contiguous()

@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops.forms import INTEGER, shape
 from hexa_fx.ops.moe_ffn import moe_ffn
+from hexa_fx.ops.records import INTEGER, shape
 from hexa_fx.torch_private import _len_torch_dispatch_stack
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
-from hexa_fx.ops.table import Esmm, EsmmAct
-from hexa_fx.ops.table_gradients import Esfk, Ess, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Ess, Estmm
 from hexa_fx.torch_private import grouped_mm
 
 logger = logging.getLogger(__name__)

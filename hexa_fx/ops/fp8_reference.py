@@ -28,30 +28,29 @@ from hexa_fx.formats.fp8_scaling import (
 )
 from hexa_fx.ops import library
 from hexa_fx.ops import table_fp8 as table
-from hexa_fx.ops import table_fp8_quantize as quantize
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
-from hexa_fx.ops.combine import combine_generic
+from hexa_fx.ops.reindex import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
 
 @library.kernel("quantize_rows_fp8", "cpu", "any")
-def _rows(o: quantize.QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
+def _rows(o: table.QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
     return quantize_rows(o.x, o.binary)
 
 
 @library.kernel("quantize_columns_fp8", "cpu", "any")
-def _columns(o: quantize.QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
+def _columns(o: table.QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
     return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs)
 
 
 @library.kernel("group_rows_fp8", "cpu", "any")
-def _groups(o: quantize.GroupRowsFp8) -> tuple[Tensor, Tensor]:
+def _groups(o: table.GroupRowsFp8) -> tuple[Tensor, Tensor]:
     rows, scales = (gather_rows(t, o.v, o.top_k) for t in (o.x, o.xs))
     return group_rows(rows, scales, o.offs)
 
 
 @library.kernel("quantize_weight_fp8", "cpu", "any")
-def _weight(o: quantize.QuantizeWeightFp8) -> None:
+def _weight(o: table.QuantizeWeightFp8) -> None:
     for expert in range(o.w.shape[0]):
         parts = [part[expert] if o.layout == "nk" else part[expert].t() for part in (o.w, o.w3) if part is not None]
         if o.glu in ("concat", "interleaved"):

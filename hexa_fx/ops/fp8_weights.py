@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.contexts import set_to
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
 from hexa_fx.ops import library
-from hexa_fx.ops.table_fp8_quantize import weight_sizes
+from hexa_fx.ops.table_fp8 import weight_sizes
 
 
 class Fp8Weight(NamedTuple):

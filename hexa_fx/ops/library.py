@@ -21,26 +21,31 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops import batched
 from hexa_fx.ops.cpu import multiplies_in_float32
 from hexa_fx.ops.records import Operands, described, schema
 from hexa_fx.torch_private import (
     DispatchKey,
     DispatchKeySet,
     OpOverload,
+    _add_batch_dim,
     _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
+    _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
+    _remove_batch_dim,
+    _vmapmode_decrement_nesting,
+    _vmapmode_increment_nesting,
     is_legacy_batchedtensor,
     peek_interpreter_stack,
+    under_vmap,
 )
 
 NAMESPACE = "hexa"
@@ -88,7 +93,7 @@ def operator(
         if written:
             _register_mutation(name, written)
         else:
-            batched.register(_LIBRARY, name, functools.partial(overload, name))
+            _register_batched(name, functools.partial(overload, name))
         torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name, record), lib=_LIBRARY)
         if not differentiable:
             _refuse_double_backward(name)
@@ -315,3 +320,62 @@ def _autocast(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.itemsize in (1, 8):
         return value
     return value.to(dtype)
+
+
+def _register_batched(name: str, overload: Callable[[], OpOverload]) -> None:
+    """Registers rules for `torch.vmap` and for the older one of torch.autograd: one call for each sample.
+
+    Blocks run their own code in a forward under a transform. What comes here is a backward of many gradients at once
+    (``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian(..., vectorize=True)``, or a
+    `torch.vmap` around ``torch.autograd.grad``): kernels write into memory of their own, which no batching rule of torch's can
+    follow.
+    """
+    for key, kernel in {"FuncTorchBatched": _under_vmap, "Batched": _under_autograds}.items():
+        _LIBRARY.impl(name, functools.partial(kernel, overload), key, with_keyset=True)
+
+
+def _under_vmap(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        leaves, spec = tree_flatten(args)
+        results = _each(overload(), leaves, tree_flatten(dims)[0], info.batch_size, spec)
+        return results, tree_map(lambda _: 0, results)
+
+    return under_vmap(rule, overload(), args)
+
+
+def _under_autograds(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
+    level = _vmapmode_increment_nesting() - 1
+    _vmapmode_decrement_nesting()
+    leaves, spec = tree_flatten(args)
+    dims = [0 if isinstance(leaf, Tensor) and is_legacy_batchedtensor(leaf) else None for leaf in leaves]
+    leaves = [leaf if dim is None else _remove_batch_dim(leaf, level, 1, 0) for leaf, dim in zip(leaves, dims)]
+    size = next(len(leaf) for leaf, dim in zip(leaves, dims) if dim is not None)
+    return tree_map(lambda found: _add_batch_dim(found, 0, level), _each(overload(), leaves, dims, size, spec))
+
+
+def _each(overload: OpOverload, leaves: Sequence[Any], dims: Sequence[int | None], size: int, spec: Any) -> Any:
+    """The results of all samples, stacked in their first dimension."""
+    found = []
+    for number in range(size):
+        sample = [leaf if dim is None else leaf.select(dim, number) for leaf, dim in zip(leaves, dims)]
+        found.append(overload(*tree_unflatten(sample, spec)))
+    return tree_map(lambda *same: torch.stack(same), *found)
+
+
+class DirectFunction(torch.autograd.Function):
+    """`torch.autograd.Function` for functions that transforms cannot pass through anyway, as they define no ``setup_context``.
+
+    Torch first unwraps arguments that are left over from a transform which has ended. Its operators do that too.
+
+    Raises:
+        InputError: a transform is active.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if _are_functorch_transforms_active():
+            raise InputError(
+                "torch.func (grad, jacrev, vjp) does not go through operators of hexa_fx: use backward() or torch.autograd.grad, "
+                "or the original module"
+            )
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

@@ -19,8 +19,8 @@ from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
-from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
-from hexa_fx.ops.forms import DENSE
+from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.table_layers import READ_WITH_X, SOURCES_OPERANDS
 
 

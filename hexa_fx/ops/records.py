@@ -1,15 +1,17 @@
 """Records of operands: what an operator is given, said once. Its schema, check, fake, autocast and wrapper follow from that.
 
 A record is a named tuple, so that it can be handed on as arguments. Its class says the operands in the order of the schema, with a
-`Form` for each tensor, what comes out (`returns`, `results`) and what else must hold (`faults`). Variants inherit: the last base's
-fields come first, as in dataclasses, and a class's own fields come last. The table is `hexa_fx.ops.table`.
+`Form` for each tensor (its dtypes, its sizes, how it lies), what comes out (`returns`, `results`), and what else must hold
+(`faults`). Variants inherit: the last base's fields come first, as in dataclasses, and a class's own fields come last. The table is
+`hexa_fx.ops.table`.
 """
 
 from __future__ import annotations
 
 import typing
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from operator import itemgetter
 from string import ascii_lowercase
@@ -18,6 +20,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     Self,
     TypeVar,
     dataclass_transform,
@@ -28,8 +31,226 @@ from typing import (
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.checking import check_of
-from hexa_fx.ops.forms import AtLeastOne, Form, Operand, Term
+from hexa_fx.errors import InputError
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGER = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def shape(t: Tensor) -> str:
+    """``torch.float32 (4, 8)`` for an error message."""
+    return f"{t.dtype} {tuple(t.shape)}"
+
+
+DENSE = "dense"
+"""The format of a weight that is a tensor of numbers."""
+
+
+def experts_last(factor: Tensor) -> bool:
+    """Whether a factor (E, N, r) lies as (N, r, E), which is how PEFT stores those of its second linear layer."""
+    experts, _, rank = factor.shape
+    return experts > 1 and factor.stride() == (1, rank * experts, experts)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor operand has to be.
+
+    Args:
+        dims: sizes: a letter that all operands agree on, ``E+1``, ``N/128`` (as many blocks of 128), ``*`` for any, or ``.inner``
+            for the record's attribute. Empty where anything will do.
+        dtypes: that it may have, empty for any; None for that of the record's first floating operand.
+        says: of these dtypes, in a sentence.
+        layout: the field that tells in which layout a weight lies; ``dims`` are those of ``nk``.
+        by: the field of an index that gathers its rows, ``top_k`` times each, where one is given.
+        flat: ``dims`` tells how many elements it has, in whatever shape.
+        written: the operator writes to it.
+        cast: autocast casts it.
+        wide: it has the accumulators' type, float32, or float64 for float64.
+    """
+
+    dims: str = ""
+    dtypes: tuple[torch.dtype, ...] | None = ()
+    says: str = ""
+    layout: str = ""
+    by: str = ""
+    flat: bool = False
+    written: bool = False
+    cast: bool = False
+    wide: bool = False
+
+
+def floating(dims: str, layout: str = "", by: str = "") -> Form:
+    """Floating, in the dtype of the first such operand."""
+    return Form(dims, None, layout=layout, by=by, cast=True)
+
+
+def numbers(dims: str, flat: bool = False, cast: bool = False) -> Form:
+    """In any floating dtype."""
+    return Form(dims, FLOATING, "floating ", flat=flat, cast=cast)
+
+
+def exactly(dtype: torch.dtype, dims: str, by: str = "", written: bool = False) -> Form:
+    """In one dtype."""
+    return Form(dims, (dtype,), f"{dtype} ", by=by, written=written)
+
+
+def added_to(dims: str, layout: str = "") -> Form:
+    """A buffer that the operator adds to, in the accumulators' type."""
+    return Form(dims, layout=layout, written=True, wide=True)
+
+
+def index(dims: str) -> Form:
+    """As `hexa::reindex` makes it."""
+    return exactly(torch.int32, dims)
+
+
+class AtLeastOne:
+    """Marks a number that is 1 or more."""
+
+
+class Term(NamedTuple):
+    """A size: ``symbol / per + plus``. No symbol: any size. One that begins with a dot: an attribute of the record."""
+
+    symbol: str
+    per: int
+    plus: int
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> Term:
+        symbol, _, plus = text.partition("+")
+        symbol, _, per = symbol.partition("/")
+        return cls(symbol.removeprefix("*"), int(per or 1), int(plus or 0), text.removeprefix("."))
+
+
+class Operand(NamedTuple):
+    """A tensor operand as the check looks at it."""
+
+    name: str
+    form: Form
+    dtypes: tuple[torch.dtype, ...] | None
+    optional: bool
+    terms: tuple[Term, ...]
+
+
+def check_of(
+    fields: Sequence[str],
+    operands: Sequence[Operand],
+    choices: Mapping[str, tuple[str, ...]],
+    counts: Sequence[str],
+) -> Callable[[Any, str], None]:
+    """A function of a record and the operator's name, which raises `InputError` unless the operands fit together.
+
+    Args:
+        fields: of the record.
+        operands: those that are tensors of a form.
+        choices: fields that have some values only.
+        counts: fields that are 1 or more.
+    """
+    scope: dict[str, Any] = {"FLOATING": FLOATING, "refusal": _refusal, "InputError": InputError, "operands": operands}
+    scope |= {"single": torch.float32, "double": torch.float64}
+    scope |= {f"dtypes{n}": each.dtypes for n, each in enumerate(operands)}
+    lines = ("def check(o, op):", f"{', '.join(fields)}, = o", *_of_values(choices, counts), *_of_tensors(operands))
+    exec("\n ".join(lines), scope)
+    check: Callable[[Any, str], None] = scope["check"]
+    return check
+
+
+def _of_values(choices: Mapping[str, tuple[str, ...]], counts: Sequence[str]) -> Iterator[str]:
+    for name, values in choices.items():
+        expected = " or ".join(map(repr, values))
+        yield f'if {name} not in {values}: raise InputError(f"hexa::{{op}}: unknown {name} {{{name}!r}}; expected {expected}")'
+    for name in counts:
+        yield f'if {name} < 1: raise InputError(f"hexa::{{op}}: {name} is {{{name}}}; expected 1 or more")'
+
+
+def _of_tensors(operands: Sequence[Operand]) -> Iterator[str]:
+    first = next((each.name for each in operands if each.dtypes is None), None)
+    if first is not None:
+        yield f"dtype = {first}.dtype"
+        expected = f"has dtype {{dtype}}; expected one of {FLOATING}"
+        yield f'if dtype not in FLOATING: raise InputError(f"hexa::{{op}}: {first} {expected}")'
+    for each in operands[:1]:
+        yield f"device = {each.name}.device"
+    known: dict[str, bool] = {}  # by symbol, whether it may be unknown
+    later = {symbol for each in operands if each.optional for symbol, *_ in each.terms}
+    yield from (f"size_{symbol} = None" for symbol in later if symbol.isidentifier())
+    for number, each in enumerate(operands):
+        indent = ""
+        if each.optional:
+            yield f"if {each.name} is not None:"
+            indent = " "
+        yield from (indent + line for line in _of_operand(number, each, known))
+    yield 'if fault := o.faults(): raise InputError(f"hexa::{op}: {fault}")'
+
+
+def _of_operand(number: int, each: Operand, known: dict[str, bool]) -> Iterator[str]:
+    name, refused = each.name, f"raise refusal(op, operands, {number}, locals())"
+    if each.dtypes is None:
+        yield f"if {name}.dtype is not dtype: {refused}"
+    elif each.form.wide:
+        yield "wide = double if dtype is double else single"
+        yield f"if {name}.dtype is not wide: {refused}"
+    elif each.dtypes:
+        yield f"if {name}.dtype not in dtypes{number}: {refused}"
+    if number:
+        yield f"if {name}.device != device: {refused}"
+    if not each.terms:
+        return
+    yield f"sizes = {f'({name}.numel(),)' if each.form.flat else f'{name}.shape'}"
+    yield f"if len(sizes) != {len(each.terms)}: {refused}"
+    places = [f"s{n}" for n in range(len(each.terms))]
+    yield f"{', '.join(places)}, = sizes"
+    if each.form.layout:
+        *_, row, column = places
+        yield f"if {each.form.layout} == 'kn': {row}, {column} = {column}, {row}"
+    for place, (symbol, per, plus, _) in zip(places, each.terms):
+        size = f"({place} - {plus})" if plus else place
+        size += f" * {per}" if per > 1 else ""
+        if each.form.by and place == "s0":
+            size += f" * (1 if {each.form.by} is None else top_k)"
+        if not symbol.isidentifier():
+            value = f"o.{symbol.removeprefix('.')}" if symbol.startswith(".") else symbol
+            yield f"if {size} != {value}: {refused}" if symbol else "pass"
+        elif symbol not in known:
+            known[symbol] = each.optional
+            yield f"size_{symbol} = {size}"
+        elif known[symbol]:
+            known[symbol] = each.optional
+            yield f"if size_{symbol} is None: size_{symbol} = {size}"
+            yield f"elif {size} != size_{symbol}: {refused}"
+        else:
+            yield f"if {size} != size_{symbol}: {refused}"
+
+
+def _refusal(op: str, operands: Sequence[Operand], number: int, given: dict[str, Any]) -> InputError:
+    """What is said of an operand that does not fit; given: the fields, and the sizes that are known."""
+    each, first, t = operands[number], operands[0], given[operands[number].name]
+    if t.device != given["device"]:
+        return InputError(f"hexa::{op}: {each.name} is on {t.device}, {first.name} on {given['device']}")
+    if each.dtypes is None and t.dtype != given["dtype"]:
+        floating = next(other.name for other in operands if other.dtypes is None)
+        mixed = f"{floating} is {given['dtype']} but {each.name} is {t.dtype}"
+        return InputError(f"hexa::{op}: {mixed}; cast one of them, or run under torch.autocast")
+    gathered = bool(each.form.by) and given[each.form.by] is not None
+    said = [_size(term, given) if number or not gathered else term.text for number, term in enumerate(each.terms)]
+    if each.form.layout and given[each.form.layout] == "kn":
+        *lead, row, column = said
+        said = [*lead, column, row]
+    expected = f"{said[0]} numbers" if each.form.flat else f"({', '.join(said)}{',' * (len(said) == 1)})"
+    beside = "" if first is each else f" beside {first.name} {shape(given[first.name])}"
+    if gathered:
+        beside += f", {given['top_k']} rows of {each.form.by} {shape(given[each.form.by])} for each"
+    says = f"{given['wide']} " if each.form.wide else each.form.says
+    return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {says}{expected}{beside}")
+
+
+def _size(term: Term, given: dict[str, Any]) -> str:
+    symbol, per, plus, text = term
+    known = getattr(given["o"], symbol.removeprefix(".")) if symbol.startswith(".") else given.get(f"size_{symbol}")
+    return text if known is None else str(known // per + plus)
+
 
 R = TypeVar("R", bound="Operands")
 

@@ -12,8 +12,8 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.formed import Formed, PackedStack
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ops.forms import DENSE
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.records import DENSE
+from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
 
 _OPS = torch.ops.hexa
@@ -88,3 +88,60 @@ def esmm(x: Tensor, weight: Any, *rest: Any) -> Any:
         layout = flip(layout) if weight.transposed else layout
         return _OPS.esmm_packed.default(x, weight.packed, weight.scales, weight.format, *rows, layout)
     return _OPS.esmm.default(x, weight, *rest)
+
+
+def has_scaled_rows(weights: Sequence[Any]) -> bool:
+    """Whether the rows of one of these weights are scaled."""
+    adapted = [weight for weight in weights if type(weight) is AdaptedWeight]
+    return any(weight.row_scale is not None for weight in adapted) if adapted else False
+
+
+def moe_ffn(*args: Any) -> Tensor:
+    """`hexa::moe_ffn` on weights whose rows are scaled, ``g * (W x)``: operator by operator, with the gradients of these."""
+    o = MoeFfn._make(args)
+    top_k, w1 = o.top_k_index.shape[1], o.w1
+    v, inv, offs = _OPS.reindex.default(o.top_k_index, (w1.weight if isinstance(w1, AdaptedWeight) else w1).shape[0])
+    first = [(w1, o.b1)] if o.w3 is None else [(w1, o.b1), (o.w3, o.b3)]
+    h = torch.cat([_project(o.x, weight, bias, v, offs, top_k, o.layout1) for weight, bias in first], 1)
+    a = _OPS.activate.default(h, o.activation, o.glu, o.params)
+    y = _project(a, o.w2, o.b2, None, offs, 1, o.layout2)
+    return _OPS.combine.default(y, o.top_k_weights, inv, offs, top_k)  # type: ignore[no-any-return]
+
+
+def _project(
+    x: Tensor, weight: Any, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    rows = v, offs, top_k
+    if not isinstance(weight, AdaptedWeight):
+        return esmm(x, weight, bias, *rows, layout)  # type: ignore[no-any-return]
+    y: Tensor = esmm(x, weight.weight, bias if weight.row_scale is None else None, *rows, layout)
+    if weight.row_scale is not None:
+        y = y * expert_rows(weight.row_scale.to(y.dtype), offs, len(y))
+        y = y if bias is None else y + expert_rows(bias.to(y.dtype), offs, len(y))
+    a, c = weight.factors(layout)
+    u = esmm(x, a.to(x.dtype).contiguous(), None, *rows, "nk")
+    return y + esmm(u, (c * weight.scale).to(u.dtype).contiguous(), None, None, offs, 1, "nk")  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def row_norms(weight: Any, a: Tensor, c: Tensor) -> Tensor:
+    """(E, N) norms of the rows of ``W + C A``, in float32 or float64; the sum is not formed.
+
+    Args:
+        weight: W (E, N, K), dense or packed, of which one expert is unpacked at a time.
+        a, c: (E, r, K) and (E, N, r).
+    """
+    experts, rank, columns = a.shape
+    dtype = accumulate_dtype(weight.dtype)
+    if isinstance(weight, QuantizedWeight):
+        own = torch.stack([weight.expert(number).to(dtype).square().sum(1) for number in range(experts)])
+    else:
+        own = torch.linalg.vector_norm(weight, dim=2, dtype=dtype).square()
+    offs = torch.arange(0, experts * rank + 1, rank, dtype=torch.int32, device=a.device)
+    with torch.autocast(a.device.type, enabled=False):
+        products = esmm(a.to(weight.dtype).reshape(-1, columns), weight, None, None, offs, 1, "nk")
+        wide, c = a.to(dtype), c.to(dtype)
+        both = (products.view(experts, rank, -1).transpose(1, 2).to(dtype) * c).sum(2)
+        square = own + 2 * both + ((c @ (wide @ wide.transpose(1, 2))) * c).sum(2)
+    norms: Tensor = square.clamp_min(0).sqrt()
+    return norms

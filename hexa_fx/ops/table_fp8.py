@@ -1,4 +1,4 @@
-"""The table of the operators of FP8 block compute: what `hexa::moe_ffn_fp8` is made of, one grouped kernel each.
+"""The table of the operators of FP8 block compute: what `hexa::moe_ffn_fp8` is made of, one grouped kernel each, and the layer.
 
 Elements are e4m3, scales float32, as `hexa_fx.formats.fp8_scaling` says. T tokens, k experts per token, n = T*k rows in expert
 order, E experts, D model size, I intermediate size. D', I', C' and so on are those sizes, rounded up to multiples of 128; H' is the
@@ -14,19 +14,19 @@ expert: what results hold there is unspecified, and nothing reads it. Results th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
-from hexa_fx.ir import Glu
+from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.forms import Form, exactly, index, numbers, shape
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import Operands
-from hexa_fx.ops.rows import row_count
-from hexa_fx.ops.table import Offs, TopK, V
+from hexa_fx.ops.records import FLOATING, Form, Operands, exactly, index, numbers, shape
+from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.ops.table import Offs, TopK, V, routing_of
+from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, Backward, Layer, MoeFfn, Static, Weights, gradients_of
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 _SLOTS: TypeAlias = Annotated[Tensor, index("n")]
@@ -268,3 +268,182 @@ class EssFp8(Operands):
 
     def results(self) -> Tensor:
         return self.gs.new_empty((self.offs.shape[0] - 1, self.g.shape[1]))
+
+
+def _quantizable(dims: str, by: str = "") -> Form:
+    return Form(dims, QUANTIZABLE, "of 16 or 32 bits ", by=by)
+
+
+def weight_sizes(w: Tensor, layout: str, glu: str) -> tuple[int, int, int]:
+    """E, and the rows and columns of what `quantize_weight_fp8` makes of a weight."""
+    n, k = columns_of(w, layout), columns_of(w, flip(layout))
+    if glu == "none":
+        return w.shape[0], padded(n), padded(k)
+    return w.shape[0], 2 * padded(n if glu == "split" else n // 2), padded(k)
+
+
+@operator("quantize_rows_fp8")
+class QuantizeRowsFp8(Operands):
+    """Rows in blocks of 1 x 128.
+
+    Args:
+        x: any strides.
+        binary: scales are powers of two, as `GroupRowsFp8` asks for.
+
+    Results:
+        q: (R, C') e4m3.
+        s: (R, C' / 128) float32.
+    """
+
+    x: Annotated[Tensor, _quantizable("R C")]
+    binary: bool
+    returns = "(Tensor q, Tensor s)"
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
+
+
+class _Numbers(Operands):
+    x: Annotated[Tensor, _quantizable("n C", by="v")]
+
+
+@operator("quantize_columns_fp8")
+class QuantizeColumnsFp8(Grouped, _Numbers):
+    """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
+
+    Results:
+        q: (G, C', 128) e4m3. ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where F(e) is the sum of
+            ``ceil(rows / 128)`` over the experts before e; zero where the expert has no such row.
+        s: (G, C') float32, of the 128 rows of a group in a column.
+    """
+
+    returns = "(Tensor q, Tensor s)"
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        return groups_and_scales(self.x, self.groups(self.x), padded(self.x.shape[1]))
+
+
+@operator("group_rows_fp8")
+class GroupRowsFp8(Grouped, QuantizedRows):
+    """Quantised rows as `QuantizeColumnsFp8` lays rows out, of whose columns 128 share a scale in a group.
+
+    It is the largest of the 128 rows' scales. All are powers of two (`QuantizeRowsFp8` with ``binary``), so that elements stay the
+    numbers that they are but for those that become denormal; as activations in section 3.3.3 of the DeepSeek-V3 report
+    (arXiv 2412.19437).
+
+    Results:
+        q: (G, C', 128) e4m3.
+        s: (G, C').
+    """
+
+    returns = "(Tensor q, Tensor s)"
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        return groups_and_scales(self.x, self.groups(self.x), self.x.shape[1])
+
+
+@operator("quantize_weight_fp8")
+class QuantizeWeightFp8(Operands):
+    """Quantises a projection's weight in blocks of 128 x 128 into buffers, in either orientation.
+
+    Gate and up become the first and the second half of the rows. Every element of the buffers is written.
+
+    Args:
+        q, s: of N' rows, where N' is 2 I' for a gated weight, and K' columns.
+        q_t, s_t: the same elements and scales, transposed; or None.
+        w: (E, N, K) for layout ``nk``, (E, K, N) for ``kn``, any strides.
+        w3: the up projection, shaped as w, for glu ``split``.
+        glu: how gate and up lie in w, as in `FfnSpec`; ``none`` for the second projection.
+    """
+
+    q: Annotated[Tensor, elements("E R C", written=True)]
+    s: Annotated[Tensor, scales("E R/128 C/128", written=True)]
+    q_t: Annotated[Tensor | None, elements("E C R", written=True)]
+    s_t: Annotated[Tensor | None, scales("E C/128 R/128", written=True)]
+    w: Annotated[Tensor, _quantizable("E P Q")]
+    w3: Annotated[Tensor | None, _quantizable("E P Q")]
+    layout: Layout
+    glu: Glu
+    returns = "()"
+
+    def faults(self) -> str:
+        if (self.w3 is not None) != (self.glu == "split") or (self.w3 is not None and self.w3.dtype != self.w.dtype):
+            return f"w3 is {None if self.w3 is None else shape(self.w3)}; only 'split' has one, like w"
+        expected = weight_sizes(self.w, self.layout, self.glu)
+        return "" if tuple(self.q.shape) == expected else f"q is {shape(self.q)}; expected {expected}"
+
+
+class _Cached(Operands):
+    cached: bool
+
+
+@operator("moe_ffn_fp8_forward")
+class MoeFfnFp8Forward(_Cached, MoeFfn):
+    """`MoeFfn` whose products multiply e4m3 with block scales: y and what backward needs. All dtypes are floating, in any mixture.
+
+    Args:
+        cached: whether quantised weights are kept; not where other weights take turns in the same memory.
+    """
+
+    mixed = (*FLOATING, ELEMENT)
+    returns = "(Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
+
+    @property
+    def floating(self) -> dict[str, Tensor]:
+        """x, and weights and biases that are not quantised already, by name."""
+        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
+        return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
+
+    def results(self) -> tuple[Tensor, ...]:
+        x = rows_and_scales(self.x, self.x.shape[0], padded(self.input_size))
+        halves = 1 if self.glu == "none" else 2
+        h = rows_and_scales(self.x, 0 if self.recompute_h else self.rows, padded(self.inner) * halves)
+        return MoeFfn.results(self), *x, *h, *routing_of(self.top_k_index, self.experts)
+
+
+@operator("moe_ffn_fp8", autocast=True)
+class MoeFfnFp8(MoeFfnFp8Forward):
+    """The same without gradients, or differentiable.
+
+    Args:
+        s1, s2: scales of w1 and w2, which are quantised already, and frozen: (E, H', D') and (E, D', I') e4m3 as
+            `quantize_weight_fp8` makes them. Nothing in such a call needs a gradient.
+    """
+
+    s1: Tensor | None
+    s2: Tensor | None
+    returns = "Tensor"
+    defaults: ClassVar[dict[str, object]] = {"s1": None, "s2": None}
+
+    def faults(self) -> str:
+        quantised = [w is not None and w.dtype == ELEMENT for w in (self.x, self.w1, self.w3, self.w2)]
+        if quantised != [False, self.s1 is not None, False, self.s2 is not None] or quantised[1] != quantised[3]:
+            return "w1 and w2 are quantised, and have scales, or neither is"
+        if quantised[1] and not is_whole(self.w1, self.w2, self.glu, self.layout1, self.layout2):
+            return "quantised weights have layout nk, whole blocks, and gate and up as halves if any"
+        return super().faults() or scale_faults(self.w1, self.s1) or scale_faults(self.w2, self.s2)
+
+    def results(self) -> Any:
+        return MoeFfn.results(self)
+
+
+class _SavedInFp8(Operands):
+    dy: Tensor
+    xq: Tensor | None
+    xs: Tensor | None
+    h: Tensor | None
+    hs: Tensor | None
+    v: Tensor
+    inv: Tensor
+    offs: Tensor
+
+
+@operator("moe_ffn_fp8_backward", differentiable=False)
+class MoeFfnFp8Backward(Backward, _Cached, Static, Weights, _SavedInFp8, Layer):
+    """Of `MoeFfnFp8`, from dy and what forward kept."""
+
+    top_k: int
+    needs: Sequence[bool]
+
+    def results(self) -> list[Tensor]:
+        return gradients_of(self, OPERANDS)

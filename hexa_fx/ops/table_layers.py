@@ -16,9 +16,8 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.forms import DENSE, INTEGER, Form, experts_last, floating, numbers
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import Operands
+from hexa_fx.ops.records import DENSE, INTEGER, Form, Operands, experts_last, floating, numbers
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table import Activated, Bias, gate_and_up_faults, routing_of, width_of
 from hexa_fx.ops.table_variants import check_packed, shaped_as

@@ -15,9 +15,8 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.formats import format_of
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.forms import FLOATING, floating
 from hexa_fx.ops.library import operator
-from hexa_fx.ops.records import Operands
+from hexa_fx.ops.records import FLOATING, Operands, floating
 from hexa_fx.ops.rows import columns_of, row_count
 from hexa_fx.ops.table import Activated, DyRows, Esmm, EsmmAct, EsmmActBackward, RowsOfH, RowsOfProduct, XRows
 

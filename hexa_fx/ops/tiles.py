@@ -23,8 +23,20 @@ from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Esmm, EsmmAct
-from hexa_fx.ops.table_gradients import Esfk, EsfkAdd, Ess, EssAdd, Estmm, EstmmAdd
+from hexa_fx.ops.table import (
+    Activate,
+    ActivateBackward,
+    Activated,
+    Combine,
+    Esfk,
+    EsfkAdd,
+    Esmm,
+    EsmmAct,
+    Ess,
+    EssAdd,
+    Estmm,
+    EstmmAdd,
+)
 from hexa_fx.ops.tiling import Tile, Tiling
 from hexa_fx.torch_private import grouped_mm
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hexa_fx.ops import library, tiles
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip, gather_rows, invert, row_count
-from hexa_fx.ops.table_gradients import Esfk, EsfkAdd, Ess, EssAdd, Estmm, EstmmAdd
+from hexa_fx.ops.table import Esfk, EsfkAdd, Ess, EssAdd, Estmm, EstmmAdd
 from hexa_fx.ops.tiling import output, whole
 
 Rows = TypeVar("Rows", bound=Estmm)

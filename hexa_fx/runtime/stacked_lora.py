@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.library import without_autocast
-from hexa_fx.ops.row_scaled import row_norms
+from hexa_fx.ops.sources import row_norms
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 

@@ -19,8 +19,8 @@ from hexa_fx.ir import FfnSpec, Layout
 from hexa_fx.observers import notify
 from hexa_fx.ops import projection
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.forms import DENSE
 from hexa_fx.ops.program import FfnRequest
+from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS
 

@@ -15,8 +15,7 @@ import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.ops import library, tiles, tiling
-from hexa_fx.ops.table import Esmm, EsmmAct
-from hexa_fx.ops.table_gradients import Ess
+from hexa_fx.ops.table import Esmm, EsmmAct, Ess
 from hexa_fx.passes.lowering.graph_pass import GraphPass
 from hexa_fx.torch_private import OpOverload
 

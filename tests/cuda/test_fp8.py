@@ -14,8 +14,8 @@ from hexa_fx.cuda import fp8, fp8_rows, register
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
-from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8
+from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from hexa_fx.ops.table_fp8 import MoeFfnFp8
 from tests.cuda.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
@@ -221,8 +221,7 @@ def test_a_layer_launches_what_its_set_holds(
     static = ("silu", glu, [], "nk", "kn", False, False)
     launched, inferring = set(), set()
     with monkeypatch.context() as patched:
-        for module in (moe_ffn_fp8, moe_ffn_fp8_backward):
-            patched.setattr(module, "kernel", kernel)
+        patched.setattr(moe_ffn_fp8, "kernel", kernel)
         patched.setattr(fp8_weights.library, "kernel_for", kernel)
         for tokens in (T, CLUSTER_ROWS * E // K + 1):
             x, gates = torch.randn(tokens, 136).bfloat16().requires_grad_(), torch.rand(tokens, K).requires_grad_()

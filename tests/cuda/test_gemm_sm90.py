@@ -25,8 +25,7 @@ from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
-from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from tests.cuda.cards import HOPPER
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_bytes, read_groups, read_rows, read_weight
 from hexa_fx.ops import library
-from hexa_fx.ops.table_fp8_quantize import weight_sizes
+from hexa_fx.ops.table_fp8 import weight_sizes
 from tests.gpu.cases import Routing, make_routing, randn
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

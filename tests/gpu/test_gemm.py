@@ -19,8 +19,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.ops.activations import activation_forward
-from hexa_fx.ops.table import Esmm, EsmmAct
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from tests.gpu.cases import (
     ROUTINGS,
     TF32_TOLERANCE,

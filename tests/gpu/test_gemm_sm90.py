@@ -11,8 +11,7 @@ from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, W
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
-from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, moe_ffn_fp8
-from hexa_fx.ops.table_layers_fp8 import MoeFfnFp8
+from hexa_fx.ops.table_fp8 import MoeFfnFp8
 from tests.ops import test_moe_ffn_fp8 as cases
 
 SIZES = [(136, 72), (256, 128), (512, 384)]

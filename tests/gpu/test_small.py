@@ -21,9 +21,8 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ops import activations, library, low_rank_gradients
-from hexa_fx.ops.low_rank import scaled_transpose_any
-from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.table_gradients import Esfk, Estmm
+from hexa_fx.ops.esmm_packed import scaled_transpose_any
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank, ScaledTranspose
 from tests.gpu import test_decode as few_tokens
 from tests.gpu import test_packed as packed_weights

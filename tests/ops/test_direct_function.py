@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.library import DirectFunction
 
 
 class Doubled(DirectFunction):

@@ -6,7 +6,7 @@ import torch
 import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.errors import InputError
 from hexa_fx.formats import fp8_scaling
-from hexa_fx.ops.table_fp8_quantize import weight_sizes
+from hexa_fx.ops.table_fp8 import weight_sizes
 
 fp8 = torch.ops.hexa
 E, D, INNER, TOKENS, K = 3, 136, 72, 150, 2
