@@ -1,4 +1,4 @@
-"""A compiler that is a script: it takes a moment, counts its runs, and fails when the source says so."""
+"""A compiler that is a script: it can be held, counts its runs, and fails when it is told to."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if "--version" in sys.argv:
     sys.exit(0)
 output = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
 text = pathlib.Path(sys.argv[sys.argv.index("-cubin") + 1]).read_text()
-end, parent = time.monotonic() + float((here / "seconds").read_text()), os.getppid()
+gate, parent = os.path.realpath(here / "gate"), os.getppid()
 with open(here / "runs", "a") as runs:
     runs.write(f"{os.getpid()}\\n")
 output.write_bytes(b"half")
-while time.monotonic() < end and os.getppid() == parent:
+while os.path.exists(gate) and os.getppid() == parent:
     time.sleep(0.01)
 if (here / "broken").exists():
     print("ptxas noise\\n" * 2000 + "kernel.cu(7): error: this is the reason", file=sys.stderr)
@@ -58,11 +58,23 @@ class FakeCompiler:
         pids = (self.folder / "runs").read_text().split()
         return any(_state(pid) != "Z" for pid in pids)
 
-    def take(self, seconds: float) -> None:
-        """Makes each compilation that begins from now on last."""
-        text = self.folder / "seconds.new"
-        text.write_text(str(seconds))
-        text.replace(self.folder / "seconds")  # at once: a compiler that begins now never reads an empty file
+    @property
+    def held(self) -> Path:
+        """Compilations that began since `hold` wait as long as this file is there."""
+        return self.folder / "held"
+
+    def hold(self) -> None:
+        """Lets no compilation that begins from now on come to its end."""
+        self.held.touch()
+        (self.folder / "gate").symlink_to(self.held)
+
+    def hold_no_more(self) -> None:
+        """Lets those pass that begin from now on."""
+        (self.folder / "gate").unlink()
+
+    def release(self) -> None:
+        """Lets all pass."""
+        self.held.unlink()
 
     def breaks(self) -> None:
         """Makes each compilation fail."""
@@ -77,7 +89,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
     script.write_text(SCRIPT)
     script.chmod(0o755)
     fake = FakeCompiler(folder, tmp_path / "cache")
-    fake.take(0)
     monkeypatch.setenv("HEXA_FX_NVCC", str(script))
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(fake.cache))
     monkeypatch.setenv("HEXA_FX_COMPILER", "nvcc")
