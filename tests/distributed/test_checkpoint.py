@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import pytest
 import torch
@@ -253,7 +252,7 @@ def test_checkpoint_of_one_device_loads_into_a_plan(tmp_path):
 
 def dies_while_saving(rank, world, plan, path):
     model = Net(THREE)
-    session = install(model, plan, timeout=timedelta(seconds=2)).session
+    session = install(model, plan).session
     if rank == 1:
 
         def die(*_, **__):
@@ -268,7 +267,7 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
     plan = make_plan(2, "uneven", MODES["data"], THREE)
     run(2, saved, plan, path)
     before = sorted(os.listdir(path))
-    outcomes = start(2, dies_while_saving, plan, path, timeout=2)
+    outcomes = start(2, dies_while_saving, plan, path)
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]
     assert sorted(os.listdir(path)) == before
@@ -284,7 +283,7 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
 
 def dies_while_loading(rank, world, plan, path):
     model = Net(THREE)
-    session = install(model, plan, timeout=timedelta(seconds=2)).session
+    session = install(model, plan).session
     if rank == 1:
         checkpoint._dcp_load = lambda *_, **__: os._exit(3)
     checkpoint.load(path, model, session)
@@ -294,7 +293,7 @@ def test_a_crash_while_loading_is_an_error(tmp_path):
     path = str(tmp_path / "checkpoint")
     plan = make_plan(2, "uneven", MODES["data"], THREE)
     run(2, saved, plan, path)
-    outcomes = start(2, dies_while_loading, plan, path, timeout=2)
+    outcomes = start(2, dies_while_loading, plan, path)
     kind, text = outcomes[0]
     assert kind == "error"
     assert "RankError" in text

@@ -179,7 +179,7 @@ def lost(rank: int, world: int) -> str:
 
 
 def test_a_rank_that_is_lost_before_a_new_plan() -> None:
-    (kind, said), (other, _) = start(2, lost, timeout=2)
+    (kind, said), (other, _) = start(2, lost)
     assert (kind, other) == ("ok", "gone"), said
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from harness import start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
@@ -25,9 +26,7 @@ def different_plans(rank, world):
 
 
 def test_different_plans_are_refused_on_every_rank():
-    began = time.monotonic()
     outcomes = start(2, different_plans)
-    assert time.monotonic() - began < 20
     prints = [make_plan(2, "uneven", MODES["model"][:2], TWO).fingerprint, "fingerprints"]
     for kind, text in outcomes:
         assert kind == "error"
@@ -55,24 +54,33 @@ def test_plan_for_another_model():
         assert "the plan is for layers ['layers.0', 'layers.1']" in text
 
 
-def missing(rank, world):
+@contextmanager
+def rank_1_stays_away(rank):
+    """Rank 1 does nothing until rank 0 has waited for it in vain. Gives if this is rank 0."""
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(4)
-        return
-    install(Net(TWO), make_plan(2, "even", MODES["model"][:2], TWO), timeout=timedelta(seconds=2))
+        store.wait(["gave up"], timedelta(seconds=60))
+    try:
+        yield rank == 0
+    finally:
+        store.set("gave up", "")
+
+
+def missing(rank, world):
+    with rank_1_stays_away(rank) as waits:
+        if waits:
+            install(Net(TWO), make_plan(2, "even", MODES["model"][:2], TWO), timeout=timedelta(seconds=2))
 
 
 def test_missing_rank_is_an_error_in_time():
-    began = time.monotonic()
-    kind, text = start(2, missing, timeout=5)[0]
-    assert time.monotonic() - began < 30
+    kind, text = start(2, missing)[0]
     assert kind == "error"
     assert "RankError: ranks [1] did not arrive within 2 s" in text
 
 
 def crash(rank, world, plan, when):
     model = Net(TWO)
-    installed = install(model, plan, timeout=timedelta(seconds=2))
+    installed = install(model, plan)
     x, target = batch(sum(plan.batch))
     mine = own(plan.batch, rank)
     loss_sum(model(x[mine]), target[mine]).backward()
@@ -87,7 +95,7 @@ def crash(rank, world, plan, when):
 
 @pytest.mark.parametrize(("mode", "when"), [("data", "forward"), ("model", "backward")])
 def test_a_crash_is_an_error_on_survivors(mode, when):
-    outcomes = start(2, crash, make_plan(2, "uneven", MODES[mode][:2], TWO), when, timeout=10)
+    outcomes = start(2, crash, make_plan(2, "uneven", MODES[mode][:2], TWO), when)
     assert outcomes[1][0] == "gone"
     kind, text = outcomes[0]
     assert kind == "error"
@@ -99,15 +107,14 @@ def hang(rank, world, plan):
     model = Net(TWO)
     session = install(model, plan, timeout=timedelta(seconds=2)).session
     x, _ = batch(sum(plan.batch))
-    if rank == 1:
-        time.sleep(8)
-        return
-    with session.guard("a step", barrier=True):
-        model(x[own(plan.batch, rank)])
+    with rank_1_stays_away(rank) as waits:
+        if waits:
+            with session.guard("a step", barrier=True):
+                model(x[own(plan.batch, rank)])
 
 
 def test_a_hanging_rank_is_named_by_a_barrier():
-    kind, text = start(2, hang, make_plan(2, "uneven", MODES["data"][:2], TWO), timeout=5)[0]
+    kind, text = start(2, hang, make_plan(2, "uneven", MODES["data"][:2], TWO))[0]
     assert kind == "error"
     assert "RankError: not all ranks arrived before a step" in text
     assert "1 failed to pass monitoredBarrier" in text

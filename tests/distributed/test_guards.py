@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -180,14 +178,14 @@ def test_weights_changed_between_forward_and_backward():
 
 def wrong_rows(rank, world, plan):
     model = Net(TWO)
-    install(model, plan, timeout=timedelta(seconds=2))
+    install(model, plan)
     x, _ = batch(5)
     model(x)
 
 
 def test_other_token_counts_than_planned():
     plan = make_plan(2, "uneven", MODES["model"][:2], TWO, static=True)  # (5, 2) tokens; 5 is right on rank 0 only
-    outcomes = start(2, wrong_rows, plan, timeout=2)
+    outcomes = start(2, wrong_rows, plan)
     assert "PlanError: rank 1 has 5 tokens, the plan fixed [5, 2]" in outcomes[1][1]
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]

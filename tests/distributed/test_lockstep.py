@@ -58,7 +58,7 @@ def broken_off(rank: int, world: int, mode: str, static: bool) -> str:
 
 @pytest.mark.parametrize(("mode", "static"), [("data", False), ("model", False), ("model", True)])
 def test_a_step_that_one_rank_breaks_off(mode: str, static: bool) -> None:
-    for kind, said in start(2, broken_off, mode, static, timeout=4):
+    for kind, said in start(2, broken_off, mode, static, timeout=8):
         assert kind == "ok", said
         assert "have come apart" in said or "a collective failed in" in said
 
