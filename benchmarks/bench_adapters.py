@@ -27,7 +27,7 @@ from real_blocks import make, tokens_of
 from torch import Tensor, nn
 
 import hexa_fx
-from hexa_fx.codegen.tiles_sm90 import NARROW_CANDIDATES
+from hexa_fx.codegen.family_gemm_sm90 import NARROW_CANDIDATES
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops.table import Esmm, Estmm

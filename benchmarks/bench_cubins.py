@@ -74,7 +74,7 @@ def cases() -> Iterator[Case]:
     """Name, shape and one launch of each; tensors of one case at a time."""
     from common import SHAPES, routing
 
-    from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, SWAPPED
+    from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, SWAPPED
     from hexa_fx.cuda import gemm_sm90 as sm90
     from hexa_fx.ops.table import Esmm, EsmmAct, Estmm
 

@@ -19,7 +19,7 @@ from common import LARGE, SHAPES, MoeShape, medians, routing
 from kept_rows import keep, options_of
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileSm90
+from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, TileSm90
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.cuda import calls
 from hexa_fx.cuda import gemm_sm90 as sm90

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from hexa_fx.codegen.families import family_names, get_family
-from hexa_fx.codegen.family import Family, LaunchShape, validate
+from hexa_fx.codegen.family import Family, LaunchShape, family_names, get_family, validate
 from hexa_fx.codegen.render import KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 

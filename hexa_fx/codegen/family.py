@@ -7,23 +7,96 @@ How a kernel is added
        ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
        (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``
        (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
-    3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``families._MODULES``.
+    3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``_MODULES``.
     4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
        ``handle.launch(device_index, grid, (packed,), stream)``. Several blobs are several kernel
        parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
 
-`args` names the fields of the argument struct, in its order and as it names them (`hexa_fx.codegen.arguments`). Emit
+`args` names the fields of the argument struct, in its order and as it names them. Emit
 ``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template; a test compares the fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
+from struct import Struct
+from typing import Any, NamedTuple
 
-from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
+from hexa_fx.errors import KernelError
+
+
+class Field(NamedTuple):
+    """A field, of so many numbers of a type as `struct` names it, or one pointer."""
+
+    name: str
+    code: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Args:
+    """A struct: pointers first.
+
+    Args:
+        text: ``P x, y; q stride; i rows, columns; 2f constants``: types as `struct` has them ("P" pointer, "q" int64, "i" int32,
+            "I" unsigned, "f" float, "d" double), with a number for fields of several, and fields as device code names them.
+    """
+
+    text: str
+
+    def within(self, name: str) -> str:
+        """The fields as those of a member of another struct."""
+        groups = (group.split(maxsplit=1) for group in self.text.split(";"))
+        return "; ".join(
+            f"{kind} " + ", ".join(f"{name}.{each.strip()}" for each in names.split(",")) for kind, names in groups
+        )
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """In order."""
+        return tuple(self._parsed())
+
+    def _parsed(self) -> Iterator[Field]:
+        for group in self.text.split(";"):
+            kind, names = group.split(maxsplit=1)
+            yield from (Field(name.strip(), kind[-1], int(kind[:-1] or 1)) for name in names.split(","))
+
+    @cached_property
+    def layout(self) -> Struct:
+        """The whole struct, in native alignment; a C++ struct is padded at its end."""
+        return Struct("".join(f.code * f.times for f in self.fields) + "0P")
+
+    @cached_property
+    def _numbers(self) -> tuple[Struct, tuple[Field, ...]]:
+        fields = tuple(f for f in self.fields if f.code != "P")
+        return Struct("".join(f.code * f.times for f in fields) + "0P"), fields
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.layout.size
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(f.name for f in self.fields)
+
+    def piece(self, **given: Any) -> tuple[tuple[Any, ...], bytes]:
+        """Pointers, and the numbers that follow them as they lie in memory. Fields that are not given are null or zero."""
+        layout, numbers = self._numbers
+        unknown = given.keys() - set(self.names)
+        assert not unknown, f"no fields of the struct: {sorted(unknown)}"
+        values: list[Any] = []
+        for name, _, times in numbers:
+            value = given.get(name, 0 if times == 1 else (0,) * times)
+            values += [value] if times == 1 else value
+        return tuple(given.get(f.name) for f in self.fields if f.code == "P"), layout.pack(*values)
+
 
 NEWEST_ARCH = 90
 """The newest compute capability that kernels have run on. On later ones torch's operators run (docs/scope.md)."""
@@ -124,3 +197,25 @@ def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:
         yield f"{shape.shared_bytes} bytes of shared memory, a block has {limit}: use a smaller tile or fewer stages"
     if shape.threads > 1024 or shape.threads % 32:
         yield f"{shape.threads} threads a block: must be a multiple of 32 up to 1024"
+
+
+_MODULES = ("block_sm90", "decode", "gemm_sm80", "gemm_sm90", "low_rank", "packed", "rows")
+"""``family_NAME.py``, each with its families in ``FAMILIES``. Imported on first use, so that they may import this one."""
+
+
+@cache
+def _families() -> dict[str, Family]:
+    modules = (importlib.import_module(f"hexa_fx.codegen.family_{name}") for name in _MODULES)
+    return {family.name: family for module in modules for family in module.FAMILIES}
+
+
+def get_family(name: str) -> Family:
+    """The family called `name`; raises `KernelError` if there is none."""
+    if name not in _families():
+        raise KernelError(f"no kernel family {name!r}; there are {', '.join(family_names())}")
+    return _families()[name]
+
+
+def family_names() -> tuple[str, ...]:
+    """Names of all families, sorted."""
+    return tuple(sorted(_families()))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, bookkeeping_bytes, cluster_of, expert_tables, whole_kib
 from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
-from hexa_fx.codegen.family_reindex import ID_TYPES
-from hexa_fx.codegen.family_rows import FLOATS, check_activation
+from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family_gemm_sm90 import FAST_MEMORY
+from hexa_fx.codegen.family_rows import FLOATS, ID_TYPES, check_activation
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.codegen.tiles_sm90 import FAST_MEMORY
 
 GEMM, DOWN, COMBINE = "decode_gemm", "decode_down", "decode_combine"
 THREADS, COMBINE_THREADS = 256, 128

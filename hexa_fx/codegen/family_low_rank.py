@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import expert_tables, whole_kib
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.formats.format import ceil_div

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hexa_fx.codegen.arguments import Args
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.formats.format import ceil_div
@@ -76,7 +75,7 @@ def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
 
     Args:
         block: values that share a scale; 128 or more are of eight bits.
-        bucket: `hexa_fx.codegen.heuristics.row_bucket` of the launch.
+        bucket: `hexa_fx.codegen.family_gemm_sm80.row_bucket` of the launch.
     """
     if block >= DEPTH:
         steps = 1 if k <= DEPTH * _MOST_WARPS else 2

@@ -1,13 +1,22 @@
-"""The bandwidth-bound operators: combine, ess, activate, activate_backward and scaled_transpose."""
+"""The bandwidth-bound kernels.
+
+reindex, which sorts slots by expert (``reindex_count`` then ``reindex_place``, or the latter alone in one block), combine, ess,
+activate, activate_backward and scaled_transpose; quantize_fp8, activate_fp8 and combine_bytes, which is what FP8 block compute does
+besides products; and unpack, which gives the matrices of some experts of a packed weight, for products of many rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from hexa_fx.codegen.arguments import Args
+import torch
+
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.formats import FORMATS
+from hexa_fx.formats.blocks import Blocks
+from hexa_fx.formats.four_bit import FourBit, Mxfp4, Nf4Double
 
 FLOATS = (DataType.bf16, DataType.f16, DataType.f32, DataType.f64)
 ACTIVATIONS = (
@@ -92,6 +101,102 @@ def _transpose_shape(spec: KernelSpec) -> LaunchShape:
     return LaunchShape(threads=256, shared_bytes=TRANSPOSE_SIDE * (TRANSPOSE_SIDE + 1) * wide)
 
 
+ID_TYPES = ("long long", "int", "short", "signed char", "unsigned char")
+"""Option ``id``: C++ type of the routing ids."""
+
+
+def _reindex_shape(spec: KernelSpec) -> LaunchShape:
+    warps, bins = int(spec.option("warps")), int(spec.option("experts")) + 1
+    return LaunchShape(threads=32 * warps, shared_bytes=4 * bins * (warps + 2))
+
+
+def _check_reindex(spec: KernelSpec) -> Iterable[str]:
+    if spec.option("id") not in ID_TYPES:
+        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_TYPES)}"
+    warps = int(spec.option("warps"))
+    if not 1 <= warps <= 32:
+        yield f"{warps} warps a block; expected 1 to 32"
+
+
+def reindex_warps(experts: int, arch: int) -> int:
+    """Most warps a block (a power of two up to 16) whose tallies fit in shared memory; 0 if not even one's."""
+    for warps in (16, 8, 4, 2, 1):
+        if 4 * (experts + 1) * (warps + 2) <= shared_limit(arch):
+            return warps
+    return 0
+
+
+QUANTIZE, ACTIVATE, COMBINE = "quantize_fp8", "activate_fp8", "combine_bytes"
+THREADS = 256
+"""Of a block: a tile of 128 x 128 numbers, or 16 blocks of a row."""
+
+TILE_BYTES = 128 * 128 + (8 + 1) * 4 * 128
+"""sizeof(TileMemory): a tile of elements, and what warps know of its columns."""
+
+_FUNCTIONS = {
+    "quantize_rows": "template rows<hexa::BlockScale>",
+    "quantize_rows_binary": "template rows<hexa::BinaryScale>",
+    "quantize_columns": "columns",
+    "group_rows": "groups",
+    "quantize_weight": "weight",
+    "ess": "sum",
+}
+_BLOCKS = {"quantize_columns": 3, "group_rows": 4, "quantize_weight": 4}
+"""Of a multiprocessor, for operators that take tiles."""
+
+
+def _activate_bytes(spec: KernelSpec) -> int:
+    """sizeof(ActivateFp8::Memory): a tile of da and of h, its scales, weights of rows, and what is turned round with its scales."""
+    parts = 2 if spec.glu == "concat" else 1
+    turned = 2 * 128 * 128 + parts * (8 * 16 * 16 + 4 * 128) + 4 * 8
+    return (2 + parts) * 128 * 128 + (parts + 1) * 4 * 128 + turned
+
+
+def combining_blocks(spec: KernelSpec) -> int:
+    """Blocks of a multiprocessor that sums rows: 768 threads, whose copies keep the memory busy."""
+    return max(768 // int(spec.option("threads")), 1)
+
+
+def _combine_shape(spec: KernelSpec) -> LaunchShape:
+    threads = int(spec.option("threads"))
+    return LaunchShape(threads=threads, shared_bytes=2 * max(int(spec.option("top_k")), 1) * threads * 16)
+
+
+def _check_quantize(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in (DataType.bf16, DataType.f16, DataType.f32):
+        yield f"element type {spec.dtype.name}; expected bf16, f16 or f32"
+
+
+def _check_activate_fp8(spec: KernelSpec) -> Iterable[str]:
+    yield from check_activation(spec)
+    if spec.glu not in ("none", "concat"):
+        yield f"h holds {spec.glu} gate and up; a quantised one holds gate before up"
+
+
+UNPACK = "unpack"
+VALUES_A_BLOCK = 256 * 4 * 8
+"""Values that a block of threads unpacks."""
+
+
+def _unpack_values(spec: KernelSpec) -> Mapping[str, object]:
+    """What the format is to the template."""
+    format = FORMATS[str(spec.option("format"))]
+    if isinstance(format, FourBit):
+        scale = "power" if isinstance(format, Mxfp4) else "nested" if isinstance(format, Nf4Double) else "block"
+        return {"element": "code4", "high_first": format.high_first, "scale": scale, "rows": 1, "columns": format.block}
+    assert isinstance(format, Blocks)
+    element = "int8" if format.dtype == torch.int8 else "e4m3"
+    rows, columns = format.block
+    return {"element": element, "high_first": False, "scale": "tile", "rows": rows, "columns": columns or 0}
+
+
+def _check_unpack(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in FLOATS:
+        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
+    if spec.option("format") not in FORMATS:
+        yield f"format {spec.option('format')!r}; expected one of {', '.join(FORMATS)}"
+
+
 FAMILIES = (
     Family(
         name="combine",
@@ -127,6 +232,59 @@ FAMILIES = (
         args=Args("P x, out; q rows, columns; d scale; i column_tiles"),
         shape=_transpose_shape,
         check=_check_transpose,
+        min_arch=70,
+    ),
+    Family(
+        name="reindex",
+        template="reindex.cu.j2",
+        ops=("reindex_count", "reindex_place"),
+        args=Args("P ids, counts, v, inv, offs; i n, experts, chunk, pad"),
+        shape=_reindex_shape,
+        check=_check_reindex,
+        min_arch=70,
+    ),
+    Family(
+        name=QUANTIZE,
+        template="quantize_fp8.cu.j2",
+        ops=tuple(_FUNCTIONS),
+        args=Args(
+            "P x, x3, v, offs, q, s, q_t, s_t, sum; q by_expert, by_line, by_column; "
+            "i lines, columns, experts, top_k, line_halves, column_halves"
+        ),
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _BLOCKS else 0),
+        values=lambda spec: {"function": _FUNCTIONS[spec.op], "blocks": _BLOCKS.get(spec.op, 1)},
+        check=_check_quantize,
+        min_arch=89,
+    ),
+    Family(
+        name=ACTIVATE,
+        template="activate_fp8.cu.j2",
+        ops=("activate_backward",),
+        args=Args(
+            "P da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; i experts, columns; 2f act_params"
+        ),
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=_activate_bytes(spec)),
+        check=_check_activate_fp8,
+        min_arch=89,
+    ),
+    Family(
+        name=COMBINE,
+        template="combine_bytes.cu.j2",
+        ops=("combine",),
+        args=Args("P y, scales, weights, inv, routed, out; i width, padded, top_k, tokens"),
+        shape=_combine_shape,
+        values=lambda spec: {"blocks": combining_blocks(spec)},
+        check=check_combine,
+        min_arch=80,
+    ),
+    Family(
+        name=UNPACK,
+        template="unpack.cu.j2",
+        ops=("unpack",),
+        args=Args("P packed, scale, nested, offset, map, out; i values, columns, scales, nests, blocks; 16f code"),
+        shape=lambda spec: LaunchShape(threads=256, shared_bytes=64),
+        values=_unpack_values,
+        check=_check_unpack,
         min_arch=70,
     ),
 )

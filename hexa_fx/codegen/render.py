@@ -12,8 +12,7 @@ from importlib import metadata
 import jinja2
 
 from hexa_fx.codegen.cutlass import DataType, DataTypeTag
-from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family import LaunchShape, validate
+from hexa_fx.codegen.family import LaunchShape, get_family, validate
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.templates import INCLUDE_DIR, TEMPLATE_DIR
 

@@ -7,6 +7,7 @@ that. All but the first launch begin while the one before still runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,21 +16,29 @@ from torch import Tensor
 from hexa_fx.codegen.family_decode import (
     COMBINE,
     COMBINE_THREADS,
+    DOWN,
     EXPERTS,
+    GEMM,
     LONG_LINES,
     MOST_SHORT_BUCKET,
+    ROWS,
     SLOTS,
+    SUMMED_SLOTS,
     DecodeTile,
     DownTile,
+    candidates,
     choose_summed,
     choose_tile,
+    room,
+    slots_of,
     very_few,
 )
+from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_packed import columns_of_tile
-from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.cuda.key_decode import DecodeKey
 from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
 from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
@@ -40,6 +49,98 @@ from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of
 from hexa_fx.ops.table_layers import MoeFfn
+
+
+class DecodeKey(NamedTuple):
+    """A `hexa_fx.cuda.product.ProductKey` of decode_gemm and decode_down.
+
+    Args:
+        experts, slots: that tables have to hold.
+        inner, columns: K, and columns of the weight.
+        ids: C++ type of routing ids.
+        first: of a layer's launches. The next one may begin early.
+        weights: type of the weights of slots, where rows are summed.
+        summed: columns that a block gives of all tokens, which it sums; 0 where rows are not summed.
+        beside: a block of the second product has a place beside one of this product on each multiprocessor.
+    """
+
+    card: Card
+    dtype: torch.dtype
+    bucket: int
+    experts: int
+    slots: int
+    inner: int
+    columns: int
+    layout: Layout
+    ids: str
+    first: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    weights: str = "f32"
+    summed: int = 0
+    beside: bool = False
+
+    def problem(self) -> Problem:
+        op = "combine" if self.summed else "esmm"
+        return Problem(GEMM, op, DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
+
+    def tile(self, fields: Any) -> Any:
+        return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
+
+    def rule(self) -> DecodeTile | DownTile:
+        """The tile that nobody measured. There is one, or the product is not planned (`hexa_fx.cuda.decode`)."""
+        sizes = (self.card.arch, self.bucket, self.experts, self.slots)
+        if self.summed:
+            summed = choose_summed(self.card.name, *sizes, self.summed, self.inner)
+            assert summed is not None, "asked before"
+            return summed
+        found = choose_tile(*sizes, self.layout == "nk")
+        assert found is not None, "asked before"
+        return replace(found, blocks=1) if self.beside and found.rows == ROWS[0] else found
+
+    def candidates(self) -> list[DecodeTile]:
+        return candidates()
+
+    def at(self, bucket: int) -> DecodeKey:
+        return self._replace(bucket=bucket)
+
+    def spec(self, tile: DecodeTile | DownTile) -> KernelSpec:
+        if isinstance(tile, DownTile):
+            return self._down(tile)
+        return KernelSpec(
+            family=GEMM,
+            op="esmm",
+            arch=self.card.arch,
+            dtype=DTYPES[self.dtype],
+            stages=tile.stages,
+            layout=self.layout,
+            activation=self.activation,
+            glu=self.glu,
+            bias=self.bias,
+        ).with_options(
+            rows=tile.rows,
+            warps_m=tile.warps_m,
+            dependent=tile.dependent and not self.first,
+            experts=room(EXPERTS, self.experts),
+            slots=slots_of(tile, self.slots, self.summed > 0),
+            id=self.ids,
+            first=self.first,
+            weights=self.weights,
+            summed=self.summed > 0,
+        )
+
+    def _down(self, tile: DownTile) -> KernelSpec:
+        spec = KernelSpec(DOWN, "combine", self.card.arch, dtype=DTYPES[self.dtype], stages=tile.stages)
+        return replace(spec, layout=self.layout, bias=self.bias).with_options(
+            tiles=tile.tiles,
+            dependent=True,
+            experts=room(EXPERTS, self.experts),
+            slots=room(SUMMED_SLOTS, self.slots),
+            id=self.ids,
+            weights=self.weights,
+        )
+
 
 MOST_TOKENS = 256
 BUSY = 0.8

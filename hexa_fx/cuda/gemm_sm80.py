@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm80 import GEMM
-from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.family_gemm_sm80 import GEMM, row_bucket
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import cached_choice, collect
 from hexa_fx.cuda.modes import awaits_kernels

@@ -6,25 +6,29 @@ on tensors without data at one number of tokens in each interval between them, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hexa_fx import jit
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.family_decode import MOST_SLOTS, SLOTS, SUMMED_SLOTS
-from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE
+from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS, ROW_LIMITS
+from hexa_fx.codegen.family_rows import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.cuda.calls import chosen, planned
-from hexa_fx.cuda.choosing import Card, collect
+from hexa_fx.cuda.choosing import Card, card_of, collect, on_forget
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
-from hexa_fx.cuda.layer import PROGRAMS
+from hexa_fx.cuda.layer import PROGRAMS, WHEN_NEW
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
+from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
@@ -190,3 +194,48 @@ class _OnCard(DispatchMode):
             return func(*args, **(kwargs or {}))
         with self:  # some are made of others
             return run(*args)
+
+
+log = logging.getLogger(__name__)
+
+_seen: set[tuple[object, ...]] = set()
+on_forget(_seen.clear)
+
+
+def _request_once(args: tuple[Any, ...]) -> None:
+    o = MoeFfnSources._make(args)
+    kind = o.x.device.index, *o.kind
+    if kind not in _seen:
+        _seen.add(kind)
+        request(o, card_of(o.x.device.index))
+
+
+WHEN_NEW |= dict.fromkeys(("moe_ffn_sources", "moe_ffn_sources_forward"), _request_once)
+
+
+def request(call: MoeFfnSources, card: Card) -> Thread:
+    """Requests every kernel that calls like this one launch, at any number of tokens. Returns the thread that finds out which.
+
+    Args:
+        call: of which only types, shapes and strides count; nothing of it is kept.
+        card: what kernels are chosen for.
+    """
+    layer = frozen(MoeFfnSources._make(map(_without_data, call)))
+
+    def find() -> None:
+        try:
+            jit.builder().request(kernel_set(layer, card))
+        except (KernelError, OSError) as error:  # the operators fall back and say so
+            log.debug("no kernels are built ahead: %s", error)
+
+    thread = Thread(target=find, name="hexa_fx kernel set", daemon=True)
+    thread.start()
+    return thread
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_data(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -20,7 +20,7 @@ from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
 from hexa_fx.cuda.fallback import some_fall_back_for_good
 from hexa_fx.cuda.kernel import NotBuilt
-from hexa_fx.cuda.packed_layer import few_rows, has_few_rows
+from hexa_fx.cuda.packed_rows import streamed_layer, streams
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
 from hexa_fx.cuda.tune import autotuning
@@ -62,7 +62,7 @@ _RECORDS: tuple[tuple[str, Any, Any], ...] = (
     ("moe_ffn", MoeFfn, MoeFfnBackward),
     ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward),
 )
-_FEW: dict[str, Callable[[Any], Tensor | None]] = {"moe_ffn": few_tokens, "moe_ffn_sources": few_rows}
+_FEW: dict[str, Callable[[Any], Tensor | None]] = {"moe_ffn": few_tokens, "moe_ffn_sources": streamed_layer}
 PROGRAMS: dict[str, General] = {
     **{name: partial(_inference, record, _FEW[name]) for name, record, _ in _RECORDS},
     **{f"{name}_forward": partial(_training, record) for name, record, _ in _RECORDS},
@@ -188,4 +188,4 @@ def _has_few_tokens(name: str, args: tuple[Any, ...]) -> bool:
         return False
     of_sources = MoeFfnSources._make(args)
     of_sources.check(name)
-    return has_few_rows(of_sources)
+    return streams(of_sources)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.activations import ACTIVATIONS

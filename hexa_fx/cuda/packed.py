@@ -7,34 +7,126 @@ same weights are unpacked again for each eight of them, and matrices that were u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from struct import pack, unpack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import get_family
+from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_packed import (
+    DEPTH,
     FAMILY,
+    LANE,
     MOST_DEPTH,
     MOST_EXPERTS,
     PackedTile,
+    candidates,
+    choose_tile,
     columns_of_tile,
     resident_blocks,
     rows_of_tile,
 )
-from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import KernelSpec, Option
+from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.choosing import card_of
+from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.cuda.key_packed import Codes, PackedKey
-from hexa_fx.cuda.operands import aligned, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.ir import Glu
 from hexa_fx.ops.table import EsmmAct
+
+
+class Codes(NamedTuple):
+    """What a packed weight is made of, beside the element type of its scales.
+
+    Args:
+        element: one of `hexa_fx.codegen.family_packed.ELEMENTS`.
+        block, scale_rows: values along K, and lines, that share a scale.
+        high_first: the first of a byte's two codes is its high half.
+    """
+
+    element: str
+    block: int
+    scale_rows: int
+    high_first: bool
+
+    @property
+    def per_byte(self) -> int:
+        """Values in a byte."""
+        return 2 if self.element == "code4" else 1
+
+    @property
+    def together(self) -> int:
+        """What K is a multiple of."""
+        return self.block if self.element == "code4" else LANE
+
+    def scales(self, lines: int, depth: int) -> int:
+        """Of an expert."""
+        return ceil_div(lines, self.scale_rows) * ceil_div(depth, self.block)
+
+
+class PackedKey(NamedTuple):
+    """A `hexa_fx.cuda.product.ProductKey` of packed_gemm.
+
+    Args:
+        scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
+        codes: what the weight is made of.
+    """
+
+    card: Card
+    dtype: torch.dtype
+    bucket: int
+    inner: int
+    columns: int
+    scale: str
+    codes: Codes
+    gather: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    keep_h: bool
+
+    def problem(self) -> Problem:
+        return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
+
+    def tile(self, fields: Any) -> Any:
+        return PackedTile(**fields)
+
+    def rule(self) -> PackedTile:
+        return choose_tile(self.inner, self.codes.block, self.bucket)
+
+    def candidates(self) -> list[PackedTile]:
+        return candidates(self.inner, self.codes.block)
+
+    def at(self, bucket: int) -> PackedKey:
+        return self._replace(bucket=bucket)
+
+    def spec(self, tile: PackedTile) -> KernelSpec:
+        spec = KernelSpec(
+            family=FAMILY,
+            op="esmm",
+            arch=self.card.arch,
+            dtype=DTYPES[self.dtype],
+            bk=DEPTH,
+            gather=self.gather,
+            activation=self.activation,
+            glu=self.glu,
+            bias=self.bias,
+        )
+        packed: dict[str, Option] = {"scale": self.scale, **self.codes._asdict()}
+        keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
+        spec = spec.with_options(**packed, **keep, **asdict(tile), passes=tile.passes(self.inner))
+        lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
+        return spec.with_options(full=lines % columns_of_tile(spec) == 0)
+
 
 MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written

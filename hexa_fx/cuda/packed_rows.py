@@ -1,24 +1,143 @@
-"""Row products with packed weights on CUDA: few rows by a kernel that unpacks on its way, others by groups of unpacked experts.
+"""Products with packed weights on CUDA: few rows by a kernel that unpacks on its way (`hexa_fx.cuda.packed`), others by groups of
+unpacked experts.
 
-What is fused with a product (a second one, an activation, its gradient) is so on Hopper; elsewhere it is operators of their own.
+A group's matrices go into a buffer of at most 256 MiB, which the next group uses again. Its offsets are a part of all, so that a
+grouped product runs on the group's rows and nothing is read back. What is fused with a product (a second one, an activation, its
+gradient) is so on Hopper; elsewhere it is operators of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.family_gemm_sm80 import row_bucket
+from hexa_fx.codegen.family_rows import UNPACK, VALUES_A_BLOCK
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import packed as few_rows
-from hexa_fx.cuda.calls import cuda_kernel
+from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm import esmm_segment, fused_segment, with_second
 from hexa_fx.cuda.gemm_sm90 import ONLY_OTHERS
-from hexa_fx.cuda.operands import Segment, contiguous, has_few_rows
-from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import activate, activate_backward
-from hexa_fx.cuda.unpack import parts
+from hexa_fx.cuda.operands import DTYPES, Segment, contiguous, has_few_rows
+from hexa_fx.cuda.packed import PackedProduct, Streamed, streamed
+from hexa_fx.cuda.planning import launch, planning_of
+from hexa_fx.cuda.rows import activate, activate_backward, combine, reindex
+from hexa_fx.formats import format_of
+from hexa_fx.formats.blocks import Blocks
+from hexa_fx.formats.format import Format, ceil_div
+from hexa_fx.formats.four_bit import FourBit, Nf4Double
+from hexa_fx.ops import library, projection
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.table import Activate, ActivateBackward, Esmm
+from hexa_fx.ops.records import DENSE
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, routing_of
+from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmLowRank, EsmmPacked, EsmmPackedLowRank
+
+MOST_BYTES = 256 << 20
+"""Of unpacked matrices at a time; one expert's if that is more."""
+
+_CHUNK = 8
+
+
+class ExpertGroup(NamedTuple):
+    """Some experts of a packed weight.
+
+    Args:
+        product: the dense one of these experts.
+        experts: which.
+        rows: how many they have if all experts have the same.
+        last: whether the last expert is one of them.
+    """
+
+    product: Esmm
+    experts: slice
+    rows: int
+    last: bool
+
+    def of(self, o: EsmmActPacked | EsmmActBackwardPacked, **more: Any) -> Any:
+        """The dense record of these experts, of an operator that does more with the product."""
+        return (
+            o._replace(c=None if o.c is None else o.c[self.experts])
+            .dense(self.product.weight)
+            ._replace(offs=self.product.offs, **more)
+        )
+
+
+def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
+    """A packed product as dense ones of some experts each. The next one's matrices take the place of those before it.
+
+    Raises:
+        Unsupported: the unpacking kernel does not take the weight.
+    """
+    format, (experts, rows, columns) = format_of(o.format), format_of(o.format).shape_of(o.packed)
+    reason = _why_not_unpacked(format, o.packed, rows, columns)
+    if reason:
+        raise Unsupported(reason)
+    scales = [scale.contiguous() for scale in o.scales]
+    groups = list(_groups(experts, rows * columns * o.x.element_size()))
+    buffer = o.x.new_empty((groups[0][1], rows, columns))
+    for first, end in groups:
+        matrices = buffer[: end - first]
+        unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
+        bias = None if o.bias is None else o.bias[first:end]
+        product = o.to(Esmm, weight=matrices, bias=bias, offs=o.offs[first : end + 1])
+        yield ExpertGroup(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
+
+
+def _why_not_unpacked(format: Format, packed: Tensor, rows: int, columns: int) -> str:
+    """Why the unpacking kernel does not take a weight; empty if it does."""
+    if not packed.is_contiguous() or packed.data_ptr() % _CHUNK:
+        return "the packed weight does not lie contiguously at a multiple of 8 bytes"
+    if columns % _CHUNK if isinstance(format, Blocks) else rows * columns % _CHUNK:
+        return f"rows of {columns} values; eight at a time are unpacked"
+    return ""
+
+
+def _groups(experts: int, expert_bytes: int) -> Iterator[tuple[int, int]]:
+    """First expert and end of groups of as even a size as fits; the first is the largest."""
+    count = ceil_div(experts * expert_bytes, MOST_BYTES)
+    step = max(1, min(ceil_div(experts, max(count, 1)), MOST_BYTES // max(expert_bytes, 1)))
+    return ((first, min(first + step, experts)) for first in range(0, experts, step))
+
+
+def unpack(format: Format, packed: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the matrices of a packed weight to ``out`` (E, R, C), contiguous, in one launch; bits as the reference reads them.
+
+    Args:
+        packed, scales: contiguous but for the experts' dimension, which follows from the shapes.
+    """
+    scale, nested, offset, map = scales if isinstance(format, Nf4Double) else (scales[0], None, None, None)
+    _unpack(Unpacking(packed, scale, nested, offset, map, format), into=out)
+
+
+class Unpacking(NamedTuple):
+    """A packed weight: its codes, what scales them, and the format."""
+
+    packed: Tensor
+    scale: Tensor
+    nested: Tensor | None
+    offset: Tensor | None
+    map: Tensor | None
+    format: Format
+
+
+@product
+def _unpack(o: Unpacking, into: Tensor) -> None:
+    experts, rows, columns = into.shape
+    values = rows * columns
+    blocks = ceil_div(values, VALUES_A_BLOCK)
+    code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
+    nests = 0 if o.nested is None else o.nested.shape[1]
+    spec = KernelSpec(UNPACK, UNPACK, planning_of(into).card.arch, dtype=DTYPES[into.dtype])
+    spec = spec.with_options(format=o.format.name)
+    pointers = {"packed": o.packed, "scale": o.scale, "nested": o.nested, "offset": o.offset, "map": o.map, "out": into}
+    sizes = {"values": values, "columns": columns, "scales": o.scale[0].numel(), "nests": nests, "blocks": blocks}
+    launch(into, spec, (experts * blocks, 1, 1), **pointers, **sizes, code=code)
+
 
 _NARROWEST = 128
 """Columns of the narrowest tile of an activation's gradient."""
@@ -105,3 +224,44 @@ def _fuses(o: EsmmPacked, u: Tensor | None, activation: str = "none") -> bool:
         return False
     few = has_few_rows(o.rows, o.offs)
     return planning_of(o.offs).card.is_hopper and not few and activation not in ONLY_OTHERS
+
+
+def streams(o: MoeFfnSources) -> bool:
+    """Whether a call has so few rows an expert that packed weights are only streamed, and nothing is added to the first ones."""
+    few = row_bucket(o.top_k_index.numel(), o.experts) <= few_rows.MOST_BUCKET
+    return few and not is_fixed() and o.a1 is None and o.a3 is None and _first_format(o) is not None
+
+
+def streamed_layer(o: MoeFfnSources) -> Tensor | None:
+    """The result on operands, of four launches; None where the general path has to compute it."""
+    format, alike = _first_format(o), o.w3 is None or (o.b1 is None) == (o.b3 is None)
+    if format is None or not streams(o) or not alike:
+        return None
+    top_k = o.top_k
+    v, _, offs = routing_of(o.top_k_index, o.experts)
+    base = o.to(EsmmAct, v=v, offs=offs, top_k=top_k, layout=o.layout1, params=tuple(o.params), keep_h=False)
+    first = PackedProduct(base, o.s1[0], None if o.w3 is None else o.s3[0], format)
+    if few_rows.unsupported(first):
+        return None
+    v, inv, offs = reindex(o.top_k_index, o.experts)
+    _, a = few_rows.esmm_act(first._replace(base=base._replace(v=v, offs=offs)))
+    return combine(_down(o, a, None, offs, 1), o.top_k_weights, inv, offs, top_k)  # type: ignore[no-any-return]
+
+
+def _down(o: MoeFfnSources, a: Tensor, *rows: Any) -> Tensor:
+    """The second projection of rows in expert order."""
+    name, added = "esmm", tuple[Any, ...]()
+    weight: tuple[Any, ...] = (o.w2,)
+    if o.formats[2] != DENSE:
+        name, weight = "esmm_packed", (o.w2, o.s2, o.formats[2])
+    if o.a2 is not None:
+        u = projection.narrowed.on("cuda")(a, o.a2, *rows)
+        added, name = (u, projection.left.on("cuda")(u, o.c2, o.alphas[2], o.layout2)), f"{name}_low_rank"
+    return library.kernel_for(name, "cuda")(a, *weight, o.b2, *rows, o.layout2, *added)  # type: ignore[no-any-return]
+
+
+def _first_format(o: MoeFfnSources) -> Streamed | None:
+    """The format of the first projections, if kernels know it."""
+    format = streamed(o.formats[0], o.s1, o.layout1)
+    up = format if o.w3 is None else streamed(o.formats[1], o.s3, o.layout1)
+    return format if up is format else None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.kernel import Kernel, kernel_of
@@ -143,7 +143,7 @@ class TensorMap(NamedTuple):
 
 
 class TileQueue:
-    """Stands for the address of a queue of tiles, another one in every launch (`hexa_fx.cuda.tile_queue`)."""
+    """Stands for the address of a queue of tiles, another one in every launch (`hexa_fx.cuda.plan`)."""
 
 
 Pointer = Tensor | Operand | TileQueue | None

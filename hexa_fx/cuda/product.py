@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hexa_fx.codegen import heuristics, tiles_sm90
+from hexa_fx.codegen import family_gemm_sm80, family_gemm_sm90
 from hexa_fx.codegen.cutlass import MathOperation
-from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family import validate
+from hexa_fx.codegen.family import get_family, validate
+from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_gemm_sm90 import TABLES, line_elements
-from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Option, SpecError
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.kernel import Kernel, NotBuilt, is_built, kernel_of
-from hexa_fx.cuda.key_decode import DecodeKey
-from hexa_fx.cuda.key_packed import PackedKey
 from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tuned_tile
 from hexa_fx.ir import Glu, Layout
@@ -37,8 +34,33 @@ AnyTile = Any
 """A family's tiles have a class of their own."""
 
 
+class ProductKey(Protocol):
+    """Everything that decides the kernel of a product but its tile."""
+
+    @property
+    def card(self) -> Card: ...
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+
+    def tile(self, fields: Any) -> AnyTile:
+        """The tile with these fields. Raises TypeError for those of another version."""
+
+    def rule(self) -> AnyTile:
+        """The tile that nobody measured."""
+
+    def candidates(self) -> Sequence[AnyTile]:
+        """Tiles worth measuring."""
+
+    def at(self, bucket: int) -> ProductKey:
+        """The same with another number of rows an expert, as `hexa_fx.codegen.family_gemm_sm80.row_bucket` counts them."""
+
+    def spec(self, tile: AnyTile) -> KernelSpec:
+        """The kernel with this tile."""
+
+
 class GemmKey(NamedTuple):
-    """All that decides the kernel of a product but its tile, of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
+    """A `ProductKey` of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
 
     Args:
         family: ``gemm_sm80``, ``esfk_sm80`` or `HOPPER`.
@@ -83,31 +105,25 @@ class GemmKey(NamedTuple):
         return self.inner if self.op == "esfk" else self.columns
 
     def at(self, bucket: int) -> GemmKey:
-        """The same with another number of rows an expert."""
         return self._replace(rows=(self.experts or 1) << bucket)
 
     def problem(self) -> Problem:
-        """What tuning knows of it."""
         name = DTYPES[self.dtype].name
         gather = self.gather or ("gather_b", True) in self.options
         name = name if self.family == HOPPER else f"{name} {self.math}"
         return Problem(self.family, self.op, name, gather, self.bucket, self.inner, self.columns)
 
     def tile(self, fields: Any) -> AnyTile:
-        """The tile with these fields. Raises TypeError for those of another version."""
         return _TILES[self.family].kind(**fields)
 
     def rule(self) -> AnyTile:
-        """The tile that nobody measured."""
         return _TILES[self.family].rule(self)
 
     def candidates(self) -> Sequence[AnyTile]:
-        """Tiles worth measuring, the rule's among them."""
         found: Sequence[AnyTile] = _TILES[self.family].candidates(self)
         return found
 
     def spec(self, tile: AnyTile) -> KernelSpec:
-        """The kernel with this tile."""
         dtype = DTYPES[self.dtype]
         own, options = _TILES[self.family].options(self, tile)
         spec = KernelSpec(
@@ -132,20 +148,20 @@ class GemmKey(NamedTuple):
 class _Sm90:
     """Tiles of the Hopper family."""
 
-    kind = tiles_sm90.TileSm90
+    kind = family_gemm_sm90.TileSm90
 
     @staticmethod
     def rule(key: GemmKey) -> AnyTile:
-        swapped = tiles_sm90.swaps(key.op, key.glu, key.layout)
+        swapped = family_gemm_sm90.swaps(key.op, key.glu, key.layout)
         sizes = key.rows, key.experts, key.own_columns, key.inner
-        return tiles_sm90.choose_tile(key.op, *sizes, swapped, ("transpose", True) in key.options, key.card.name)
+        return family_gemm_sm90.choose_tile(key.op, *sizes, swapped, ("transpose", True) in key.options, key.card.name)
 
     @staticmethod
     def candidates(key: GemmKey) -> Sequence[AnyTile]:
         rule = key.rule()
-        narrow = key.op in tiles_sm90.NARROW_OPS and key.own_columns <= tiles_sm90.NARROW_COLUMNS
-        others = tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[key.op]
-        streamed = tiles_sm90.STREAMED_TILES if rule in tiles_sm90.STREAMED_TILES else ()
+        narrow = key.op in family_gemm_sm90.NARROW_OPS and key.own_columns <= family_gemm_sm90.NARROW_COLUMNS
+        others = family_gemm_sm90.NARROW_CANDIDATES if narrow else family_gemm_sm90.CANDIDATES[key.op]
+        streamed = family_gemm_sm90.STREAMED_TILES if rule in family_gemm_sm90.STREAMED_TILES else ()
         return tuple(dict.fromkeys((rule, *streamed, *others)))
 
     @staticmethod
@@ -160,18 +176,20 @@ class _Sm90:
 class _Sm80:
     """Tiles of the families that run from sm_80 on."""
 
-    kind = heuristics.TileSm80
+    kind = family_gemm_sm80.TileSm80
 
     @staticmethod
     def rule(key: GemmKey) -> AnyTile:
         columns = (
             min(key.inner, key.columns) if key.op == "esfk" else key.columns
         )  # both results have to be worth its width
-        return heuristics.choose_tile(key.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns)
+        return family_gemm_sm80.choose_tile(
+            key.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns
+        )
 
     @staticmethod
     def candidates(key: GemmKey) -> Sequence[AnyTile]:
-        return heuristics.candidates(key.op, DTYPES[key.dtype], key.math, key.bucket)
+        return family_gemm_sm80.candidates(key.op, DTYPES[key.dtype], key.math, key.bucket)
 
     @staticmethod
     def options(key: GemmKey, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
@@ -183,11 +201,6 @@ class _Sm80:
 
 _TILES: dict[str, Any] = {HOPPER: _Sm90, "gemm_sm80": _Sm80, "esfk_sm80": _Sm80}
 """By family."""
-
-ProductKey = GemmKey | DecodeKey | PackedKey
-"""Each says what tuning knows of a product, which tiles there are and which one nobody needs to measure, the kernel of a tile, and
-what the product is at another number of rows an expert, as `hexa_fx.codegen.heuristics.row_bucket` counts them.
-"""
 
 
 @cached_choice

@@ -13,7 +13,7 @@ from typing import Any
 from hexa_fx.cuda.modes import runs_torch_only
 
 _LAYERS = tuple(f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources") for end in ("", "_forward", "_backward"))
-_MODULES = ("sources_requests", "rows", "gemm", "fp8", "fp8_rows", "packed_rows")
+_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed_rows")
 
 
 @cache

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_reindex import reindex_warps
-from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLED_TOP_K
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLED_TOP_K, reindex_warps
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel

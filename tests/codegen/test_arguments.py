@@ -9,7 +9,7 @@ import pytest
 
 import hexa_fx.templates
 from hexa_fx.codegen import family_names, get_family
-from hexa_fx.codegen.arguments import Args
+from hexa_fx.codegen.family import Args
 
 TEMPLATES = Path(hexa_fx.templates.__path__[0])
 HEADERS = "\n".join(path.read_text() for path in sorted(TEMPLATES.rglob("*.cuh")))

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from hexa_fx.cuda import fp8_rows
+from hexa_fx.cuda import fp8 as kernels
 from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_groups, read_rows, rows_as_bytes
 from hexa_fx.ops.activations import activation_backward, activation_forward
 from tests.codegen.emulated import emulated  # noqa: F401
@@ -51,14 +51,14 @@ def test_rows(dtype, width):
     x = (torch.randn(7, width) * torch.logspace(-6, 6, 7)[:, None]).clamp(-6e4, 6e4).to(dtype)
     x[2], x[3, 1] = 0, -0.0
     for binary in (False, True):
-        same(fp8_rows.quantize_rows_fp8(x, binary), fp8.quantize_rows_fp8(x, binary))
+        same(kernels.quantize_rows_fp8(x, binary), fp8.quantize_rows_fp8(x, binary))
 
 
 def test_a_number_that_is_none_stays_so_alone():
     x = torch.ones(2, 256)
     x[1, 5] = torch.nan
     for binary in (False, True):
-        read = read_rows(*fp8_rows.quantize_rows_fp8(x, binary))
+        read = read_rows(*kernels.quantize_rows_fp8(x, binary))
         assert read[1, 5].isnan()
         assert (read.nan_to_num(1.0) == 1).all()
 
@@ -87,7 +87,7 @@ def test_columns(kind, op, gathers, dtype, width):
         rows[0].view(torch.uint8)[4:7, 7] = 0x7F  # NaN
     args = (*rows, *((v, offs, K) if gathers else (None, offs, 1)))
     used = int(first_groups(offs)[-1])
-    found, expected = getattr(fp8_rows, op)(*args), getattr(fp8, op)(*args)
+    found, expected = getattr(kernels, op)(*args), getattr(fp8, op)(*args)
     assert [t.shape for t in found] == [t.shape for t in expected]
     same([t[:used] for t in found], [t[:used] for t in expected])
 
@@ -114,9 +114,9 @@ def test_weights(glu, layout, dtype):
         return [t for pair in each for t in pair] + [None] * (0 if turned else 2)
 
     found, expected, single = buffers(), buffers(), buffers(turned=False)
-    fp8_rows.quantize_weight_fp8(*found, w, w3, layout, glu)
+    kernels.quantize_weight_fp8(*found, w, w3, layout, glu)
     fp8.quantize_weight_fp8(*expected, w, w3, layout, glu)
-    fp8_rows.quantize_weight_fp8(*single, w, w3, layout, glu)
+    kernels.quantize_weight_fp8(*single, w, w3, layout, glu)
     for pair in (found[:2], single[:2]):
         same(pair, expected[:2])
     same(found[2:], expected[2:])
@@ -126,7 +126,7 @@ def test_weights(glu, layout, dtype):
 def test_sums_over_rows(kind):
     v, _, offs = routed(kind)
     g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1)
-    torch.testing.assert_close(fp8_rows.ess_fp8(*g, offs), fp8.ess_fp8(*g, offs), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(kernels.ess_fp8(*g, offs), fp8.ess_fp8(*g, offs), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
@@ -145,8 +145,8 @@ def test_gradient_of_the_activation(kind, activation, gated):
         *(torch.full((groups, inner, 128), 7.0).to(torch.float8_e4m3fn), torch.full((groups, inner), 7.0)),
         torch.full((n, inner // 128), 7.0),
     ]
-    given = fp8_rows.Gradient(da, h, hs, weights, v, offs, activation, gated, ())
-    fp8_rows.activation_gradient(given, into=fp8_rows.Results(*wanted))
+    given = kernels.Gradient(da, h, hs, weights, v, offs, activation, gated, ())
+    kernels.activation_gradient(given, into=kernels.Results(*wanted))
     wide, glu = read_rows(h, hs), "concat" if gated else "none"
     a, share = activation_forward(wide, activation, glu, ()), weights[v.long()][:, None]
     dh = activation_backward(da.float() * share, wide, activation, glu, ())
@@ -162,7 +162,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()
     dots = torch.full_like(wanted[6], 7.0)
-    fp8_rows.activation_gradient(given._replace(weights=None), into=fp8_rows.Results(*[None] * 6, dots))
+    kernels.activation_gradient(given._replace(weights=None), into=kernels.Results(*[None] * 6, dots))
     assert torch.equal(dots, wanted[6])
 
 
@@ -176,7 +176,7 @@ def test_sums_of_rows_in_bytes(kind, dtype, weights, columns):
     ys[int(offs[-1]) :] = torch.nan  # of no expert
     gates = None if weights is None else torch.rand(TOKENS, K).to(weights)
     args = (y, ys, gates, inv, offs, K, columns, dtype)
-    found, expected = fp8_rows.combine_fp8(*args), fp8.combine_fp8(*args)
+    found, expected = kernels.combine_fp8(*args), fp8.combine_fp8(*args)
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)
 
@@ -189,4 +189,4 @@ def test_sums_of_slots_and_widths_that_no_block_has_at_a_time(tokens, top_k, col
     _, inv, offs = torch.ops.hexa.reindex(index, E)
     y, ys = rows_as_bytes(torch.randn(len(inv), 128 * (columns // 128 + 1)))
     args = (y, ys, torch.rand(tokens, top_k), inv, offs, top_k, columns, torch.float32)
-    torch.testing.assert_close(fp8_rows.combine_fp8(*args), fp8.combine_fp8(*args), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(kernels.combine_fp8(*args), fp8.combine_fp8(*args), rtol=1e-5, atol=1e-3)

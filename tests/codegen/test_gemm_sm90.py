@@ -7,28 +7,30 @@ from dataclasses import replace
 import pytest
 from cutlass_library import DataType, KernelScheduleType
 
-from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family import shared_limit, validate
+from hexa_fx.codegen.family import get_family, shared_limit, validate
 from hexa_fx.codegen.family_block_sm90 import block_shape
-from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, adds_in_staging, gemm_shape
-from hexa_fx.codegen.render import render
-from hexa_fx.codegen.spec import KernelSpec, SpecError
-from hexa_fx.codegen.tiles_sm90 import (
+from hexa_fx.codegen.family_gemm_sm90 import (
     ABOUT,
+    CHUNK_BYTES,
     CLUSTER_DEPTH,
     CLUSTER_ROWS,
     COOPERATIVE,
     FEW_ROWS,
     NARROW_CANDIDATES,
     NARROW_OPS,
+    ROW_OPS,
     STREAMED,
     STREAMED_ROWS,
     SWAPPED,
     WHOLE,
     TileSm90,
+    adds_in_staging,
     choose_tile,
+    gemm_shape,
     swaps,
 )
+from hexa_fx.codegen.render import render
+from hexa_fx.codegen.spec import KernelSpec, SpecError
 
 OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
 

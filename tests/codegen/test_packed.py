@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
-from hexa_fx.cuda import calls, packed, packed_layer
+from hexa_fx.cuda import calls, packed, packed_rows
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.packed import PackedProduct, unsupported
 from hexa_fx.cuda.planning import planning_of
@@ -146,10 +146,10 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     sources = (*[None] * 6, [0.0] * 3, *scales, ["nf4", "nf4" if split else "dense", "nf4"])
     args = (x, index, torch.rand(5, 2).to(BF16), *operands, *sources, *static)
     for name in ("reindex", "combine"):  # by torch
-        monkeypatch.setattr(packed_layer, name, partial(a_step, getattr(torch.ops.hexa, name).default))
+        monkeypatch.setattr(packed_rows, name, partial(a_step, getattr(torch.ops.hexa, name).default))
     _, tensors, addresses = calls.kind_of(args)
     card = AMPERE._replace(multiprocessors=1)
-    plan = calls.planned(lambda *o: packed_layer.few_rows(MoeFfnSources(*o)), args, card, calls.chosen())
+    plan = calls.planned(lambda *o: packed_rows.streamed_layer(MoeFfnSources(*o)), args, card, calls.chosen())
     plan.load()
     assert [kernel.spec.family for kernel in plan.kernels] == ["packed_gemm"] * 2
     found, want = plan(tensors, addresses, x.device), torch.ops.hexa.moe_ffn_sources(*args)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hexa_fx.codegen import KernelSpec, SpecError, get_family, validate
 from hexa_fx.codegen.family import shared_limit
-from hexa_fx.codegen.heuristics import choose_tile, row_bucket
+from hexa_fx.codegen.family_gemm_sm80 import choose_tile, row_bucket
 from hexa_fx.errors import KernelError
 
 GEMM = KernelSpec("gemm_sm80", "esmm", 80, bm=128, bn=128, bk=32, stages=4).with_options(warps_m=2, warps_n=2)

@@ -10,7 +10,6 @@ import torch
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed_rows as cuda_packed_rows
-from hexa_fx.cuda import unpack as cuda_unpack
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FORMATS, MXFP4
 from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
@@ -33,7 +32,7 @@ def test_bits_are_those_of_the_reference(emulated, f, dtype, monkeypatch):  # no
     for first, end in ((0, experts), (1, 2)):
         expected = f.dense(packed[first:end], [s[first:end] for s in scales], dtype)
         found = torch.full_like(expected, 7)
-        cuda_unpack.unpack(f, packed[first:end], [s[first:end] for s in scales], found)
+        cuda_packed_rows.unpack(f, packed[first:end], [s[first:end] for s in scales], found)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -63,7 +62,7 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
             into.out[bounds[-1] :] = 0
 
     monkeypatch.setattr(cuda_packed_rows, "esmm_segment", a_step(product))
-    monkeypatch.setattr(cuda_unpack, "MOST_BYTES", most)
+    monkeypatch.setattr(cuda_packed_rows, "MOST_BYTES", most)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     cuda_choosing.forget_choices()
     arguments = (x, packed, scales, f.name, bias, v, offs, 2, layout)
@@ -107,7 +106,7 @@ def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layou
     torch.manual_seed(0)
     monkeypatch.setattr(cuda_packed_rows, "fused_segment", a_step(dense_segment))
     monkeypatch.setattr(cuda_packed_rows, "_fuses", lambda *_: True)
-    monkeypatch.setattr(cuda_unpack, "MOST_BYTES", 2 * 2 * 64 * 64)
+    monkeypatch.setattr(cuda_packed_rows, "MOST_BYTES", 2 * 2 * 64 * 64)
     f, experts, k, n, dtype = FORMATS["nf4_double"], 7, 64, 64, torch.float64
     shape = (experts, n, k) if layout == "nk" else (experts, k, n)
     packed, *scales = f.pack_all(torch.randn(shape, dtype=dtype) / 8)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen import KernelSpec, get_family, render
-from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import decode as cuda_decode
 from hexa_fx.cuda import fallback as cuda_fallback
@@ -121,13 +120,13 @@ class Cards:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
         monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
-        monkeypatch.setattr(cuda_batch, "next_queue", lambda device: next(turns))
-        monkeypatch.setattr(cuda_batch, "address_offset", lambda: 0)
+        monkeypatch.setattr(cuda_plan, "next_queue", lambda device: next(turns))
+        monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
 
         def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
-        monkeypatch.setattr(cuda_batch, "tensor_map", tensor_map)
+        monkeypatch.setattr(cuda_plan, "tensor_map", tensor_map)
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)

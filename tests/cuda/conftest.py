@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import workspace as cuda_workspace
+from hexa_fx.cuda import plan as cuda_plan
 from tests.cuda.cards import Cards
 
 
@@ -30,4 +30,4 @@ def hopper(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> Cards:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a workspace has a place of its own, so that its address tells which it is."""
-    monkeypatch.setattr(cuda_workspace.Part, "meets", lambda part, other: True)
+    monkeypatch.setattr(cuda_plan.Part, "meets", lambda part, other: True)

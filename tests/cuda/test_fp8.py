@@ -8,9 +8,9 @@ import torch
 from hexa_fx.cli.model_layers import layer_of
 from hexa_fx.codegen import get_family
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
+from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda import fallback as cuda_fallback
-from hexa_fx.cuda import fp8, fp8_rows, register
+from hexa_fx.cuda import fp8, register
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
@@ -82,7 +82,7 @@ def test_down_reads_rows_in_order_and_combine_its_bytes(hopper: Cards) -> None:
     y, ys = fp8.esmm_fp8(x, xs, w, ws, None, offs)
     assert (y.shape, y.dtype, ys.shape) == ((T * K, D), torch.uint8, (T * K, D // 128))
     gates = torch.rand(T, K)
-    out = fp8_rows.combine_fp8(y, ys, gates, v, offs, K, D - 8, torch.bfloat16)
+    out = fp8.combine_fp8(y, ys, gates, v, offs, K, D - 8, torch.bfloat16)
     assert (out.shape, out.dtype) == ((T, D - 8), torch.bfloat16)
     product, combine = hopper.launches
     got = values(product)

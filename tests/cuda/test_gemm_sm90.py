@@ -12,10 +12,8 @@ import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import kernel as cuda_kernel
@@ -77,11 +75,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))
-    monkeypatch.setattr(cuda_batch, "next_queue", lambda device: 64)
+    monkeypatch.setattr(cuda_plan, "next_queue", lambda device: 64)
     monkeypatch.setattr(cuda_plan, "_empty_strided", None)
-    monkeypatch.setattr(cuda_batch, "address_offset", lambda: 0)
+    monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(cuda_batch, "tensor_map", recorder.tensor_map)
+    monkeypatch.setattr(cuda_plan, "tensor_map", recorder.tensor_map)
     cuda_choosing.forget_choices()
     return recorder
 

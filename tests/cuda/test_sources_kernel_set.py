@@ -12,7 +12,8 @@ from torch import Tensor
 
 import hexa_fx
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.cuda import choosing, sources_requests
+from hexa_fx.cuda import choosing
+from hexa_fx.cuda import kernel_set as kernel_sets
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import frozen, kernel_set, launched
@@ -101,8 +102,8 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
 ) -> None:
     """Of a model that was packed on the host and moved, or adapted afterwards."""
     threads: list[Thread] = []
-    find = sources_requests.request
-    monkeypatch.setattr(sources_requests, "request", lambda *args: threads.append(find(*args)))
+    find = kernel_sets.request
+    monkeypatch.setattr(kernel_sets, "request", lambda *args: threads.append(find(*args)))
     general = {name: lambda *args: None for name in ("moe_ffn_sources", "moe_ffn_sources_forward")}
     made = layer(FfnSpec("silu", "concat"), "nf4", {"w1": 8, "w2": 8})
     choosing.forget_choices()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen import get_family
-from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm
 from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda import plan as cuda_plan
 from tests.cuda.cards import Cards, Kept, arguments, copied
 
 TOKENS = 200
@@ -193,7 +193,7 @@ def test_other_gradients_are_another_kind_of_call(hopper: Cards) -> None:
 def test_without_knowing_where_maps_hold_addresses_torchs_operators_run(
     hopper: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_batch, "address_offset", lambda: None)
+    monkeypatch.setattr(cuda_plan, "address_offset", lambda: None)
     x, w, offs = torch.randn(200, 16).bfloat16(), torch.randn(2, 16, 16).bfloat16(), torch.tensor([0, 80, 200]).int()
     got = gemm.esmm(x, w, None, None, offs, 1, "nk")
     torch.testing.assert_close(got, torch.ops.hexa.esmm(x, w, None, None, offs, 1, "nk"))

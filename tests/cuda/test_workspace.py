@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import layer as cuda_layer
-from hexa_fx.cuda.workspace import Part, lay_out
+from hexa_fx.cuda.plan import Part, lay_out
 from tests.cuda.cards import Cards
 
 MIB = 1 << 20

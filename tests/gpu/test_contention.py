@@ -16,7 +16,7 @@ PROCESSES, SECONDS = 6, 8.0
 
 def launches(columns: int, rank: int) -> None:
     """Launches of a product with gathered rows, of few steps, all with the same result."""
-    from hexa_fx.codegen.tiles_sm90 import COOPERATIVE
+    from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE
     from hexa_fx.cuda import gemm_sm90 as sm90
     from hexa_fx.ops.table import Esmm
     from hexa_fx.ops.table_variants import EsmmLowRank

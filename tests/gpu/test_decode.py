@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hexa_fx.codegen import family_decode
 from hexa_fx.codegen.family_decode import DecodeTile
-from hexa_fx.codegen.tiles_sm90 import FAST_MEMORY
-from hexa_fx.cuda import calls, decode, key_decode, layer
+from hexa_fx.codegen.family_gemm_sm90 import FAST_MEMORY
+from hexa_fx.cuda import calls, decode, layer
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.activations import activation_forward
@@ -170,8 +170,7 @@ SUMS = {
 def test_sums(monkeypatch: pytest.MonkeyPatch, shape: str, bias: bool) -> None:
     """The second product weights and sums rows; each run gives the same bits, in a graph too."""
     card = FAST_MEMORY if "16" in shape else "any"
-    for module in (decode, key_decode):
-        monkeypatch.setattr(module, "choose_summed", lambda _, *sizes: choose_summed(card, *sizes))
+    monkeypatch.setattr(decode, "choose_summed", lambda _, *sizes: choose_summed(card, *sizes))
     made, hidden = Layer(*SUMS[shape], bias=bias), SUMS[shape][0]
     for kind in ROUTINGS:
         for tokens, top_k in ((1, 4), (3, 12), (9, 4), (20, 2)):

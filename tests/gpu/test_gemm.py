@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexa_fx.codegen import heuristics
-from hexa_fx.codegen.heuristics import TileSm80
+from hexa_fx.codegen import family_gemm_sm80
+from hexa_fx.codegen.family_gemm_sm80 import TileSm80
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
@@ -227,7 +227,7 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     monkeypatch.setattr(cuda_tune, "table_path", lambda name: table / "card.json")
     monkeypatch.setattr(cuda_calls, "autotuning", lambda: True)
     tiles = [TileSm80(64, 64, 32, 4, 2, 2), TileSm80(999, 64, 32, 4, 2, 2), TileSm80(128, 128, 32, 3, 2, 4)]
-    monkeypatch.setattr(heuristics, "candidates", lambda *args: tiles)
+    monkeypatch.setattr(family_gemm_sm80, "candidates", lambda *args: tiles)
     cuda_choosing.forget_choices()
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)

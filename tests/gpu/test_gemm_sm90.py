@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, WHOLE, TileSm90
+from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, WHOLE, TileSm90
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import tile_queue
+from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
@@ -271,7 +271,7 @@ def test_queue_returns_to_zero() -> None:
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
     first = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
-    for _ in range(2 * tile_queue.QUEUES // 64):
+    for _ in range(2 * cuda_plan.QUEUES // 64):
         again = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     torch.cuda.synchronize()
     assert torch.equal(first, again)
@@ -287,4 +287,4 @@ def test_queue_returns_to_zero() -> None:
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert sum("hexa" in name for name in names) == 2
     assert not any("FillFunctor<int>" in name for name in names), names  # the queue was zero before
-    assert not any(zeros.any() for zeros in tile_queue._kept)
+    assert not any(zeros.any() for zeros in cuda_plan._kept)

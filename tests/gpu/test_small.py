@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, NARROW, PINGPONG, STREAMED, SWAPPED
 from hexa_fx.codegen.family_packed import PackedTile
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, STREAMED, SWAPPED
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
