@@ -37,12 +37,12 @@ def test_mapped_packages_import_under_one_name() -> None:
 
 
 def test_modules_stay_readable() -> None:
-    """300 lines is the aim; a module far beyond has more than one purpose."""
+    """As CONTRIBUTING.md says: a longer module has more than one purpose."""
     long = [
         f"{path.relative_to(ROOT)}: {count}"
         for folder in ("hexa_fx", "passes")
         for path in ROOT.glob(f"{folder}/**/*.py")
-        if not path.is_symlink() and (count := len(path.read_text().splitlines())) > 340
+        if not path.is_symlink() and (count := len(path.read_text().splitlines())) > 600
     ]
     assert not long
 
