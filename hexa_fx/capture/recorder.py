@@ -40,7 +40,7 @@ from hexa_fx.capture.calls import (
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.isolation.held_objects import MISSING, attributes, fields_of
+from hexa_fx.isolation.held_objects import MISSING, attributes, fields_of, is_own_sequence
 from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
 
@@ -152,8 +152,10 @@ class Recorder(TorchFunctionMode):
         return as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, a namespace or a mapping of a class of its own becomes a node that calls its class, and one that
-        sets what such a call does not leave there."""
+        """As `lift`. A dataclass, a namespace, or a mapping or list of a class of its own becomes a node that calls its class, and
+        one that sets what such a call does not leave there."""
+        if isinstance(result, SymbolicSize):
+            return self.record_call(torch.Size, (self.lift(tuple(result)),), torch.Size(map(plain, result)))
         fields = fields_of(result)
         if fields is not None:
             made = attributes(type(result)(**fields))
@@ -162,8 +164,11 @@ class Recorder(TorchFunctionMode):
             if not beside:
                 return node
             return self.add("call_function", functional.with_attributes, (node, self.lift_result(beside)), {}, result)
-        if type(result) in (list, tuple):
-            return type(result)(map(self.lift_result, result))
+        if is_own_sequence(result):
+            return self.add("call_function", type(result), ([*map(self.lift_result, result)],), {}, result)
+        if isinstance(result, (list, tuple)):
+            items = map(self.lift_result, result)
+            return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
         if type(result) is dict:
             return {key: self.lift_result(value) for key, value in result.items()}
         if (number := without_numpy(result)) is not result:

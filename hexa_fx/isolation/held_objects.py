@@ -68,6 +68,23 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
+def is_own_sequence(value: Any) -> bool:
+    """Whether it is a list or tuple of a class of its own, but for named ones."""
+    return isinstance(value, (list, tuple)) and not (type(value) in (list, tuple) or hasattr(value, "_fields"))
+
+
+def held_in(value: Any) -> list[tuple[Any, Any]] | None:
+    """All that a dataclass, a namespace or a mapping of a class of its own holds, by name, sorted, or a list or tuple of such a
+    class; None for anything else.
+    """
+    if is_own_sequence(value):
+        return list(enumerate(value))
+    if fields_of(value) is None:
+        return None
+    held = attributes(value) | (dict(value) if isinstance(value, dict) else {})
+    return sorted(held.items(), key=lambda item: str(item[0]))
+
+
 def step(holder: Any, key: Any) -> Any:
     """The item or attribute of ``holder`` with that key or name, or `MISSING`."""
     try:

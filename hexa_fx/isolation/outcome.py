@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.held_objects import attributes, fields_of
+from hexa_fx.isolation.held_objects import held_in
 from hexa_fx.isolation.lazy_gradient import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.size import batches, is_out_of_memory
@@ -136,14 +136,12 @@ def observe(
 
 def _unfolded(result: Any) -> Any:
     """With dataclasses, namespaces and mappings as their classes and all that they hold."""
-    return pytree.tree_map(_opened, result, is_leaf=lambda value: fields_of(value) is not None)
+    return pytree.tree_map(_opened, result, is_leaf=lambda value: held_in(value) is not None)
 
 
 def _opened(leaf: Any) -> Any:
-    if fields_of(leaf) is None:
-        return leaf
-    held = attributes(leaf) | (dict(leaf) if isinstance(leaf, dict) else {})
-    return type(leaf), [(name, _unfolded(held[name])) for name in sorted(held, key=str)]
+    held = held_in(leaf)
+    return leaf if held is None else (type(leaf), [(name, _unfolded(value)) for name, value in held])
 
 
 @autocast_off()

@@ -120,7 +120,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Moved:
-    """Stands in a pickle, or in a copy of a model, for a function, class or Python module: its name, and what a function does."""
+    """Stands in a pickle for a function, class or Python module: its name, and what a function does."""
 
     home: str
     name: str

@@ -7,6 +7,7 @@ that nobody gets a stale result.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -182,6 +183,12 @@ class AttributeGuards:
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
         self._found = found  # last: other threads take it as it is
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttributeGuards:
+        """For a copy of the block, to which it is to be bound. What lies outside of it is the same for both, whatever its name."""
+        made = object.__new__(AttributeGuards)
+        made.__dict__.update(self.__dict__, own_forward=copy.deepcopy(self.own_forward, memo))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         moved = {name: tuple(map(_movable, getattr(self, name))) for name in ("reads", "forward")}

@@ -3,7 +3,7 @@ calls what the original calls with autocast off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
-from hexa_fx.isolation.held_objects import fields_of
+from hexa_fx.isolation.held_objects import attributes, held_in, is_own_sequence
 from hexa_fx.runtime.guards import GuardMiss
 
 _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
@@ -79,22 +79,46 @@ def dtypes_under_autocast(
 
 
 def dtypes_of(result: Any) -> tuple[torch.dtype | None, ...]:
-    """The dtype of every tensor in a result, None for other leaves.
+    """The dtype of every tensor in a result, also in dataclasses, namespaces and mappings; None for other leaves."""
+    found: list[torch.dtype | None] = []
+    for leaf in pytree.tree_leaves(result, is_leaf=_is_opened):
+        held = held_in(leaf)
+        if held is not None:
+            found += dtypes_of([value for _, value in held])
+        else:
+            found.append(leaf.dtype if isinstance(leaf, torch.Tensor) else None)
+    return tuple(found)
 
-    Raises:
-        TypeError: there is an object in it whose tensors are not seen.
-    """
-    leaves = pytree.tree_leaves(result)
-    if any(fields_of(leaf) is not None for leaf in leaves):
-        raise TypeError("a result of a class that torch.utils._pytree does not know")
-    return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+def in_dtypes(result: Any, dtypes: Iterable[torch.dtype | None]) -> Any:
+    """``result`` with its tensors in the given dtypes, in the order of `dtypes_of`. Objects in it, which are new, are changed."""
+    return _in_next(result, iter(dtypes))
 
 
-def in_dtypes(result: Any, dtypes: tuple[torch.dtype | None, ...]) -> Any:
-    """``result`` with its tensors in the given dtypes, in the order of `dtypes_of`."""
-    leaves, structure = pytree.tree_flatten(result)
-    given = [leaf if dtype is None else leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes)]
-    return pytree.tree_unflatten(given, structure)
+def _in_next(result: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
+    leaves, structure = pytree.tree_flatten(result, is_leaf=_is_opened)
+    return pytree.tree_unflatten([_leaf_in_next(leaf, dtypes) for leaf in leaves], structure)
+
+
+def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
+    held = held_in(leaf)
+    if held is None:
+        dtype = next(dtypes)
+        return leaf if dtype is None else leaf.to(dtype)
+    if is_own_sequence(leaf):
+        return type(leaf)(_in_next([value for _, value in held], dtypes))
+    own = attributes(leaf)
+    for name, value in held:
+        cast = _in_next(value, dtypes)
+        if isinstance(leaf, dict) and name in leaf:
+            leaf[name] = cast
+        if name in own:
+            object.__setattr__(leaf, name, cast)
+    return leaf
+
+
+def _is_opened(value: Any) -> bool:
+    return held_in(value) is not None
 
 
 class WithoutAutocast:

@@ -328,6 +328,7 @@ class HexaForward(InPlace):
         """A call that a compiler traces: nothing is counted or analysed."""
         module = self.module
         reason = "it was not analysed before; call the model once, or give hexa_fx.optimize an example"
+        reason = next((kind.reason for kind in self.refused), reason)
         for each in self.specialisations:
             try:
                 return each.run(module, self._arguments, self.adapters, args, kwargs)

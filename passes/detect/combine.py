@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.isolation.held_objects import is_object
 from hexa_fx.passes.detect.decisions import leaves_decision
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import feature_size
@@ -139,7 +137,7 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
     reached = descendants(inside)
     seconds = {instance.second.node for instance in instances}
     if not seconds & live:
-        raise Refuse(_unused(graph), instances[0].second.node)
+        raise Refuse("no result of the block depends on the expert outputs", instances[0].second.node)
     gates = []
     for node in _dominators(graph, reached & live, inside):
         value = record_of(node).value
@@ -155,18 +153,6 @@ def _rows_a_token(graph: torch.fx.Graph, tokens: int) -> float:
     given = (record_of(n).value for n in graph.nodes if n.op == "placeholder" and is_float(n))
     rows = max((value.numel() // value.shape[-1] for value in given if value.dim() > 1), default=tokens)
     return max(1.0, tokens / rows) if rows else 1.0
-
-
-def _unused(graph: torch.fx.Graph) -> str:
-    """Why outputs of experts are in no result: they may be in an object, into which no graph looks."""
-    results = tree_leaves(next(iter(graph.find_nodes(op="output"))).args)
-    kind = next((type(result).__qualname__ for result in results if is_object(result)), "")
-    if not kind:
-        return "no result of the block depends on the expert outputs"
-    return (
-        f"the block returns a {kind}, and what such an object holds is not followed; tensors, and tuples, lists, dicts, namespaces "
-        "or dataclasses of them can be returned"
-    )
 
 
 def _dominators(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
+from hexa_fx.isolation.held_objects import LITERALS
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
 from hexa_fx.passes.detect.tags import Tag
@@ -75,8 +76,14 @@ def stored_outside_calls(
 
     Raises:
         Refuse: one of them is no tensor of this run, or follows from what an earlier run kept; or the code changes something else
-            in place, or does more with a list or dict than to add to it.
+            in place, or does more with a list or dict than to add to it; or it returns an object into which no graph looks.
     """
+    for result in tree_leaves(captured.graph.output_node().args):
+        if not isinstance(result, (torch.fx.Node, *LITERALS)):
+            raise Refuse(
+                f"the block returns a {type(result).__qualname__}, and what such an object holds is not followed; tensors, and "
+                "tuples, lists, dicts, namespaces or dataclasses of them can be returned"
+            )
     opaque = opaque_nodes(captured, products)
     order = [node for node in captured.graph.nodes if node.op != "output"]
     live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}

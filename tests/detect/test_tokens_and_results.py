@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 from collections import OrderedDict
@@ -82,6 +83,10 @@ class MappedOutput(OrderedDict):  # type: ignore[type-arg]
     """As transformers' ModelOutput."""
 
 
+class InTuple(tuple):  # type: ignore[type-arg]
+    """A tuple of a class of its own."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     out: torch.Tensor
@@ -92,18 +97,34 @@ class Frozen:
 def test_what_is_set_on_a_result_beside_what_its_class_declares(kind: Any) -> None:
     class InThis(Mixture):
         def forward(self, x: torch.Tensor) -> Any:
-            result = kind(out=super().forward(x), loss=self.gate(x)[0].sum())
+            weights, ids = self.gate(x)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == number)
+                out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
+            result = kind(out=out, loss=weights.sum())
             object.__setattr__(result, "tokens", len(x))
-            object.__setattr__(result, "logits", self.gate(x)[0])
-            return (result,)
+            object.__setattr__(result, "weights", weights)
+            return InTuple([result, x.shape])
 
     torch.manual_seed(0)
-    block, x = InThis().double(), _tokens(9)
-    optimized = hexa_fx.optimize(block, x)
-    assert operators_run(optimized, (x,)), optimized.report
-    (one,), (two,) = block(x[:5]), optimized(x[:5])
-    assert (type(two), two.tokens, vars(two).keys()) == (kind, 5, vars(one).keys())
-    torch.testing.assert_close({**vars(two)}, {**vars(one)})
+    block, x = InThis(), _tokens(9).float()
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    for cast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            assert operators_run(optimized, (x,)), optimized.report
+            found, expected = optimized(x[:5]), block(x[:5])
+        (one, _), (two, size) = expected, found
+        assert (type(found), size, type(size)) == (InTuple, (5, D), torch.Size)
+        assert (type(two), two.tokens, vars(two).keys()) == (kind, 5, vars(one).keys())
+        close = {"atol": 2e-2, "rtol": 2e-2} if cast else {}
+        torch.testing.assert_close({**vars(two)}, {**vars(one)}, **close)
+    copied = copy.deepcopy(optimized)
+    copied(x)
+    assert (copied.forward.ran, len(copied.forward.specialisations)) == (
+        1,
+        2,
+    )  # of a class without a name of its own, too
 
 
 class Object:
@@ -116,8 +137,14 @@ class InAnObject(Mixture):
         return Object(super().forward(x))
 
 
-def test_a_result_in_an_object_is_refused() -> None:
-    (report,) = hexa_fx.explain(InAnObject().double(), _tokens(9)).blocks
+class BesideAnObject(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), Object(x)
+
+
+@pytest.mark.parametrize("kind", [InAnObject, BesideAnObject])
+def test_a_result_in_an_object_is_refused(kind: type[nn.Module]) -> None:
+    (report,) = hexa_fx.explain(kind().double(), _tokens(9)).blocks
     assert "the block returns a Object, and what such an object holds is not followed" in report.reason
 
 
