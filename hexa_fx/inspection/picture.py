@@ -23,6 +23,7 @@ _PLUMBING = (
     "__int__",
     "after",
     "require",
+    "require_experts",
     "require_finite",
     "require_routing",
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from hexa_fx.ir import InputGuard
 from hexa_fx.isolation.held_objects import as_dict
@@ -104,6 +105,23 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
     """
     if not values.isfinite().all():
         raise OwnCodeOnly(f"expected {expected}")
+
+
+def require_experts(ids: torch.Tensor, past: int, experts: int) -> torch.Tensor:
+    """A guard node of a rewritten graph: ids that the block is given, as its code reads them that looks up with them.
+
+    On a CPU it raises `OwnCodeOnly` unless all of them are at least zero and less than ``past``: the original says what is wrong
+    with them, if anything is. Elsewhere that would wait for the device.
+
+    Args:
+        experts: how many there are, if -1 stands for the last one; else 0.
+    """
+    if ids.device.type != "cpu" or is_compiling():
+        return ids.remainder(experts) if experts else ids
+    least, most = ids.aminmax() if ids.numel() else (0, 0)
+    if least < 0 or most >= past:
+        raise OwnCodeOnly("among the experts' ids that it is given is one of no expert")
+    return ids
 
 
 class RoutingMiss(GuardMiss):

@@ -95,7 +95,7 @@ class RegionEmitter:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        index = self._routing.quantity(routing.index, None)
+        index = self._routing.as_given(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
         factor = self._routing.times_constant(self._product(routing.after, index, match.of_factor), index, tokens)

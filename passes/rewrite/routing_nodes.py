@@ -16,6 +16,8 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
 from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
+from hexa_fx.passes.rewrite.given_ids import given_ids
+from hexa_fx.runtime import guards
 
 
 @dataclass
@@ -31,6 +33,16 @@ class RoutingEmitter:
     match: MoEMatch
     graph: torch.fx.Graph
     outside: Mapping[torch.fx.Node, torch.fx.Node]
+
+    def as_given(self, index: torch.fx.Node) -> torch.fx.Node:
+        """The ids, checked where the block is given them and its code does something else with an id of no expert."""
+        found = given_ids(self.match)
+        if found is None:
+            return index
+        experts = self.match.num_experts
+        return self.graph.call_function(
+            guards.require_experts, (index, found.past, experts if found.from_the_end else 0)
+        )
 
     def kept(self, index: torch.fx.Node) -> torch.fx.Node:
         """The ids, and E in the slots that are not kept."""

@@ -1,0 +1,102 @@
+"""Experts' ids that a block is given, among which one names no expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hexa_fx
+from tests.zoo.compare import operators_run
+
+D, E, K, T = 8, 4, 2, 10
+Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def compared(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(E):
+        token, slot = torch.where(ids == number)
+        out.index_add_(0, token, m.expert(number, x[token]) * weights[token, slot, None])
+    return out
+
+
+def one_hot(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number, marks in enumerate(F.one_hot(ids, E + 1).permute(2, 1, 0)[:E]):
+        slot, token = torch.where(marks)
+        out.index_add_(0, token, m.expert(number, x[token]) * weights[token, slot, None])
+    return out
+
+
+def looked_up(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    h = F.silu(torch.einsum("td,tkid->tki", x, m.up[ids]))
+    return torch.einsum("tki,tkdi,tk->td", h, m.down[ids], weights)
+
+
+def by_number(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    numbers = ids.tolist()
+    rows = [sum(m.expert(numbers[t][s], x[t]) * weights[t, s] for s in range(K)) for t in range(len(x))]
+    return torch.stack(rows)
+
+
+def sorted_by_expert(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    order = ids.flatten().argsort(stable=True)
+    parts = x[order // K].split(torch.bincount(ids.flatten(), minlength=E).tolist())
+    given = torch.cat([m.expert(number, part) for number, part in enumerate(parts)])
+    return torch.zeros_like(x).index_add(0, order // K, given * weights.flatten()[order, None])
+
+
+class Given(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.up, self.down = nn.Parameter(torch.randn(E, 12, D)), nn.Parameter(torch.randn(E, D, 12))
+
+    def expert(self, number: int, rows: torch.Tensor) -> torch.Tensor:
+        return F.silu(rows @ self.up[number].T) @ self.down[number].T
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.form(self, x, ids, weights)
+
+
+@pytest.mark.parametrize(
+    ("form", "runs"),
+    [
+        (compared, {-1, E}),
+        (one_hot, {E}),
+        (looked_up, set()),
+        (by_number, set()),
+        (sorted_by_expert, set()),
+    ],
+)
+def test_an_id_of_no_expert(form: Form, runs: set[int]) -> None:
+    """``runs``: with which ids the operators still run, as the code leaves them out too."""
+    torch.manual_seed(0)
+    block, x, weights = Given(form).double(), torch.randn(T, D).double(), torch.rand(T, K).double()
+    ids = torch.rand(T, E).topk(K).indices
+    optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    assert operators_run(optimized, (x, ids, weights)), str(optimized.report)
+    for none in (-1, E):
+        given = ids.index_fill(0, torch.tensor(3), none)
+        try:
+            expected = block(x, given, weights)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                optimized(x, given, weights)
+            continue
+        torch.testing.assert_close(optimized(x, given, weights), expected)
+        assert bool(operators_run(optimized, (x, given, weights))) == (none in runs)
+
+
+def test_negative_ids_in_a_trace() -> None:
+    torch.manual_seed(0)
+    block, x, weights = Given(looked_up), torch.randn(T, D), torch.rand(T, K)
+    ids = torch.rand(T, E).topk(K).indices
+    optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    compiled = torch.compile(optimized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, ids - E, weights), block(x, ids, weights))
