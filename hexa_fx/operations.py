@@ -80,8 +80,9 @@ VIEWS = _row(
 CUTS = _row("split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk hsplit vsplit dsplit unbind")
 PARTS = _row("getitem select narrow", CUTS)
 LOOK_UPS = _row("getitem index_select gather take take_along_dim embedding")
-ADDED_TO = _row("scatter_add index_add scatter_reduce index_put set_item")
-SCATTERS = _row("scatter index_copy copy masked_scatter fill zero", ADDED_TO)
+SCATTERS = _row(
+    "scatter scatter_add scatter_reduce index_add index_copy index_put copy masked_scatter fill zero set_item"
+)
 JOINS = _row("cat stack hstack vstack")
 MOVES = _row(
     "repeat repeat_interleave tile masked_select pad pad_sequence roll flip reindex",
@@ -90,7 +91,7 @@ MOVES = _row(
 
 casts, views, moves = map(_predicate, (CASTS, VIEWS, MOVES))
 cuts, takes_part = map(_predicate, (CUTS, PARTS))
-scatters, adds_to = map(_predicate, (SCATTERS, ADDED_TO))
+scatters = _predicate(SCATTERS)
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
@@ -111,14 +112,13 @@ UNARY = _row(
     "gelu silu softplus threshold leaky_relu elu softsign erf round floor ceil trunc sin cos clamp clamp_min clamp_max"
 )
 EACH = _row("set_item logical_and logical_or and or", *(UNARY, COMPARISONS, SELECTIONS, BOUNDS, ARITHMETIC))
-REDUCTIONS = _row("norm vector_norm sum mean amax amin softmax log_softmax normalize any all var std linalg_norm")
 
 adds, scales, contracts = map(_predicate, (SUMS, SCALINGS, CONTRACTIONS))
 compares, compares_for_equality, orders, checks_finite = map(
     _predicate, (COMPARISONS, EQUALITIES, ORDERS, FINITE_CHECKS)
 )
 selects, bounds, broadcasts, works_on_one = map(_predicate, (SELECTIONS, BOUNDS, BROADCASTING, UNARY | CASTS))
-works_on_each, reduces, normalizes = map(_predicate, (EACH, REDUCTIONS, NORMS))
+works_on_each, normalizes = map(_predicate, (EACH, NORMS))
 
 # -- choices, counts and sizes -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -60,7 +60,7 @@ def _covered(
                 raise
             break
         start = start or captured
-        found, all_lost = look(captured, replacements, forms=("any", "steps"))
+        found, all_lost = look(captured, replacements)
         lost = tuple(filter(counts, all_lost))
         if not lost and (isinstance(found, MoEMatch) or first is None):
             return found, first
@@ -70,7 +70,7 @@ def _covered(
         replacements = replaced(replacements, captured, lost) if len(replacements) < _MOST else None
     assert start is not None
     assert first is not None
-    found, all_lost = look(start, Replacements(), forms=("free",))
+    found, all_lost = look(start, Replacements(), form="free")
     return (found if isinstance(found, MoEMatch) and not any(map(counts, all_lost)) else first[0]), first
 
 
@@ -78,24 +78,16 @@ def _announced(
     captured: CapturedBlock,
     replacements: Replacements,
     prefer_earliest: bool,
-    forms: Sequence[Form],
+    form: Form = "any",
 ) -> Found:
-    """The match in the first form that loses nothing; else the first one, with what it loses."""
+    """The match, with what it loses."""
     active = _replaced_nodes(captured, replacements)
     with announced("detect", captured.graph) as done:
-        best: Found | None = None
-        for form in forms:
-            found = detect_block(captured, prefer_earliest, form)
-            lost = () if isinstance(found, Refusal) else lost_by(found, active)
-            if isinstance(found, MoEMatch) and not lost:
-                best = found, ()
-                break
-            if best is None or isinstance(best[0], Refusal):
-                best = found, lost
-        assert best is not None
-        said = _refusal(captured, best[1][0]) if best[1] else best[0]
+        found = detect_block(captured, prefer_earliest, form)
+        lost = () if isinstance(found, Refusal) else lost_by(found, active)
+        said = _refusal(captured, lost[0]) if lost else found
         done.note = f"refused: {said.reason}" if isinstance(said, Refusal) else said.idiom
-    return best
+    return found, lost
 
 
 def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[torch.fx.Node]:

@@ -23,7 +23,6 @@ from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
 
 Node = torch.fx.Node
@@ -167,7 +166,6 @@ class _Walk:
     def __post_init__(self) -> None:
         match = self.match
         read = [match.source, *match.routing.nodes, *([match.base] if match.base is not None else [])]
-        read += [node for steps in match.steps for node in steps.roots]
         read += match.body.roots if isinstance(match.body, FreeBody) else []
         self.twin = twins(match.captured.graph)
         self.read = {self.twin[node] for known in read for node in _views_behind(known)}
@@ -184,7 +182,6 @@ class _Walk:
         self.starts = {c.node for instance in match.instances for c in instance.first}
         self.from_ends = descendants(self.ends)
         self.from_source = descendants([match.source])
-        self.steps = {node: s for part in match.steps for s in part.alike for node in (*s.nodes, *s.moved)}
 
     def run(self) -> tuple[Lost, ...]:
         self.todo.append(("outputs", self.match.output))
@@ -201,10 +198,7 @@ class _Walk:
             if (role, node) in self.seen or self.twin[node] in self.read:
                 continue
             self.seen.add((role, node))
-            if node in self.steps and role in ("outputs", "rows", "factor"):
-                self._through(self.steps[node], role)
-            else:
-                getattr(self, f"_{role}")(node)
+            getattr(self, f"_{role}")(node)
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         return tuple(sorted(self.lost.values(), key=lambda item: order[item.node]))
 
@@ -224,12 +218,6 @@ class _Walk:
     def _lose(self, node: Node, role: Role) -> None:
         made = node.op.startswith("call") or node.target in self.match.captured.constants
         self.lost.setdefault(node, Lost(node, role, made and role == "select" and self.twin[node] in self.behind_read))
-
-    def _through(self, steps: RowSteps, role: Role) -> None:
-        """Steps are emitted; what they are given is asked for, and where their rows are moved to."""
-        self._also(role, [node for node, stands in steps.inputs.items() if stands is None])
-        for node in steps.moved:
-            self._also("select", [n for n in node.all_input_nodes if not is_float(n) and n not in steps.moved])
 
     # -- roles ---------------------------------------------------------------------------------------------------------
 

@@ -38,8 +38,6 @@ from hexa_fx.passes.detect.projections import (
     group_instances,
     without_scores,
 )
-from hexa_fx.passes.detect.routing import Routing
-from hexa_fx.passes.detect.row_steps import RowSteps, steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     is_cut_off,
@@ -62,9 +60,8 @@ from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_
 
 __all__ = ["MoEMatch", "detect_block"]
 
-Form = Literal["any", "steps", "free"]
-"""How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
-steps on single rows before and after the products; only as any steps on rows."""
+Form = Literal["any", "free"]
+"""How experts are read: in the standard form, and if that is not possible as any steps on rows; or only as these."""
 
 
 def detect_block(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
@@ -122,7 +119,7 @@ def _detect_family(family: Family, form: Form) -> MoEMatch:
         if form == "free":
             idle = has_idle(family.captured)
             raise Refuse(INSIDE if idle else "its experts are not read in the standard form")
-        return _detect_standard(family, form == "steps")
+        return _detect_standard(family)
     except Refuse:
         with suppress(NotFree):
             return detect_free(family)
@@ -130,7 +127,7 @@ def _detect_family(family: Family, form: Form) -> MoEMatch:
 
 
 @experiments()
-def _detect_standard(family: Family, with_steps: bool) -> MoEMatch:
+def _detect_standard(family: Family) -> MoEMatch:
     captured, tags = family.captured, family.tags
     contractions = find_contractions(captured, tags)
     if not contractions:
@@ -138,7 +135,7 @@ def _detect_standard(family: Family, with_steps: bool) -> MoEMatch:
     refuse_merged_weights(contractions)
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
     rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
-    match_of = partial(_match_of, family, with_steps, stored)
+    match_of = partial(_match_of, family, stored)
     # where rows are given to experts unknown, there may be others, such as those that a mask keeps, or that one run of several gets
     refusals = Refuse if captured.set_aside else NoRouting
     return first_match((partial(match_of, source, instances) for source, instances in rows), refusals)
@@ -146,7 +143,6 @@ def _detect_standard(family: Family, with_steps: bool) -> MoEMatch:
 
 def _match_of(
     family: Family,
-    with_steps: bool,
     stored: tuple[Access | StoredValue, ...],
     source: torch.fx.Node,
     instances: list[Instance],
@@ -156,32 +152,16 @@ def _match_of(
     products = [c.node for instance in instances for c in (*instance.first, instance.second)]
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
-    before = steps_before(source, instances, tags) if with_steps else None
-    after = steps_after(instances, tags) if with_steps else None
-    each = after is not None and len(after.alike) == len(instances)
-    ends = [_ending_at(i, s.output) for i, s in zip(instances, after.alike)] if after and each else instances
-    bounded = after is not None and not each
-    combine = find_combine(captured.graph, ends, tokens, replay, opaque | family.passed, bounded)
-    late = _late_bias(instances, combine.node, tags) if after or bool((combine.offset != 0).any()) else None
+    combine = find_combine(captured.graph, instances, tokens, replay, opaque | family.passed)
+    late = _late_bias(instances, combine.node, tags) if bool((combine.offset != 0).any()) else None
     body = identify_body(instances, tags, replay, family.weights, late)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     experts = body.down.matrices.shape[0]
-    routed = family.routed(_pairs(instances, body, combine), combine, source, ends, experts, added)
-    routing = routed.routing
-    if with_steps and routing.constant != 1:
-        raise Refuse("a constant on what experts give is not read together with steps on it", combine.node)
-    of_factor = _of_factor(routing, instances, combine.node, tags) if with_steps else None
+    routed = family.routed(_pairs(instances, body, combine), combine, source, instances, experts, added)
     idiom = _idiom([instance.second for instance in instances], captured)
     match = family.matched(source, routed, body, products, instances, stored, idiom)
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
-    return replace(match, detached=detached, before=before, after=after, of_factor=of_factor)
-
-
-def _of_factor(
-    routing: Routing, instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]
-) -> RowSteps | None:
-    weighing = [*routing.after[0].nodes] if routing.after else []
-    return steps_of_factor(weighing[0], instances, end, tags) if len(weighing) == 1 else None
+    return replace(match, detached=detached)
 
 
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
@@ -203,10 +183,6 @@ def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pai
         raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
     real = token >= 0
     return Pairs(token[real], expert[real], before[real], after[real])
-
-
-def _ending_at(instance: Instance, end: torch.fx.Node) -> Instance:
-    return replace(instance, second=replace(instance.second, node=end))
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:

@@ -70,9 +70,8 @@ def find_combine(
     tokens: int,
     replay: Replay,
     opaque: set[torch.fx.Node],
-    bounded: bool = False,
 ) -> Combine:
-    """The first node that is a weighted sum of the expert outputs for each token; ``bounded``: while these are small.
+    """The first node that is a weighted sum of the expert outputs for each token.
 
     Raises:
         Refuse: no node is a token-wise weighted sum of the expert outputs.
@@ -89,7 +88,7 @@ def find_combine(
     candidates = _gates(graph, instances, tokens * width, width)
     if not candidates:
         raise Refuse(APART, seconds[0])
-    probes = _Probes(instances, width, replay, _FACTORS[:-1] if bounded else _FACTORS)
+    probes = _Probes(instances, width, replay)
     outputs = probes.run(replay, candidates)
     decides_later = False
     for node in candidates:
@@ -180,8 +179,7 @@ def _dominators(
 class _Probes:
     """Zeros, one-hot rows (each row of a token on its own feature), and random runs that check linearity."""
 
-    def __init__(self, instances: list[Instance], width: int, replay: Replay, factors: Sequence[float]) -> None:
-        self._factors = factors
+    def __init__(self, instances: list[Instance], width: int, replay: Replay) -> None:
         self._instances = instances
         self._width = width
         self._tokens = torch.cat([instance.token for instance in instances])
@@ -202,7 +200,7 @@ class _Probes:
     def run(self, replay: Replay, wanted: Sequence[torch.fx.Node]) -> list[dict[torch.fx.Node, torch.Tensor]]:
         zeros = torch.zeros_like(self._random)
         settings = [zeros, *(self._one_hot(r) for r in range(self._rounds))]
-        settings += [factor * self._random for factor in self._factors]
+        settings += [factor * self._random for factor in _FACTORS]
         return [self._set(replay, rows, wanted) for rows in settings]
 
     def _one_hot(self, number: int) -> torch.Tensor:
@@ -221,7 +219,7 @@ class _Probes:
 
     def coefficients(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """One coefficient a row, or None if the outputs are no token-wise weighted sum of the rows."""
-        zero, one_hot, random = outputs[0], outputs[1 : -len(self._factors)], outputs[-len(self._factors) :]
+        zero, one_hot, random = outputs[0], outputs[1 : -len(_FACTORS)], outputs[-len(_FACTORS) :]
         real = self._real
         found = torch.zeros(len(self._tokens), dtype=torch.float64, device=zero.device)
         for number, output in enumerate(one_hot):
@@ -232,7 +230,7 @@ class _Probes:
             if not bool((difference.abs() <= _TOLERANCE).all()):
                 return None
         summed = torch.zeros_like(zero).index_add_(0, self._tokens[real], found[real, None] * self._random[real])
-        if all(_is_near(output, zero + factor * summed) for factor, output in zip(self._factors, random)):
+        if all(_is_near(output, zero + factor * summed) for factor, output in zip(_FACTORS, random)):
             return tuple(found.split(self._sizes))
         return None
 

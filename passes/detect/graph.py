@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
-from hexa_fx.operations import kind, operation
+from hexa_fx.operations import operation
 
 
 def is_tensor(node: torch.fx.Node) -> bool:
@@ -189,22 +189,3 @@ def adds_dimension(node: torch.fx.Node) -> bool:
     """``m[:, None]``: an index of full slices and None."""
     index = node.args[1] if operation(node) == "getitem" and len(node.args) > 1 else None
     return isinstance(index, tuple) and all(item is None or item is Ellipsis or item == slice(None) for item in index)
-
-
-def keeps_rows_apart(node: torch.fx.Node) -> bool:
-    """Whether an operation computes every row (all but the last dimension) from that row alone."""
-    if kind(node) in ("min", "max", "where") and len(node.args) + len(node.kwargs) < 2:
-        return False
-    if ops.works_on_each(node) or ops.normalizes(node) or ops.casts(node):
-        return True
-    return ops.reduces(node) and _reduces_last(node)
-
-
-def _reduces_last(node: torch.fx.Node) -> bool:
-    given: Mapping[str, Any] = node.kwargs
-    place = {"norm": 2, "vector_norm": 2, "linalg_norm": 2, "normalize": 2}.get(operation(node), 1)
-    dim = given.get("dim", node.args[place] if len(node.args) > place else None)
-    first = node.args[0] if node.args else None
-    dims = record_of(first).value.dim() if isinstance(first, torch.fx.Node) else 0
-    last = (-1, [-1], (-1,), dims - 1 if dims == 2 else -1)
-    return dim in last

@@ -12,7 +12,6 @@ from hexa_fx.passes.detect.decisions import Condition
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.routing import Passing, Routing
-from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.rows import Instance
 
 
@@ -35,8 +34,6 @@ class MoEMatch:
         constant: whether the code lets no gradient through the region.
         stored: results that the code keeps beside its output, which the rewritten block has to leave there.
         instances: the runs of the experts.
-        before, after: what is done to single rows before the first products, and after the second ones.
-        of_factor: what is done to the first routing weights where experts' outputs are multiplied by them.
         others: further regions of the same block.
     """
 
@@ -54,15 +51,7 @@ class MoEMatch:
     detached: bool = False
     constant: bool = False
     instances: tuple[Instance, ...] = ()
-    before: RowSteps | None = None
-    after: RowSteps | None = None
-    of_factor: RowSteps | None = None
     others: tuple[MoEMatch, ...] = ()
-
-    @property
-    def steps(self) -> tuple[RowSteps, ...]:
-        """All that is done to single rows."""
-        return tuple(steps for steps in (self.before, self.after, self.of_factor) if steps is not None)
 
     @property
     def early_conditions(self) -> tuple[Condition, ...]:

@@ -34,7 +34,6 @@ from hexa_fx.passes.detect.free_body import (
 )
 from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, twins
 from hexa_fx.passes.detect.routing_factors import RoutingSource
-from hexa_fx.passes.detect.row_steps import moved_from
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -379,3 +378,35 @@ class StepReader:
         if len({operation(n) for n in column}) != 1 or not node.all_input_nodes:
             raise Refuse("experts are given different numbers", node)
         return self._copy(column)
+
+
+def moved_from(node: torch.fx.Node, source: torch.fx.Node) -> bool:
+    """Whether ``node`` holds rows of ``source``, moved by operations that change no number."""
+    seen: set[torch.fx.Node] = set()
+    frontier, reached = [node], False
+    behind = ancestors([source])
+    while frontier:
+        item = frontier.pop()
+        if item in seen:
+            continue
+        seen.add(item)
+        if item is source or (item in behind and _is_view_of(source, item)):
+            reached = True
+            continue
+        if ops.makes(item):
+            continue
+        if not ops.moves(item):
+            return False
+        values = [n for n in item.all_input_nodes if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
+        if not values:
+            return False
+        frontier.extend(values)
+    return reached
+
+
+def _is_view_of(node: torch.fx.Node, base: torch.fx.Node) -> bool:
+    while node is not base:
+        if not (ops.views(node) or ops.casts(node)) or not node.args or not isinstance(node.args[0], torch.fx.Node):
+            return False
+        node = node.args[0]
+    return True

@@ -293,5 +293,4 @@ def _read_by(match: MoEMatch) -> list[torch.fx.Node]:
         *(match.body.roots if isinstance(match.body, FreeBody) else ()),
         *match.routing.nodes,
         *([] if match.base is None else [match.base]),
-        *(node for steps in match.steps for node in steps.roots),
     ]

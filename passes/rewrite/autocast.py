@@ -150,9 +150,6 @@ def mark_without_autocast(
     if not off or all(is_within(scope, called) for scope in captured.in_autocast):
         return
     inside = _inside(captured, new, [match.output for match in regions], called)
-    inside.update(
-        node for match in regions for each in match.steps for step in (each, *each.alike) for node in step.nodes
-    )
     for node, device in off.items():
         if node in inside:
             raise Refuse(_INSIDE, node)

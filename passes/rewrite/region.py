@@ -22,7 +22,6 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import RoutingSource
-from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
 from hexa_fx.passes.rewrite.routing_nodes import RoutingEmitter
@@ -98,31 +97,25 @@ class RegionEmitter:
         index = self._routing.as_given(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
-        factor = self._routing.times_constant(self._product(routing.after, index, match.of_factor), index, tokens)
+        factor = self._routing.times_constant(self._product(routing.after, index), index, tokens)
         kept = self._routing.within_capacity(index, self._routing.kept(index))
         before = self._product(routing.before, index)
         given = tokens
-        if match.before is not None:
-            tokens = self._steps(match.before, tokens)
         if match.detached:
             tokens = self.graph.call_method("detach", (tokens,))
             before = None if before is None else self.graph.call_method("detach", (before,))
         past_experts = self._past_experts(given, index, kept, factor)
         index = kept
-        slots = before is not None or match.after is not None
-        if slots:
+        if before is not None:
             tokens, index, factor = self._as_slots(tokens, index, factor, before)
         index = self._within_sentinel(index)
         if routing.always:
             index, factor = self._with_shared(index, factor)
         if isinstance(match.body, FreeBody):
             result = self._free(match.body, index, factor)
-        elif match.after is not None:
-            rows = self._checked(self._canonical(match.body, tokens, index, None))
-            result = self._weighted(rows, match.after, index, factor)
         else:
             result = self._canonical(match.body, tokens, index, factor)
-        if slots and routing.top_k > 1:
+        if before is not None and routing.top_k > 1:
             result = self.graph.call_method(
                 "sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1)
             )
@@ -131,17 +124,15 @@ class RegionEmitter:
         if match.base is not None:
             base = self._as_rows(self.outside[match.base], record_of(match.base).value)
             result = self.graph.call_function(operator.add, (base, result))
-        if match.after is None:
-            self._checked(result)
+        self._check_finite(result)
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 
-    def _checked(self, outputs: torch.fx.Node) -> torch.fx.Node:
-        """What the experts give, checked where the code does so."""
+    def _check_finite(self, result: torch.fx.Node) -> None:
+        """Where the code asks it of what experts give."""
         asked = next((condition for condition in self.match.conditions if condition.of_outputs), None)
         if asked is not None:
-            self.graph.call_function(guards.require_finite, (outputs, asked.as_recorded()))
-        return outputs
+            self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
 
     def _canonical(
         self,
@@ -159,7 +150,7 @@ class RegionEmitter:
             + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
-        result.meta["top_k"] = 1 if self.match.routing.before or self.match.after else self._slots
+        result.meta["top_k"] = 1 if self.match.routing.before else self._slots
         return result
 
     def _free(self, body: FreeBody, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
@@ -181,15 +172,7 @@ class RegionEmitter:
     def _with_shared(
         self, index: torch.fx.Node, factor: torch.fx.Node | None
     ) -> tuple[torch.fx.Node, torch.fx.Node | None]:
-        """Ids and factors with a slot more for each expert of the list that every token is given.
-
-        Raises:
-            Refuse: steps on outputs follow.
-        """
-        if self.match.after is not None:
-            raise Refuse(
-                "an expert of the list is given every token, beside those that tokens choose, and more is done to outputs"
-            )
+        """Ids and factors with a slot more for each expert of the list that every token is given."""
         if self.match.routing.first:
             index = self.graph.call_function(operator.add, (index, self.match.routing.first))
         rows = self.graph.call_method("size", (index, 0))
@@ -223,8 +206,7 @@ class RegionEmitter:
     def _refuse_numbers_of_nan(self) -> None:
         """0 * NaN is NaN: where code makes a number of that, the weight of a slot that it drops is no longer zero."""
         sources = [node for source in self.match.routing.after for node in source.nodes]
-        steps = () if self.match.of_factor is None else self.match.of_factor.nodes
-        for check in filter(is_check_of_numbers, (*ancestors(sources), *steps)):
+        for check in filter(is_check_of_numbers, ancestors(sources)):
             if any(map(_multiplies_by_mask, ancestors([check]))):
                 raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
 
@@ -247,82 +229,44 @@ class RegionEmitter:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
 
     def _as_slots(
-        self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node | None
+        self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node
     ) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node | None]:
-        """Makes every slot a token with one expert: for a factor on the input, which differs from slot to slot, and for steps on
-        the experts' outputs."""
+        """Makes every slot a token with one expert: for a factor on the input, which differs from slot to slot."""
         top_k = self.match.routing.top_k
         if top_k > 1:
             tokens = self.graph.call_method("repeat_interleave", (tokens, top_k, 0))
             index = self.graph.call_method("reshape", (index, -1, 1))
             factor = None if factor is None else self.graph.call_method("reshape", (factor, -1, 1))
-            before = None if before is None else self.graph.call_method("reshape", (before, -1, 1))
-        return tokens if before is None else self._scaled(tokens, before), index, factor
+            before = self.graph.call_method("reshape", (before, -1, 1))
+        return self._scaled(tokens, before), index, factor
 
     def _scaled(self, tokens: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
         """Tokens times their factors, in the dtype that experts are given: the code may multiply in a wider one."""
         match = self.match
         scaled = self.graph.call_function(operator.mul, (tokens, before))
-        if isinstance(match.body, FreeBody) or match.before is not None:
+        if isinstance(match.body, FreeBody):
             return scaled
         kinds = [record_of(node).value.dtype for source in match.routing.before for node in source.nodes]
         wide = functools.reduce(torch.promote_types, kinds, record_of(match.source).value.dtype)
         given = record_of(match.instances[0].first[0].data).value.dtype
         return scaled if given == wide else self.graph.call_method("to", (scaled, given))
 
-    def _steps(self, steps: RowSteps, rows: torch.fx.Node) -> torch.fx.Node:
-        """The steps on all rows."""
-        if any(record_of(node).writes for node in steps.nodes):
-            rows = self.graph.call_method("clone", (rows,))
-        new = {n: rows if given is None else self.outside[given] for n, given in steps.inputs.items()}
-
-        def operand(node: torch.fx.Node) -> torch.fx.Node:
-            while node in steps.moved:
-                node = steps.moved[node]
-            return new[node]
-
-        for node in steps.nodes:
-            new[node] = self.graph.node_copy(node, operand)
-            new[node].meta = {"from": node.name, "location": record_of(node).location}
-        return operand(steps.output)
-
-    def _weighted(
-        self, rows: torch.fx.Node, steps: RowSteps, index: torch.fx.Node, factor: torch.fx.Node | None
-    ) -> torch.fx.Node:
-        """The experts' outputs (n, D) after the steps, times their factors; zero for slots without an expert."""
-        rows = self._steps(steps, rows)
-        if factor is not None:
-            rows = self.graph.call_function(operator.mul, (rows, factor))
-        known = self.graph.call_function(operator.ge, (index, 0))
-        stored = self.graph.call_function(operator.lt, (index, self.match.num_experts))
-        routed = self.graph.call_function(operator.and_, (known, stored))
-        return self.graph.call_function(torch.where, (routed, rows, 0.0))
-
-    def _product(
-        self, sources: Sequence[RoutingSource], index: torch.fx.Node, of_first: RowSteps | None = None
-    ) -> torch.fx.Node | None:
+    def _product(self, sources: Sequence[RoutingSource], index: torch.fx.Node) -> torch.fx.Node | None:
         product: torch.fx.Node | None = None
         for source in sources:
             factor = self._routing.quantity(source, index)
-            if of_first is not None and product is None:
-                factor = self._steps(of_first, factor)
             product = factor if product is None else self.graph.call_function(operator.mul, (product, factor))
         return product
 
-    def _dtype(self) -> torch.dtype | None:
-        """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors.
-
-        None if it follows from what is done to the experts' outputs.
-        """
-        if self.match.after is not None:
-            return None
+    def _dtype(self) -> torch.dtype:
+        """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
         match, source = self.match, record_of(self.match.source).value.dtype
         dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
         if match.passing is not None:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
 
-    def _restore(self, result: torch.fx.Node, dtype: torch.dtype | None) -> torch.fx.Node:
+    def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
         value = record_of(self.match.output).value
         if value.dtype != dtype:

@@ -15,7 +15,7 @@ from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.refusals import DifferentWidths
 from tests.zoo.unjustified import AddsUpInItsInput
-from tests.zoo.variant import D, E, I, K
+from tests.zoo.variant import D, E, I
 
 VOCABULARY = 40
 
@@ -183,22 +183,6 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-class ScaledRows(Mixture):
-    """Sorted rows are scaled by it before the experts get them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        order = index.flatten().argsort(stable=True)
-        rows = (flat[order // K] * self.scale).split(index.flatten().bincount(minlength=E).tolist())
-        out = torch.cat([expert(given) for expert, given in zip(self.experts, rows)])
-        return (out[order.argsort()].view(-1, K, D) * weights[..., None]).sum(1).view(x.shape)
-
-
 class ScaledNorm(SharedPostNorm):
     """The norm behind the experts is taken apart, with the tensor in it."""
 
@@ -241,7 +225,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledRows, ScaledNorm], ids=lambda kind: kind.__name__
+    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm], ids=lambda kind: kind.__name__
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -219,13 +218,9 @@ MASKS = {
     "weights_long": (on(Loop, weights=lambda s, w, m: w * m[:, None]), LONG),
     "weights_filled": (on(Loop, weights=lambda s, w, m: w.masked_fill(~m[:, None], 0.0)), BOOL),
     "given": (on(Loop, given=lambda s, r, t, e, m: r * m[t][:, None]), FLOAT),
-    "given_bool": (on(Loop, given=lambda s, r, t, e, m: r * m[t].unsqueeze(-1)), BOOL),
-    "given_filled": (on(Loop, given=lambda s, r, t, e, m: r.masked_fill(~m[t][:, None], 0.0)), BOOL),
-    "given_where": (on(Loop, given=lambda s, r, t, e, m: torch.where(m[t][:, None], r, 0.0)), BOOL),
     "result": (on(Loop, result=lambda s, y, t, e, m: y * m[t][:, None]), FLOAT),
     "result_long": (on(Loop, result=lambda s, y, t, e, m: y * m[t, None]), LONG),
     "result_filled": (on(Loop, result=lambda s, y, t, e, m: y.masked_fill(~m[t][:, None], 0.0)), BOOL),
-    "sorted_given": (on(Sorted, given=lambda s, r, t, m: r * m[t][:, None]), FLOAT),
     "sorted_result": (on(Sorted, result=lambda s, y, t, m: y * m[t][:, None]), FLOAT),
     "grouped_result": (on(Grouped, result=lambda s, y, m: y * m[None, :, None]), FLOAT),
     "grouped_gates": (on(Grouped, gates=lambda s, g, m: g * m[:, None]), BOOL),
@@ -290,7 +285,7 @@ def judged(
             assert found.within(1e-9), found
 
 
-VERIFIED = ("selection", "ids_out_of_range", "weights_filled", "given_where", "sorted_result", "rows")
+VERIFIED = ("selection", "ids_out_of_range", "weights_filled", "sorted_result", "rows")
 """These with verification too: it draws masks."""
 
 
@@ -318,18 +313,28 @@ PLACES = {
 BOUNDS = {"clamp": a_clamp, "norm": by_norm, "where": a_where, "nan_to_num": a_nan_to_num}
 
 
-def places_of_bounds() -> Iterator[Any]:
-    """Each bound in every second place, each place with every second bound; the others are slow."""
-    for (i, bound), (j, place) in itertools.product(enumerate(BOUNDS), enumerate(PLACES)):
-        yield pytest.param(bound, place, marks=pytest.mark.slow if (i + j) % 2 else ())
+FOLLOWED = {
+    "clamp": ("loop_given", "loop_result", "loop_expert_input", "loop_expert_output", "loop_hidden", "loop_activated"),
+    "norm": ("loop_given", "loop_expert_input", "loop_hidden", "loop_activated"),
+    "where": ("loop_hidden", "loop_activated"),
+    "nan_to_num": ("loop_given", "loop_expert_input", "loop_hidden", "loop_activated"),
+}
+"""Where the code runs experts one at a time; elsewhere the refusal says what would be lost."""
 
 
-@pytest.mark.parametrize(("bound", "place"), list(places_of_bounds()))
+@pytest.mark.parametrize(("bound", "place"), [(bound, place) for bound in FOLLOWED for place in FOLLOWED[bound]])
 def test_bounds_that_nothing_reaches(bound: str, place: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(T, D, dtype=torch.float64)
     wild = torch.randn(T, D, dtype=torch.float64) * 10.0 ** torch.arange(-2, 6).repeat(T // 8)[:, None]
     judged(PLACES[place](BOUNDS[bound])(), (x,), nothing, (wild,), (torch.randn(5, D, dtype=torch.float64),))
+
+
+@pytest.mark.parametrize("place", ["sorted_given", "grouped_given"])
+@pytest.mark.parametrize("bound", ["clamp", "nan_to_num"])
+def test_what_would_be_lost_is_named(bound: str, place: str) -> None:
+    opt = hexa_fx.optimize(PLACES[place](BOUNDS[bound])(), (torch.randn(T, D),))
+    assert "would be lost" in opt.report.blocks[0].reason
 
 
 CHANGES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
@@ -348,9 +353,7 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
     "alive_in_logits": (on(Loop, logits=lambda s, x: s.gate(x).masked_fill(~s.alive, -1e4)), dead),
     "shifted_result": (on(Loop, result=lambda s, y, t, e, m: y + s.shift), moved),
     "shifted_given": (on(Loop, given=lambda s, r, t, e, m: r + s.shift), moved),
-    "grouped_scale_of_result": (on(Grouped, result=lambda s, y, m: y * s.scale), other_scales),
     "grouped_scales_of_result": (on(Grouped, result=lambda s, y, m: y * s.scales[:, None, None]), other_scales),
-    "grouped_scale_of_given": (on(Grouped, given=lambda s, x, m: x * s.scale), other_scales),
     "grouped_scales_of_gates": (on(Grouped, gates=lambda s, g, m: g * s.scales), other_scales),
     "threshold_in_selection": (on(Loop, chosen=lambda s, hit, e, w, m: hit & (w > 0.05)), steep),
     "threshold_on_weights": (on(Loop, weights=lambda s, w, m: w * (w > 0.05)), steep),
@@ -359,14 +362,10 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
     "clamped_factor": (on(Loop, factor=lambda s, w: w.clamp(0.02, 0.98)), steep),
     "nan_to_num_of_weights": (on(Loop, weights=lambda s, w, m: torch.nan_to_num(w)), nothing),
     "nan_to_num_of_factor": (on(Loop, factor=lambda s, w: torch.nan_to_num(w)), nothing),
-    "nan_to_num_of_result": (on(Loop, result=a_nan_to_num), poisoned),
-    "nan_to_num_in_expert": (with_expert(forward=lambda s, x: torch.nan_to_num(Expert.forward(s, x))), poisoned),
-    "nan_to_num_of_all": (on(Sorted, result=a_nan_to_num), poisoned),
     "check_of_result": (on(Loop, result=a_check), poisoned),
     "check_in_expert": (with_expert(forward=lambda s, x: a_check(s, Expert.forward(s, x))), poisoned),
     "check_of_all": (on(Sorted, result=a_check), poisoned),
     "assignment_of_result": (on(Loop, result=an_assignment), poisoned),
-    "where_of_result": (on(Loop, result=a_where), poisoned),
     "nan_to_num_of_hidden": (with_expert(hidden=lambda s, h: torch.nan_to_num(F.gelu(h))), poisoned_inside),
 }
 
