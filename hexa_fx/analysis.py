@@ -21,19 +21,18 @@ from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, Refusal, RewrittenBlock
-from hexa_fx.isolation.sandbox import Sandbox
+from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread, random_state_kept, training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse
-from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, mode_of, refused
+from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.same_memory import in_same_memory, why_not_parted
 from hexa_fx.passes.preconditions.unreadable import is_elsewhere, why_hidden
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
-from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.linear_lora import LinearLora, taken_off

@@ -26,8 +26,7 @@ from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, REPLICATE, take_off
-from hexa_fx.runtime.guards import say_in_trace
-from hexa_fx.runtime.signature import NoGlobals, SignatureOfOriginal
+from hexa_fx.runtime.guards import NoGlobals, SignatureOfOriginal, say_in_trace
 from hexa_fx.torch_private import graph_break
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.shadow import shadow_of
 from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.observers import listening
-from hexa_fx.passes.block_analysis import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.options.ablations import switch_off
 from hexa_fx.passes.options.fp8_compute import (
@@ -41,8 +41,7 @@ from hexa_fx.passes.options.fp8_compute import (
     is_fixed,
 )
 from hexa_fx.passes.preconditions.unreadable import is_elsewhere
-from hexa_fx.passes.rewrite.input_guards import in_own_dtypes
-from hexa_fx.passes.structure import StructureCache
+from hexa_fx.passes.rewrite import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.call_kinds import RefusedKind

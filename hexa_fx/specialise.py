@@ -26,16 +26,15 @@ from hexa_fx.errors import InputError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.read_values import gradients_asked
-from hexa_fx.isolation.sandbox import Sandbox
 from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
-from hexa_fx.passes.block_analysis import BlockAnalysis
+from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory.bounded import NO_MEMORY
-from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss

@@ -56,8 +56,7 @@ from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_packed, 
 from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
 from hexa_fx.passes.verify import verify_block, why_refused
-from hexa_fx.passes.verify.cases import changes_itself
-from hexa_fx.passes.verify.settings import settings_of, unlike
+from hexa_fx.passes.verify.cases import changes_itself, settings_of, unlike
 from hexa_fx.runtime.attribute_guards import called_in
 
 log = logging.getLogger(__name__)

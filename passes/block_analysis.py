@@ -1,18 +1,32 @@
-"""What the passes hand on of one block, for one kind of call."""
+"""What the passes hand on of one block, for one kind of call, and for blocks of the model that differ only in the values of their
+parameters.
+
+Two blocks share an analysis if they consist of modules and parameters of the same kinds and shapes, each under the same names, and
+the second gives everything that the runs of the first read from Python as the first gave it. Nothing else can make them differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.calls import written_at
+from hexa_fx.capture.observe import Observation
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.module_tree import inside, kept_tensors, named_modules, one_by_another, tensors_by_name
+from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.verify import VerificationResult
+from hexa_fx.runtime.guards import HOOKS
+from hexa_fx.runtime.resolution import holds
+from hexa_fx.sources.linear4bit import shape_of
 
 Mode = Literal["eval", "train"]
 
@@ -71,3 +85,100 @@ class BlockAnalysis:
 def refused(refusal: Refusal) -> BlockAnalysis:
     """Of a block that is left as it is."""
     return BlockAnalysis(refusal.path, refusal=refusal)
+
+
+if TYPE_CHECKING:
+    from hexa_fx.passes.block_analysis import BlockAnalysis
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class StructureCache:
+    """Analyses by the kinds and shapes of modules, parameters and inputs, by autocast, and by what was read.
+
+    Args:
+        part: path in the model of the part that is analysed; analyses are kept by their paths in the model.
+    """
+
+    def __init__(self, part: str = "") -> None:
+        self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
+        """With which of the tensors wanted a gradient, which counts only where the code asks."""
+        self._part = part
+
+    def within(self, part: str) -> StructureCache:
+        """The same analyses, for blocks of a part of the model."""
+        found = StructureCache(part)
+        found._known = self._known
+        return found
+
+    def find(self, observation: Observation) -> BlockAnalysis | None:
+        alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
+        takes = (known for before, known in alike if before == wanted or not _asks_for_gradients(known))
+        return next((known for known in takes if _holds(observation.module, known)), None)
+
+    def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
+        kept = dataclasses.replace(analysis, path=inside(self._part, analysis.path))
+        self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
+
+    def forget_runs(self) -> None:
+        """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
+        for known in self._known.values():
+            known[:] = [
+                (wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known
+            ]
+
+
+def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
+    """The same analysis for the identical block at ``path``."""
+    moved = analysis.with_form(lambda form: dataclasses.replace(form, path=path))
+    refusal = moved.refusal and dataclasses.replace(moved.refusal, path=path)
+    return dataclasses.replace(moved, path=path, refusal=refusal, seconds=0.0)
+
+
+def _wanted(observation: Observation) -> list[bool]:
+    leaves = tree_leaves((observation.args, observation.kwargs))
+    return [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _asks_for_gradients(analysis: BlockAnalysis) -> bool:
+    made = analysis.rewritten
+    return made is not None and any(guard.requires_grad is not None for guard in made.guards)
+
+
+def _holds(block: nn.Module, known: BlockAnalysis) -> bool:
+    """Whether a block gives what was read, and is in the mode, if the code asks for it."""
+    if known.training is None:
+        return holds(block, [read for read in known.reads if read.steps[-1] != "training"])
+    return bool(block.training) is known.training and holds(block, known.reads)
+
+
+def _key(observation: Observation) -> Hashable:
+    block = observation.module
+    tensors = [*tensors_by_name(block).items(), *kept_tensors(block).items()]
+    modules = named_modules(block, every=True)
+    return (
+        tuple((name, type(module), _hooks(module)) for name, module in modules),
+        one_by_another(modules),
+        one_by_another(tensors),
+        tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
+        _shape(observation.args),
+        _shape(observation.kwargs),
+        autocast_state(),
+        observation.gradients,
+        observation.written,
+        "forward" in vars(block),  # if it has one of its own, that is among the reads
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[bool, ...]:
+    return tuple(bool(getattr(module, hooks)) for hooks in HOOKS)
+
+
+def _shape(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_shape(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((key, _shape(item)) for key, item in value.items())
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__

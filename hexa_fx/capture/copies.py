@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
-from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
-from hexa_fx.isolation.lookup import REGISTRIES
+from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
 from hexa_fx.isolation.module_tree import named_modules
 
 Copied = TypeVar("Copied")

@@ -29,10 +29,10 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.contexts import attributes_set
 from hexa_fx.errors import CaptureError
-from hexa_fx.isolation.held_objects import MISSING, as_dict, is_object
+from hexa_fx.isolation.contents import namespaces_of
+from hexa_fx.isolation.lookup import MISSING, as_dict, is_object
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
-from hexa_fx.isolation.sandbox import namespaces_of
 from hexa_fx.torch_private import DisableTorchFunction, is_compiler_at_work
 
 

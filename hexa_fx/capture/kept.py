@@ -29,8 +29,8 @@ from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
 from hexa_fx.ir import ContainerItem, ModuleAttribute, ObjectAttribute, SourceLocation
 from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
-from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
-from hexa_fx.isolation.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
+from hexa_fx.isolation.module_state import ModuleSnapshot
 from hexa_fx.isolation.module_tree import named_modules
 
 UNKNOWN = object()

@@ -28,7 +28,7 @@ from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.choices import choosing_call, numbers_intervals
-from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.module_state import restored
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored

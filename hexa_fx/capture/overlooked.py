@@ -17,7 +17,7 @@ from torch import nn
 
 from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
-from hexa_fx.isolation.held_objects import MODULE_STATE
+from hexa_fx.isolation.lookup import MODULE_STATE
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.torch_private import _ConvNd
 

@@ -25,8 +25,7 @@ from hexa_fx.capture.kept import Kept
 from hexa_fx.capture.ran_code import RanCode, items_of, untold, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.held_objects import MODULE_STATE, is_object
-from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, getattr_plain, lookup, own_names
+from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
 from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, OF_PAST, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (

@@ -19,8 +19,7 @@ import torch
 from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.held_objects import MISSING, is_object
-from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.lookup import CALLED, MISSING, is_object
 from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
 from hexa_fx.torch_private import _is_torch_function_mode_enabled

@@ -25,8 +25,8 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord, record_of
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.held_objects import is_object, tensors_in
-from hexa_fx.isolation.module_snapshot import ModuleSnapshot, restored
+from hexa_fx.isolation.lookup import is_object, tensors_in
+from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import kept_tensors
 from hexa_fx.isolation.purity import WEIGHT
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number

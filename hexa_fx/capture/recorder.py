@@ -40,7 +40,7 @@ from hexa_fx.capture.calls import (
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.isolation.held_objects import MISSING, attributes, fields_of, is_own_sequence
+from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, is_own_sequence
 from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
 

@@ -86,7 +86,7 @@ class ModuleCall:
     """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between.
 
     Or the call of an `autograd.Function`, which then is ``function``. If what it gives ``is_object``, the output is what
-    `hexa_fx.isolation.held_objects.as_dict` makes of it.
+    `hexa_fx.isolation.lookup.as_dict` makes of it.
     """
 
     path: str

@@ -27,8 +27,7 @@ from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes import analyse
-from hexa_fx.passes.block_analysis import BlockAnalysis, refused
-from hexa_fx.passes.structure import moved_to
+from hexa_fx.passes.block_analysis import BlockAnalysis, moved_to, refused
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require, require_finite
 from hexa_fx.torch_private import FakeTensor, lookup_backend

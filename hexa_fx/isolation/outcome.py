@@ -12,13 +12,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.held_objects import held_in
 from hexa_fx.isolation.lazy_gradient import compared, lazy_gradients
+from hexa_fx.isolation.lookup import held_in
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.size import batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, autocast_off, random_state_kept, random_states
-from hexa_fx.isolation.trial_modes import Bounded
-from hexa_fx.isolation.weight_slices import WeightSlices
+from hexa_fx.isolation.trial_modes import Bounded, WeightSlices
 from hexa_fx.torch_private import DisableTorchFunction, _foreach_sub
 
 SCALE_FLOOR = 1e-6

@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
-from hexa_fx.isolation.lookup import CALLED, lookup
+from hexa_fx.isolation.lookup import CALLED, MISSING, PLAIN, is_collection, is_object, items, lookup
 from hexa_fx.isolation.purity import CLOCK, hidden_source, is_stream, is_users
 from hexa_fx.isolation.torch_state import gradients_state
 

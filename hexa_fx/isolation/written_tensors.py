@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from hexa_fx.isolation.module_snapshot import fill, is_like
+from hexa_fx.isolation.module_state import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.torch_private import _is_torch_function_mode_enabled, is_functorch_wrapped_tensor
 

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
-from hexa_fx.isolation.held_objects import attributes, held_in, is_own_sequence
+from hexa_fx.isolation.lookup import attributes, held_in, is_own_sequence
 from hexa_fx.runtime.guards import GuardMiss
 
 _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())

@@ -19,7 +19,7 @@ from torch import nn
 
 from hexa_fx.contexts import items_set
 from hexa_fx.ir import PackedWeight, RewrittenBlock
-from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.lookup import MISSING
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.ops.sources import takes_sources

@@ -22,14 +22,22 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import InputGuard, PythonRead
-from hexa_fx.isolation.held_objects import MISSING
-from hexa_fx.isolation.lookup import Place, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
 from hexa_fx.isolation.purity import is_users
 from hexa_fx.isolation.read_values import Array, Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
-from hexa_fx.runtime.guards import AGAIN, ON_A_STACK, GuardMiss, ReadMiss, check_input, dtype_class, equal, is_plain
-from hexa_fx.runtime.signature import ArgumentNames
+from hexa_fx.runtime.guards import (
+    AGAIN,
+    ON_A_STACK,
+    ArgumentNames,
+    GuardMiss,
+    ReadMiss,
+    check_input,
+    dtype_class,
+    equal,
+    is_plain,
+)
 
 _READ = frozenset({"_experts_implementation_internal", "_experts_implementation"})
 _MODULE = "transformers.generation.utils"

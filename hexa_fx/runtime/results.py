@@ -15,8 +15,7 @@ from torch import nn
 
 from hexa_fx.ir import Container, ContainerItem, Destination, ModuleAttribute, ObjectAttribute
 from hexa_fx.isolation.contents import Holder
-from hexa_fx.isolation.held_objects import MISSING, step
-from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.lookup import CALLED, MISSING, step
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.runtime.guards import GuardMiss
 

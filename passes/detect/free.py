@@ -16,10 +16,9 @@ from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
-from hexa_fx.passes.detect.family import Family
 from hexa_fx.passes.detect.free_body import Copy, FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
-from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import Contraction
 from hexa_fx.passes.detect.routing import find_row_factor
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources

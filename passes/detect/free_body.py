@@ -14,7 +14,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.functional import row_dropout
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.stacks import Form
 
 TIED = (

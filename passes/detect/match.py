@@ -1,18 +1,27 @@
-"""The result of detection: everything that the rewrite needs, as nodes of the captured graph."""
+"""The result of detection, everything that the rewrite needs as nodes of the captured graph, and the family of experts' weights in
+which it is looked for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.fx
 
-from hexa_fx.capture import Access, CapturedBlock, StoredValue
+from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.decisions import Condition
+from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
+from hexa_fx.passes.detect.decisions import Condition, Decisions
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
-from hexa_fx.passes.detect.routing import Passing, Routing
+from hexa_fx.passes.detect.routing import Passing, Routing, Search, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.rows import Instance
+from hexa_fx.passes.detect.rules import decided_anew, is_constant, refuse_own_backward, refuse_stored_intermediates
+from hexa_fx.passes.detect.slots import Pairs
+from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
 
 
 @dataclass(frozen=True)
@@ -68,3 +77,105 @@ class MoEMatch:
     def regions(self) -> tuple[MoEMatch, ...]:
         """This one and the others."""
         return (self, *self.others)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Which token goes where in a region; as in `MoEMatch`."""
+
+    search: Search
+    routing: Routing
+    base: torch.fx.Node | None
+    passing: Passing | None
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is looked for.
+
+    Args:
+        captured: the block.
+        groups: its parameters in lists.
+        replay: its experiments.
+        prefer_earliest: as in `hexa_fx.passes.detect.detect_block`.
+        members: the parameters and groups of the family; None: all that may be experts'.
+        passed: host decisions after the experts that do not count.
+    """
+
+    captured: CapturedBlock
+    groups: ExpertGroups
+    replay: Replay
+    prefer_earliest: bool
+    members: frozenset[str] | None = None
+    passed: frozenset[torch.fx.Node] = frozenset()
+
+    @cached_property
+    def tags(self) -> dict[torch.fx.Node, Tag]:
+        return tag(self.captured, self.groups, self.members)
+
+    @cached_property
+    def weights(self) -> WeightTable:
+        return WeightTable(self.captured, self.groups, self.tags)
+
+    def routed(
+        self,
+        pairs: Pairs,
+        combine: Combine,
+        source: torch.fx.Node,
+        instances: Iterable[Instance],
+        experts: int,
+        late_bias: str | None = None,
+    ) -> Routed:
+        """How the tokens in ``source`` come to experts and back. ``late_bias``: a parameter that is added to what experts give.
+
+        Raises:
+            Refuse: that is not known, or more is added than outputs.
+        """
+        end, replay, value = combine.node, self.replay, record_of(source).value
+        offset = explain_offset(pairs, late_bias, combine, source, self.weights, self.tags, replay)
+        tokens = value.numel() // value.shape[-1]
+        search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
+        routing = find_routing(pairs, search)
+        if offset.base is not None:
+            check_base(offset.base, routing.weights, instances, end, replay)
+        passing = how_tokens_pass(offset.identity, pairs, routing, experts, end, replay)
+        return Routed(search, routing, offset.base, passing)
+
+    def matched(
+        self,
+        source: torch.fx.Node,
+        routed: Routed,
+        body: ExpertBody | FreeBody,
+        inside: Sequence[torch.fx.Node],
+        instances: Sequence[Instance],
+        stored: tuple[Access | StoredValue, ...],
+        idiom: str,
+    ) -> MoEMatch:
+        """The region, of whose experts the nodes are ``inside``.
+
+        Raises:
+            Refuse: a host decision, a result that is kept or a backward forbids it.
+        """
+        routing, end, last = routed.routing, routed.search.end, [instance.second.node for instance in instances]
+        of_body = body.roots if isinstance(body, FreeBody) else ()
+        roots = [source, *of_body, *routing.nodes, *filter(None, [routed.base])]
+        anew = decided_anew(self.captured, inside, end, roots)
+        of_all = tag(self.captured, self.groups)
+        conditions = Decisions(self.captured, of_all, set(routing.index.nodes), last, [end], anew).conditions()
+        refuse_stored_intermediates(stored, self.tags, end)
+        refuse_own_backward(end, self.tags, last)
+        return MoEMatch(
+            captured=self.captured,
+            source=source,
+            output=end,
+            num_experts=routed.search.experts,
+            body=body,
+            routing=routing,
+            passing=routed.passing,
+            conditions=conditions,
+            idiom=idiom,
+            stored=stored,
+            base=routed.base,
+            constant=is_constant(end),
+            instances=tuple(instances),
+        )

@@ -20,18 +20,19 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.capacity import Capacity, find_capacity
 from hexa_fx.passes.detect.graph import ancestors, inside_calls, is_float, is_tensor, literals
-from hexa_fx.passes.detect.routing_factors import (
+from hexa_fx.passes.detect.routing_sources import (
     RoutingSource,
     counts_of_choices,
     covered,
     find_factor,
+    find_index,
     find_mask,
+    find_repeated,
+    ids_of,
     straight_through,
 )
-from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
-from hexa_fx.passes.detect.slots import Pairs, Slots, chosen_apart
+from hexa_fx.passes.detect.slots import Capacity, Pairs, Slots, chosen_apart, find_capacity
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 

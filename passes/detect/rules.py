@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
-from hexa_fx.isolation.held_objects import LITERALS
+from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
 from hexa_fx.passes.detect.tags import Tag

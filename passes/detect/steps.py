@@ -33,7 +33,7 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import ancestors, in_words, is_float, is_tensor, literals, live_nodes, twins
-from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse

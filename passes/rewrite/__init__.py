@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,29 +14,136 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
+from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
-from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
-from hexa_fx.passes.rewrite.input_guards import input_guards
 from hexa_fx.passes.rewrite.kept_calls import (
+    Form,
     KeptNodes,
     keep,
+    kept_routers,
     left_by_opened,
     refuse_far_limits,
     refuse_late_conditions,
     replaced,
 )
-from hexa_fx.passes.rewrite.kept_routers import Form, kept_routers
 from hexa_fx.passes.rewrite.own_code import own_code_limit
 from hexa_fx.passes.rewrite.region import RegionEmitter, leading_sizes
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
-from hexa_fx.runtime.attribute_guards import ELSEWHERE, is_within
+from hexa_fx.runtime.attribute_guards import ELSEWHERE, called_in, is_within
+
+
+def input_guards(
+    captured: CapturedBlock,
+    graph: torch.fx.Graph,
+    new: Mapping[torch.fx.Node, torch.fx.Node],
+    by_rows: set[torch.fx.Node],
+) -> tuple[InputGuard, ...]:
+    """A guard for each argument, in order.
+
+    Args:
+        new: the nodes of ``graph``, by those of the recorded graph.
+        by_rows: inputs of ``graph`` that are read as rows of just as many numbers as their last dimension has.
+    """
+    literal_dtypes = {
+        item for node in graph.nodes for item in (*node.args, *node.kwargs.values()) if isinstance(item, torch.dtype)
+    }
+    called = called_in(graph)
+    asked = {what for what, scopes in captured.asks.items() for scope in scopes if not is_within(scope, called)}
+    result = []
+    for name, value in captured.arguments:
+        if not isinstance(value, torch.fx.Node):
+            result.append(InputGuard(name, "constant", value))
+            continue
+        if not (value.users or record_of(value).asked):  # given to a router alone, say, and here in **kwargs
+            result.append(InputGuard(name, "tensor"))
+            continue
+        tensor = record_of(value).value
+        exact = "dtype" in asked or tensor.dtype in literal_dtypes
+        device = tensor.device.type if "device" in asked else None
+        layout = tensor.is_contiguous() if "layout" in asked else None
+        gradient = record_of(value).wants_gradient if "gradient" in asked else None
+        last, kind = tensor.shape[-1] if new[value] in by_rows else None, (tensor.dtype, tensor.dim())
+        result.append(InputGuard(name, "tensor", None, *kind, exact, device, layout, gradient, last))
+    return tuple(result)
+
+
+def in_own_dtypes(rewritten: RewrittenBlock) -> RewrittenBlock:
+    """The block for floating-point inputs and weights in the dtypes that it was recorded with, and no others."""
+    floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}
+    return replace(
+        rewritten, guards=tuple(replace(g, exact_dtype=g.exact_dtype or g.name in floating) for g in rewritten.guards)
+    )
+
+
+_KEEP_ORDER = ("reshape", "view", "flatten", "contiguous")
+
+
+def fold_views(graph: torch.fx.Graph) -> None:
+    """Changes the graph in place. What nothing reads any more is left for the caller to drop."""
+    for node in graph.find_nodes(op="call_method", target="reshape"):
+        if "from" in node.meta:  # the user's own, whose result may be written to
+            continue
+        source = node.args[0]
+        while _is_passed_by(source, node):
+            source = source.args[0]
+        node.update_arg(0, source)
+
+
+def fold_rows(
+    graph: torch.fx.Graph, given: Mapping[torch.fx.Node, torch.Tensor], widths: Container[int]
+) -> set[torch.fx.Node]:
+    """Inputs that rewriting reads as rows of just as many numbers as they have in their last dimension.
+
+    The block is right with these inputs only while that stays so. Where they have two dimensions, they are read as they are.
+
+    Args:
+        given: inputs of the graph, and what the block was recorded with.
+        widths: how many numbers a row has, of the rows that count.
+    """
+    found = set()
+    for reader in graph.find_nodes(op="call_method", target="reshape"):
+        node = source = reader.args[0]
+        while node not in given and _keeps_order(node):
+            node = node.args[0]
+        if node not in given or "from" in reader.meta:
+            continue
+        value = given[node]
+        if value.dim() > 1 and value.shape[-1] in widths and reader.args[1:] == (-1, value.shape[-1]):
+            found.add(node)
+            if value.dim() == 2 and node is source:
+                reader.replace_all_uses_with(node)
+                graph.erase_node(reader)
+    return found
+
+
+def _keeps_order(node: torch.fx.Node) -> bool:
+    """Whether it is a view of all of its first operand's numbers, in their order."""
+    return (node.op == "call_method" and node.target in (*_KEEP_ORDER, "unsqueeze", "squeeze")) or adds_dimension(node)
+
+
+def _is_passed_by(inner: torch.fx.Node, reader: torch.fx.Node) -> bool:
+    """Whether a view holds its source's numbers in their order, and still does when its reader runs."""
+    if inner.op != "call_method" or inner.target not in _KEEP_ORDER or not isinstance(inner.args[0], torch.fx.Node):
+        return False
+    node = inner.next
+    while node is not reader:
+        if _may_write(node):
+            return False
+        node = node.next
+    return True
+
+
+def _may_write(node: torch.fx.Node) -> bool:
+    name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return node.op == "call_module" or in_place or name in ("set_item", "after") or "out" in node.kwargs
+
 
 _FREE_OF_EFFECTS = (
     "size",

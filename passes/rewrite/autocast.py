@@ -29,8 +29,8 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, dtypes_of, kind_of, parameters_that_count
+from hexa_fx.runtime.guards import ArgumentNames
 from hexa_fx.runtime.results import state_of, values_left
-from hexa_fx.runtime.signature import ArgumentNames
 
 log = logging.getLogger(__name__)
 

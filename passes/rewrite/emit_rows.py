@@ -38,7 +38,7 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import is_float
-from hexa_fx.passes.detect.routing_factors import RoutingSource
+from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.torch_private import _disable_dynamo
 

@@ -30,10 +30,17 @@ from hexa_fx.passes.detect.explain import odd_expert
 from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
-from hexa_fx.passes.verify.cases import SECOND, Subject, VerificationCase, changes_itself, size, up_to_different
+from hexa_fx.passes.verify.cases import (
+    SECOND,
+    Subject,
+    VerificationCase,
+    VerifySettings,
+    changes_itself,
+    size,
+    up_to_different,
+)
 from hexa_fx.passes.verify.comparison import Comparison, lost_precision
 from hexa_fx.passes.verify.perturbed_runs import argument_names, perturbed_cases
-from hexa_fx.passes.verify.settings import VerifySettings
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.packing import moving_copies

@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.size import float64_bytes
-from hexa_fx.isolation.trial_modes import InFloat64, no_device_asserts
+from hexa_fx.isolation.trial_modes import InFloat64, WeightSlices, no_device_asserts, sliced
 from hexa_fx.isolation.upcast_weight import UpcastWeight
-from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.inputs.routing_override import (
     ROUTINGS,
@@ -35,13 +34,14 @@ from hexa_fx.passes.verify.cases import (
     Subject,
     UntriedExperts,
     VerificationCase,
+    VerifySettings,
     missing_early,
     repeated,
     size,
+    tolerance_of,
     tried,
     up_to_different,
 )
-from hexa_fx.passes.verify.settings import VerifySettings, tolerance_of
 from hexa_fx.runtime import results
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss

@@ -22,9 +22,8 @@ from hexa_fx.errors import kind_and_line
 from hexa_fx.isolation.outcome import Outcome, difference, same_fact, unlike, wide
 from hexa_fx.isolation.purity import raised_by_user
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.verify.cases import VerificationCase
+from hexa_fx.passes.verify.cases import MAGNITUDES, VerificationCase
 from hexa_fx.passes.verify.comparison import Comparison
-from hexa_fx.passes.verify.settings import MAGNITUDES
 from hexa_fx.runtime.guards import LEFT, GuardMiss
 
 _MASKED = -1e4

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
-from hexa_fx.isolation.weight_slices import WeightSlices
+from hexa_fx.isolation.trial_modes import WeightSlices
 
 E, D, WIDTH = 5, 4, 6
 

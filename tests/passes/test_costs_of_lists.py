@@ -21,9 +21,8 @@ from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.inspection import block_report
 from hexa_fx.ir import Refusal
-from hexa_fx.isolation.held_objects import MODULE_STATE
-from hexa_fx.isolation.module_snapshot import ModuleSnapshot
-from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.lookup import MODULE_STATE
+from hexa_fx.isolation.module_state import ModuleSnapshot, ModuleState
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.runtime.install import installed_forward

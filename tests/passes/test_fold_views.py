@@ -8,7 +8,7 @@ import torch.fx
 
 import hexa_fx
 from hexa_fx.capture.functional import set_item
-from hexa_fx.passes.rewrite.fold_views import fold_rows, fold_views
+from hexa_fx.passes.rewrite import fold_rows, fold_views
 
 
 def graph_of(*steps: tuple[object, ...], theirs: int = 1) -> torch.fx.Graph:

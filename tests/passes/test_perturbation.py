@@ -13,8 +13,8 @@ from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify import verify_block
+from hexa_fx.passes.verify.cases import VerifySettings, factors_past_limits
 from hexa_fx.passes.verify.perturbed_runs import apart, argument_names, perturbations
-from hexa_fx.passes.verify.settings import VerifySettings, factors_past_limits
 from tests.runtime.handmade import D, E, ListMoE, list_rewritten
 
 

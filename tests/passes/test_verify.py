@@ -18,7 +18,7 @@ from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.trial_modes import RaisesOnHost
 from hexa_fx.passes.inputs.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, comparison, verify_block
-from hexa_fx.passes.verify.settings import VerifySettings
+from hexa_fx.passes.verify.cases import VerifySettings
 from hexa_fx.runtime.install import is_installed
 from tests.runtime.handmade import (
     D,

@@ -19,10 +19,9 @@ from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.read_values import snapshot
 from hexa_fx.runtime import resolution
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.guards import GuardMiss, check_coverage, check_inputs
+from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, check_coverage, check_inputs
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.resolution import inputs_of
-from hexa_fx.runtime.signature import ArgumentNames
 from tests.detect.mixture import D, Mixture
 from tests.zoo.bodies import SharedExpert
 
