@@ -94,8 +94,15 @@ def _cuda_kernels() -> Callable[[], None]:
     return register
 
 
+def _large_blocks() -> Any:
+    from hexa_fx import large_blocks
+
+    return large_blocks
+
+
 # Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
 warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
 registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)
+registry.large_blocks.register(_large_blocks)

@@ -50,5 +50,8 @@ class Provider(Generic[T]):
 compiler: Provider[Callable[[Any, str], Any]] = Provider()
 """Makes the `hexa_fx.ops.program.FfnPrograms` of an `FfnRequest` on a device type."""
 
+large_blocks: Provider[Any] = Provider()
+"""The package of that name: weights that count as float64 where they lie, and their gradients as products."""
+
 cuda_kernels: Provider[Callable[[], None]] = Provider()
 """Registers the CUDA kernels of the operators."""

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.isolation.upcast_weight import UpcastWeight
+from hexa_fx.large_blocks.upcast_weight import UpcastWeight
 
 
 class LiveMemory(TorchDispatchMode):

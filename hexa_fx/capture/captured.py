@@ -11,13 +11,12 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx import registry
 from hexa_fx.capture.kept import Access, ChangedInPlace, StoredValue
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
-from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.torch_private import _assign_attr
 
 
@@ -96,15 +95,18 @@ class CapturedBlock:
     def in_float64(self, value: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in float64, for reading."""
         if self.whole_bytes is not None and is_large(value):
-            return UpcastWeight(value, self.whole_bytes)
+            return self._upcast(value)
         return value.double()
 
     def stack_in_float64(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Tensors of one shape in float64, (E, ...), for reading."""
         alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
         if self.whole_bytes is not None and is_large(values[0]) and alike:
-            return UpcastWeight(ListedStack(tuple(values)), self.whole_bytes)
+            return self._upcast(values)
         return torch.stack([self.in_float64(value.detach()) for value in values])
+
+    def _upcast(self, value: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+        return registry.large_blocks().upcast(value, self.whole_bytes)  # type: ignore[no-any-return]
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""

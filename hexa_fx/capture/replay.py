@@ -19,10 +19,9 @@ from hexa_fx import operations as ops
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.records import memory_of, record_of
 from hexa_fx.isolation.outcome import largest, largest_of
-from hexa_fx.isolation.size import batches, is_out_of_memory
+from hexa_fx.isolation.size import InPieces, batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import GROUPED, grouped_mm, upcast
-from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.isolation.written_tensors import WITH_STATISTICS
 from hexa_fx.torch_private import _foreach_sub
 
@@ -126,10 +125,10 @@ class _Run:
 
 def _can_wait(value: Any, recorded: Any) -> bool:
     """Whether both are tensors of floating-point numbers of one kind, and no weights."""
-    if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor) or isinstance(value, UpcastWeight):
+    if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor) or isinstance(value, InPieces):
         return False
     same = value.shape == recorded.shape and value.dtype == recorded.dtype and value.device == recorded.device
-    return same and value.is_floating_point() and not isinstance(recorded, UpcastWeight)
+    return same and value.is_floating_point() and not isinstance(recorded, InPieces)
 
 
 def _is_float(value: Any) -> bool:
@@ -148,7 +147,7 @@ def with_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
     """A copy; an upcast weight is only read, and as large as the block."""
-    return value if isinstance(value, UpcastWeight) else value.clone()
+    return value if isinstance(value, InPieces) else value.clone()
 
 
 def _alike(value: Any, recorded: Any) -> bool:
@@ -165,7 +164,7 @@ def _is_near(value: Any, recorded: Any) -> bool:
         return type(value) is type(recorded)  # an object of the user's; its tensors are compared where they are read
     if value.shape != recorded.shape or value.dtype != recorded.dtype:
         return False
-    if isinstance(value, UpcastWeight) and isinstance(recorded, UpcastWeight):
+    if isinstance(value, InPieces) and isinstance(recorded, InPieces):
         return value.lies_with(recorded)
     if not value.is_floating_point():
         return torch.equal(value, recorded)
@@ -268,7 +267,7 @@ class Replay:
         record = record_of(node)
         if not isinstance(value, torch.Tensor) or not isinstance(record.value, torch.Tensor):
             return value
-        scattered = not (record.value.is_contiguous() or isinstance(value, UpcastWeight))
+        scattered = not (record.value.is_contiguous() or isinstance(value, InPieces))
         return value.clone() if scattered or record.storage in self._written else value
 
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:

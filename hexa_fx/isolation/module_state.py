@@ -15,7 +15,7 @@ from torch import nn
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
 from hexa_fx.isolation.lookup import MISSING, REGISTRIES
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
-from hexa_fx.isolation.upcast_weight import stored
+from hexa_fx.isolation.size import stored
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx import registry
 from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.lazy_gradient import compared, lazy_gradients
 from hexa_fx.isolation.lookup import held_in
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.size import batches, is_out_of_memory
+from hexa_fx.isolation.size import InPieces, batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, autocast_off, random_state_kept, random_states
 from hexa_fx.isolation.trial_modes import Bounded, WeightSlices
 from hexa_fx.torch_private import DisableTorchFunction, _foreach_sub
@@ -201,16 +202,17 @@ def _gradients(
         for leaf in outputs
     ]
     with DisableTorchFunction():
-        mode = lazy_gradients(wanted.values())
+        large = registry.large_blocks() if any(isinstance(leaf, InPieces) for leaf in wanted.values()) else None
     try:
-        with mode:
+        with large.lazy_gradients(wanted.values()) if large else nullcontext():
             grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         if is_out_of_memory(error):
             raise
         return dict.fromkeys(wanted), kind_and_line(error)
+    taken = grads[: len(wanted)]
     with torch.no_grad(), DisableTorchFunction():
-        found = dict(zip(wanted, compared(grads[: len(wanted)], [*wanted.values()])))
+        found = dict(zip(wanted, large.compared(taken, [*wanted.values()]) if large else taken))
     return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
 

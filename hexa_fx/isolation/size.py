@@ -15,9 +15,11 @@ from torch import nn
 
 from hexa_fx.contexts import set_to
 from hexa_fx.isolation.module_tree import tensors_of
-from hexa_fx.isolation.upcast_weight import LEAST_BYTES
 
 Item = TypeVar("Item")
+
+LEAST_BYTES = 1 << 18
+"""Float64 bytes from which on a weight of a large block is upcast in pieces, and a gradient kept as products."""
 
 FEW_TOKENS = 32
 """Tokens that such a block is tried on at a time: what its code keeps for them may be as large as its weights."""
@@ -27,6 +29,24 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "AL
 
 _FEW, _PIECE = 8, 1 << 22
 """Elements that are looked at first, and together."""
+
+
+class InPieces(torch.Tensor):
+    """A float64 tensor over ``stored`` memory in another dtype, which is only read (`hexa_fx.large_blocks`)."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The stored tensor."""
+        raise NotImplementedError
+
+    def lies_with(self, other: InPieces) -> bool:
+        """Whether both are the same part of the same memory, or equal where one of them is a copy."""
+        raise NotImplementedError
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that a weight is read from, for who changes it for a while; any other tensor itself."""
+    return tensor.source if isinstance(tensor, InPieces) else tensor
 
 
 def float64_bytes(block: nn.Module) -> int:

@@ -6,12 +6,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
+from hexa_fx import registry
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.records import memory_of
@@ -19,7 +21,6 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.size import FEW_TOKENS, collect, is_out_of_memory, raises_in_pieces
-from hexa_fx.isolation.upcast_weight import piece_memory_kept
 from hexa_fx.passes.memory.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
@@ -55,7 +56,8 @@ def with_few_enough_tokens(
         config = replace(config, probe_tokens=min(config.probe_tokens, FEW_TOKENS))
     while True:
         try:
-            with piece_memory_kept():
+            large = raises_in_pieces(observation.module, config.analysis_bytes)
+            with registry.large_blocks().piece_memory_kept() if large else nullcontext():
                 return analyse(observation, config)
         except TooManyTokens as found:
             reason, times = "", found.times

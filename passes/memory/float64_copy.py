@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx import registry
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.size import is_large, is_out_of_memory, of_one_number, raises_in_pieces, whole_bytes
-from hexa_fx.isolation.upcast_weight import UpcastWeight
 
 
 def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool = False) -> nn.Module | None:
@@ -25,7 +25,7 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool =
     Args:
         block: to copy.
         analysis_bytes: memory that the analysis may hold. Of a block whose copy would take a good part of it, large weights
-            are not copied but upcast where they are used (`UpcastWeight`).
+            are not copied but upcast where they are used (`hexa_fx.large_blocks`).
         as_it_is: keep parameters and buffers of one value.
     """
     try:
@@ -46,7 +46,9 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
             value = parameter.detach()
             in_parts = in_pieces and is_large(value)
             memo[id(parameter)] = nn.Parameter(
-                UpcastWeight(_unlike_in_place(value, generator) if id(parameter) in plain else value, limit)
+                registry.large_blocks().upcast(
+                    _unlike_in_place(value, generator) if id(parameter) in plain else value, limit
+                )
                 if in_parts
                 else _unlike(value.to(torch.float64, copy=True), generator, id(parameter) in plain)
             )

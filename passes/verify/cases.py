@@ -18,9 +18,8 @@ from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, ove
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.outcome import Outcome, largest_of
-from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory
+from hexa_fx.isolation.size import FEW_TOKENS, InPieces, is_out_of_memory
 from hexa_fx.isolation.torch_state import random_states
-from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.passes.detect.graph import is_float, literals
 from hexa_fx.passes.memory.bounded import room
 from hexa_fx.runtime.guards import GuardMiss
@@ -224,7 +223,7 @@ class UntriedExperts:
 
     def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> None:
         names = {id(parameter): name for name, parameter in named_tensors(module, "_parameters").items()}
-        known = [w for w in weights if id(w) in names and w.requires_grad and not isinstance(w, UpcastWeight)]
+        known = [w for w in weights if id(w) in names and w.requires_grad and not isinstance(w, InPieces)]
         self._listed = {names[id(w)] for w in known if w.dim() <= 2}
         self._left = {names[id(w)]: torch.ones(len(w), dtype=torch.bool, device="cpu") for w in known if w.dim() > 2}
 

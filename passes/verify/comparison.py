@@ -15,9 +15,8 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
-from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.size import InPieces, float64_bytes
 from hexa_fx.isolation.trial_modes import InFloat64, WeightSlices, no_device_asserts, sliced
-from hexa_fx.isolation.upcast_weight import UpcastWeight
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.inputs.routing_override import (
     ROUTINGS,
@@ -217,7 +216,7 @@ class Comparison:
                 yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
 
     def _in_pieces(self) -> bool:
-        return any(isinstance(weight, UpcastWeight) for weight in self.experts)
+        return any(isinstance(weight, InPieces) for weight in self.experts)
 
     def _forced(
         self, name: str, routing: ForcedRouting, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool

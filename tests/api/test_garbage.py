@@ -57,8 +57,9 @@ from hexa_fx.isolation.trial_modes import RaisesOnHost
 from benchmarks.real_blocks import ListMixture
 hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16))
 assert sys.modules.keys().isdisjoint({"torch.distributed.tensor", "torch.distributed.fsdp", "networkx"})
-from hexa_fx.isolation import lazy_gradient, upcast_weight, size
-for module in (upcast_weight, size, lazy_gradient):
+from hexa_fx.isolation import size
+from hexa_fx.large_blocks import lazy_gradient
+for module in (size, lazy_gradient):
     module.LEAST_BYTES = 1
 config = hexa_fx.HexaConfig(strict=True, analysis_bytes=1 << 15)
 hexa_fx.optimize(ListMixture(16, 8, 4, 2), torch.randn(1, 8, 16), config)

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.isolation import lazy_gradient, outcome, size, upcast_weight
-from hexa_fx.isolation.lazy_gradient import LazyGradient, LazyGradients, compared
-from hexa_fx.isolation.listed_stack import ListedStack
-from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
+from hexa_fx.isolation import outcome, size
 from hexa_fx.isolation.trial_modes import InFloat64
-from hexa_fx.isolation.upcast_weight import TooLarge, UpcastWeight, piece_memory_kept, upcast_piece
+from hexa_fx.large_blocks import lazy_gradient, upcast_weight
+from hexa_fx.large_blocks.lazy_gradient import LazyGradient, LazyGradients, compared
+from hexa_fx.large_blocks.listed_stack import ListedStack
+from hexa_fx.large_blocks.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
+from hexa_fx.large_blocks.upcast_weight import TooLarge, UpcastWeight, piece_memory_kept, upcast_piece
 from hexa_fx.ops.moe_ffn import moe_ffn
 
 E, N, K, T = 4, 24, 40, 3

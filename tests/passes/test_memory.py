@@ -15,7 +15,8 @@ import hexa_fx
 from hexa_fx import passes
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.observe import Observation
-from hexa_fx.isolation import lazy_gradient, size, upcast_weight
+from hexa_fx.isolation import size
+from hexa_fx.large_blocks import lazy_gradient, upcast_weight
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.verify import VerificationResult, verify_block
@@ -108,7 +109,7 @@ def bounded(
     bound: int = BOUND,
 ) -> BlockAnalysis:
     """The analysis of a block that counts as large."""
-    for module in (upcast_weight, size, lazy_gradient):
+    for module in (size, lazy_gradient):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
     return analyse(Observation("block", block, inputs or (x,), {}), hexa_fx.HexaConfig(analysis_bytes=bound))

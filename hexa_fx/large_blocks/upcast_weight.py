@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hexa_fx.contexts import set_to
-from hexa_fx.isolation.listed_stack import ListedStack
+from hexa_fx.isolation.size import InPieces
+from hexa_fx.large_blocks.listed_stack import ListedStack
 from hexa_fx.torch_private import DispatchKey, _disabled_torch_function_impl, _dispatch_has_kernel_for_dispatch_key
 
 _kept: ContextVar[list[torch.Tensor] | None] = ContextVar("pieces", default=None)
@@ -78,15 +79,11 @@ _GATHERS = frozenset({_ATEN.index.Tensor, _ATEN.index_select.default, _ATEN.clon
 """Their results are copies, held as the weight is stored."""
 
 
-LEAST_BYTES = 1 << 18
-"""Float64 bytes from which on a weight of a large block is upcast in pieces, and a gradient kept as products."""
-
-
 class TooLarge(MemoryError):
     """An operation needs more of a weight in float64 than the analysis may hold."""
 
 
-class UpcastWeight(torch.Tensor):
+class UpcastWeight(InPieces):
     """A float64 tensor over stored ones, which keep their own dtype. It is only read.
 
     Args:
@@ -137,8 +134,7 @@ class UpcastWeight(torch.Tensor):
             )
         return self.source.double()
 
-    def lies_with(self, other: UpcastWeight) -> bool:
-        """Whether both are the same part of the same memory, or equal where one of them is a copy."""
+    def lies_with(self, other: InPieces) -> bool:
         one, two = self.source, other.source
         if one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride():
             return True
@@ -158,9 +154,9 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     return [named.get(name) for name in targets]
 
 
-def stored(tensor: Tensor) -> Tensor:
-    """The memory that a weight is read from, for who changes it for a while; any other tensor itself."""
-    return tensor.source if isinstance(tensor, UpcastWeight) else tensor
+def upcast(stored: Tensor | Sequence[Tensor], limit: int) -> UpcastWeight:
+    """A weight of a large block, or those of its experts, which lie apart, as one (E, ...); see `UpcastWeight`."""
+    return UpcastWeight(stored if isinstance(stored, Tensor) else ListedStack(tuple(stored)), limit)
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hexa_fx.isolation.upcast_weight import TooLarge
+from hexa_fx.large_blocks.upcast_weight import TooLarge
 from hexa_fx.ops.rows import contiguous_strides
 
 _DIRECTIONS = 4

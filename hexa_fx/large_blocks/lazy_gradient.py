@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.fx.immutable_collections import immutable_list
 from torch.utils import _pytree as pytree
 
 from hexa_fx import ops  # defines the operators
-from hexa_fx.isolation import upcast_weight
-from hexa_fx.isolation.outer_products import (
+from hexa_fx.isolation.size import LEAST_BYTES
+from hexa_fx.large_blocks import upcast_weight
+from hexa_fx.large_blocks.outer_products import (
     PLAIN,
     NotAPlace,
     Places,
@@ -26,7 +27,7 @@ from hexa_fx.isolation.outer_products import (
     sketch_of_dense,
     sketches,
 )
-from hexa_fx.isolation.upcast_weight import LEAST_BYTES, UpcastWeight, written
+from hexa_fx.large_blocks.upcast_weight import UpcastWeight, written
 from hexa_fx.ops.rows import contiguous_strides
 from hexa_fx.torch_private import DispatchMode, _disabled_torch_function_impl
 
@@ -343,10 +344,9 @@ def _matrix(gradient: LazyGradient) -> Term | None:
     return term if term.steps == PLAIN and term.extents == tuple(gradient.shape) and not any(term.starts) else None
 
 
-def lazy_gradients(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """The mode under which to differentiate by ``leaves``; no mode if no upcast weight is among them."""
-    upcast = [leaf for leaf in leaves if isinstance(leaf, UpcastWeight)]
-    return LazyGradients(upcast) if upcast else nullcontext()
+def lazy_gradients(leaves: Iterable[Tensor]) -> LazyGradients:
+    """The mode under which to differentiate by ``leaves``, among which there are upcast weights."""
+    return LazyGradients([leaf for leaf in leaves if isinstance(leaf, UpcastWeight)])
 
 
 class LazyGradients(DispatchMode):
