@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
 from benchmarks.partition_shapes import Options, Record
-from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.groups import local_part
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import hexa_fx.ops  # noqa: F401
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.partition import Installed, install_plan
+from hexa_fx.passes.partition.install import Installed, install_plan
 from hexa_fx.plan import ExpertShape, Plan
 
 HEAD = 128

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hexa_fx.distributed.groups import make_groups
-from hexa_fx.distributed.timing import gathered, synchronize
+from hexa_fx.distributed.profile import gathered, synchronize
 from hexa_fx.plan import ExpertShape
 
 Record = dict[str, Any]

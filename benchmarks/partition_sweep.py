@@ -18,7 +18,7 @@ from benchmarks.partition_trace import compute_ms, hidden_shares
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth
 from hexa_fx.distributed.session import PartitionSession
-from hexa_fx.passes.partition import partition_model
+from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from benchmarks.partition_layers import Stack, on, partition
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.distributed.groups import make_groups
-from hexa_fx.distributed.profile import profile_costs
-from hexa_fx.distributed.timing import gathered, synchronize, timed
+from hexa_fx.distributed.profile import gathered, profile_costs, synchronize, timed
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
 

@@ -6,7 +6,7 @@ Two processes sum a tensor over and over; after some steps rank 1 ends (``exit``
     python benchmarks/rank_failure.py                             over Gloo on CPUs
     python benchmarks/rank_failure.py --backend nccl --json OUT   over NCCL on two GPUs; about four minutes
 
-``torchrun`` is a launcher that ends all ranks when one has ended, ``barrier`` is `hexa_fx.distributed.collective_errors.guarded`
+``torchrun`` is a launcher that ends all ranks when one has ended, ``barrier`` is `hexa_fx.distributed.lockstep.guarded`
 with its barrier in every step, ``backend`` nothing but the process group's timeout (on NCCL its watchdog).
 """
 
@@ -45,9 +45,9 @@ def rank_main(rank: int, backend: str, contestant: str, end: str, seconds: float
     import torch
     import torch.distributed as dist
 
-    from hexa_fx.distributed.collective_errors import guarded
     from hexa_fx.distributed.collectives import all_reduce_
     from hexa_fx.distributed.groups import make_groups
+    from hexa_fx.distributed.lockstep import guarded
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":

@@ -66,7 +66,7 @@ class Spread:
             PlanError: that is nothing, or it cannot be spread as asked.
         """
         # here, since it loads torch's DTensor and networkx, which only those need who have a mesh
-        from hexa_fx.passes.partition import apply_partition
+        from hexa_fx.passes.partition.apply import apply_partition
 
         if not found.rewritten:
             raise PlanError(f"there is nothing to spread over devices: {found.report}")

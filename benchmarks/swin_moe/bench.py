@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.swin_moe.contestants import Contestant, Setting
 from benchmarks.swin_moe.journal import GIVE_UP, Journal, write_document
 from benchmarks.swin_moe.libraries import NotInstalled
-from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.groups import local_part
 
 GIB = 2.0**30
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hexa_fx.allocation import KERNEL_COLUMNS, Measured, allocate
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import layer_cost
+from hexa_fx.passes.partition.plan_layers import layer_cost
 from hexa_fx.plan import ExpertShape, LayerPlan, Mode, Plan
 
 _BYTES = 2

@@ -5,18 +5,14 @@ nodes             the functions that partitioned graphs call
 collectives       all-gather, reduce-scatter and all-reduce over unequal shards, and the write into a cache slot
 geometry          which slice of which expert weight a rank stores, and the packed rows that travel
 shards            parameters cut to a rank's slice
-shared_cache      which layer's gathered weights are in which slot when
-saved_tensors     what autograd saves of gathered weights, and how backward finds them again
-slots             one slot, what was gathered into it, and what a saved tensor remembers of it
+shared_cache      which layer's gathered weights are in which slot when, and what autograd saves of them
 reductions        gradients of gathered weights on their way to their owners
 gradients         sums, clipping and loss weights that keep the gradient that of the global batch
 data              B_i: sampler and splitter
 checkpoint        torch.distributed.checkpoint across plans and world sizes
-profile           measured capacities t_i and bandwidth
-mode_times        measured times of a layer in each mode, and between MoE blocks
-timing            timing of device work, free memory, and the exchange of such numbers between ranks
-groups            process groups over the ranks of a mesh
+slice_states      state dicts of the model and of optimizers, which hold slices
+profile           measured capacities t_i, bandwidth, and times of a layer in each mode
+groups            process groups over the ranks of a mesh, and over the data-parallel axes beside it
 plan_agreement    the check that all ranks hold the same plan
-collective_errors what a failed collective is reported as
-lockstep          the check that all ranks are at the same place of a step
+lockstep          the check that all ranks are at the same place of a step, and what a failed collective is reported as
 """

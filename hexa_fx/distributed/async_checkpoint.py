@@ -18,11 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
 
-from hexa_fx.distributed.axes import local_part
-from hexa_fx.distributed.checkpoint import PlanShard, check_reach, is_first, publish, state_dict, together
-from hexa_fx.distributed.groups import new_group_of
-from hexa_fx.distributed.pieces import Piece
-from hexa_fx.distributed.saved_optimizers import Optimizers
+from hexa_fx.distributed.checkpoint import (
+    Optimizers,
+    Piece,
+    PlanShard,
+    check_reach,
+    is_first,
+    publish,
+    state_dict,
+    together,
+)
+from hexa_fx.distributed.groups import local_part, new_group_of
 from hexa_fx.distributed.session import PartitionSession
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from hexa_fx.distributed import optimizer_states
-from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed import slice_states
 from hexa_fx.distributed.shards import ShardedParameter, adapted
+from hexa_fx.distributed.shared_cache import SavedTensors
 from hexa_fx.distributed.slice_states import SliceStates
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.forward import HexaForward
@@ -87,7 +87,7 @@ class Bindings:
         for owner in states.owners:
             self._undo.append(owner.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
             self._undo.append(owner.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
-        self._undo.append(optimizer_states.watch(shards))
+        self._undo.append(slice_states.watch_optimizers(shards))
 
     def undo(self) -> None:
         """Gives modules their forward back."""

@@ -6,29 +6,179 @@ therefore loads under another plan, on another number of ranks, or into the unpa
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import Optimizer
 
-from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.geometry import Chunk
+from hexa_fx.distributed.groups import local_part
 from hexa_fx.distributed.lockstep import Place, meet
-from hexa_fx.distributed.pieces import Piece, pieces_of
-from hexa_fx.distributed.saved_optimizers import Optimizers, give_back, listed, state_by_name, without_unsaved
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
-from hexa_fx.distributed.slice_states import known_slices
+from hexa_fx.distributed.slice_states import check_element_wise, is_slice, known_slices
 from hexa_fx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of ``size``, at ``start`` in the whole tensor and at ``local`` in what this process holds."""
+
+    start: tuple[int, ...]
+    local: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of(self, held: Tensor) -> Tensor:
+        """The box, as a view of what is held."""
+        for dim, (begin, length) in enumerate(zip(self.local, self.size)):
+            held = held.narrow(dim, begin, length)
+        return held
+
+
+def pieces_of(held: Tensor, shard: ShardedParameter) -> tuple[Piece, ...]:
+    """The boxes of a parameter (or of its gradient or optimizer state) that is cut by the plan and perhaps, within that, by FSDP2.
+
+    Raises:
+        InputError: FSDP2 cut it in a way that is not known.
+    """
+    size, offset = _within(held, shard.held_shape, shard)
+    boxes = (_intersection(chunk, size, offset) for chunk in shard.chunks)
+    return tuple(box for box in boxes if 0 not in box.size)
+
+
+def _within(held: Tensor, slice_shape: Sequence[int], shard: ShardedParameter) -> tuple[Sequence[int], Sequence[int]]:
+    """Size and offset, in this rank's slice of the plan, of what FSDP2 left to this process."""
+    if not isinstance(held, DTensor):
+        return slice_shape, [0] * len(slice_shape)
+    mesh, placements = held.device_mesh, list(held.placements)
+    if isinstance(shard.original, DTensor):  # the last dimension of the mesh is that of the plan
+        if mesh.ndim == 1:
+            return slice_shape, [0] * len(slice_shape)
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise InputError(f"{shard.name!r} lies on a mesh without names; give them to init_device_mesh")
+        mesh, placements = _sliced(mesh, names[:-1]), placements[:-1]
+    plain = [Replicate() if p.is_replicate() else Shard(p.dim) for p in placements]  # type: ignore[attr-defined]
+    size, offset = compute_local_shape_and_global_offset(torch.Size(slice_shape), mesh, plain)
+    return size, offset
+
+
+def _sliced(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names if len(names) > 1 else names[0]]
+
+
+def _intersection(chunk: Chunk, size: Sequence[int], offset: Sequence[int]) -> Piece:
+    """What of a chunk is in the box of ``size`` at ``offset`` of the plan's slice."""
+    start, local, length = list(offset), [0] * len(size), list(size)
+    dim = chunk.dim
+    low = max(chunk.local, offset[dim])
+    high = min(chunk.local + chunk.length, offset[dim] + size[dim])
+    start[dim], local[dim], length[dim] = chunk.start + low - chunk.local, low - offset[dim], max(0, high - low)
+    return Piece(tuple(start), tuple(local), tuple(length))
+
+
+log = logging.getLogger(__name__)
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+"""One optimizer, several that share out the model's parameters, or none."""
+
+
+def listed(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """All of them."""
+    if optimizer is None:
+        return ()
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def state_by_name(
+    model: nn.Module, optimizers: Sequence[Optimizer], cut: Mapping[str, ShardedParameter]
+) -> dict[str, Any]:
+    """State and groups of all optimizers. Gradients are put aside, or an optimizer without state would not get any.
+
+    Raises:
+        InputError: an optimizer has a parameter that the model does not name. PlanError: it keeps something of a slice that is not
+            of the slice's shape.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = [parameter for group in groups for parameter in group["params"]]
+    if not {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}:
+        raise InputError("the optimizer has a parameter that the model does not name: build it on this model")
+    gradients = [parameter.grad for parameter in held]
+    for parameter in held:
+        parameter.grad = None
+    try:
+        found: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizers))
+    finally:
+        for parameter, gradient in zip(held, gradients):
+            parameter.grad = gradient
+    for name, shard in cut.items():
+        if is_slice(shard) or len(shard.chunks) > 1:  # else a DTensor, which says what it is
+            check_element_wise(found["state"].get(name, {}), shard)
+    return found
+
+
+def without_unsaved(found: dict[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """State and groups, without the state of parameters of which a checkpoint has none: they had no gradient, or were frozen.
+
+    If it has none of any, everything, which then misses.
+
+    Raises:
+        InputError: the checkpoint has state of a parameter of which these optimizers, which made steps, have none.
+    """
+    state, saved = found["state"], _saved(path)
+    unsaved = [name for name in state if name not in saved]
+    if len(unsaved) == len(state):
+        return found
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    held = (name for group in found["param_groups"] for name in group["params"])
+    new = next((name for name in held if name in trained & saved and name not in state), None)
+    if new is not None:
+        raise InputError(
+            f"the checkpoint {os.fspath(path)!r} has optimizer state of {new!r}, of which this optimizer has none after its steps: "
+            "load into a new optimizer"
+        )
+    if unsaved:
+        log.warning(
+            "the checkpoint %s has no optimizer state of %r and %d more parameters, which had no gradient then: it begins anew",
+            *(os.fspath(path), unsaved[0], len(unsaved) - 1),
+        )
+    return found | {"state": {name: values for name, values in state.items() if name in saved}}
+
+
+def _saved(path: str | os.PathLike[str]) -> set[str]:
+    """Of which parameters a checkpoint has state. Other names among these do no harm."""
+    names, place = set(), "optimizer.state."
+    for key in FileSystemReader(path).read_metadata().state_dict_metadata:
+        parts = key.removeprefix(place).split(".") if key.startswith(place) else []
+        names |= {".".join(parts[:end]) for end in range(1, len(parts))}
+    return names
+
+
+def give_back(model: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any]) -> None:
+    """Hands loaded state to the optimizers; those of whose parameters nothing was loaded have none afterwards."""
+    set_optimizer_state_dict(model, optimizers, found, options=StateDictOptions(strict=False))
 
 
 class PlanShard(Tensor):

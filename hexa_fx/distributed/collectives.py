@@ -23,8 +23,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _AutoDispatchBelowAutograd
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from hexa_fx.distributed.collective_errors import guarded
-from hexa_fx.distributed.lockstep import in_backward_of
+from hexa_fx.distributed.lockstep import guarded, in_backward_of
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.library import DirectFunction
 

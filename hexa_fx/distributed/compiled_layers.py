@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed.shared_cache import SavedTensors
 from hexa_fx.errors import PlanError
 
 _layers: WeakValueDictionary[str, CompiledLayers] = WeakValueDictionary()

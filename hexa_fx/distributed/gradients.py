@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
-from hexa_fx.distributed.axes import local_part, summed_elsewhere
 from hexa_fx.distributed.collectives import all_reduce_
+from hexa_fx.distributed.groups import local_part, summed_elsewhere
 from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.distributed.session import PartitionSession, open_sessions
 from hexa_fx.errors import InputError

@@ -4,6 +4,10 @@ Collectives of equal sizes pair up whatever they were meant for. A rank that mak
 evaluation or in `generate`, would take the gathers of their backward for those of its forward, of other layers: wrong
 numbers, a process that Gloo aborts, or a wait for ever. The same holds where one rank catches an error in a step and goes on with
 the next. So hosts tell each other where they are when a pass and when a backward begins.
+
+A collective that fails is reported as `RankError`, which says where this rank was. Who looks after processes is their launcher:
+torchrun names the rank that ended and ends the others. A rank that stops without ending is named by a barrier between hosts
+(`join`), and torch's flight recorder has the collectives of every rank.
 """
 
 from __future__ import annotations
@@ -11,15 +15,65 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
-from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups, gather_even, groups_named
-from hexa_fx.errors import PlanError, RankError
+from hexa_fx.errors import HexaError, PlanError, RankError, first_line
+
+_WORDS = ("gloo", "nccl", "connection", "timeout", "timed out", "socket", "pair closure", "broken pipe")
+
+
+def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
+    """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
+    try:
+        dist.monitored_barrier(groups.host, timeout=timeout or groups.timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankError(f"not all ranks arrived {when}: {first_line(error)}. torchrun says which rank ended") from error
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether a communication backend raised the exception. Gloo raises plain RuntimeErrors, recognised by their wording."""
+    if isinstance(error, (dist.DistError, dist.DistBackendError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+class guarded:
+    """A context that turns the error of a failed collective into a `RankError` that says where it failed, and on which rank.
+
+    It has no state, so it may be entered many times.
+
+    Args:
+        where: what is being done, for the error.
+        barrier: ranks whose hosts wait for each other first. Those that do not come are named then, at the price of a round trip.
+    """
+
+    __slots__ = ("barrier", "where")
+
+    def __init__(self, where: str, barrier: Groups | None = None) -> None:
+        self.where, self.barrier = where, barrier
+
+    def __enter__(self) -> None:
+        if self.barrier is not None:
+            join(self.barrier, f"before {self.where}")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, HexaError) or not is_collective_failure(error):
+            return
+        advice = (
+            "another rank ended, does not come, or began another collective. torchrun says which one ended first, and a barrier "
+            "before every step which one does not come: with session.guard('a step', barrier=True). "
+        )
+        raise RankError(
+            f"a collective failed in {self.where} on rank {dist.get_rank()}: {advice}Backend: {first_line(error)}"
+        ) from error
 
 
 class Place(IntEnum):

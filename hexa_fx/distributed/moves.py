@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hexa_fx.distributed import optimizer_states
-from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed import slice_states
 from hexa_fx.distributed.collectives import all_reduce_
-from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.groups import Groups, local_part
 from hexa_fx.distributed.plan_agreement import check_same_request
 from hexa_fx.distributed.shards import ShardedParameter, distributed, exchange
 from hexa_fx.distributed.slice_states import check_element_wise
@@ -29,7 +28,7 @@ def check_movable(
                 f"{shard.name!r} is held by FSDP2, whose shares are fixed: save a checkpoint and load it under the new plan"
             )
     given = {id(optimizer.state) for optimizer in optimizers}
-    for optimizer in optimizer_states.holders(shards):
+    for optimizer in slice_states.optimizers_of(shards):
         if id(optimizer.state) not in given:
             raise PlanError(
                 f"{type(optimizer).__name__} has state of the experts and was not given: replan moves the state of the optimizers "

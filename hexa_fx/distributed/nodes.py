@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
-from hexa_fx.distributed.local_weight import LocalWeight
 from hexa_fx.distributed.lockstep import in_backward_of
-from hexa_fx.distributed.reductions import Destination, can_defer
+from hexa_fx.distributed.reductions import Destination, LocalWeight, can_defer
 from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
 from hexa_fx.errors import PlanError

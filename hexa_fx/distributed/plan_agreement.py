@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hexa_fx.distributed.collective_errors import join
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.lockstep import join
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan
 
@@ -66,16 +66,11 @@ def check_same_plan(plan: Plan, groups: Groups) -> None:
         return
     if len(set(texts)) == 1:
         raise PlanError(f"the plan is for {plan.world} ranks, the mesh has {groups.world}: plan again or load by file")
-    plans = [Plan.from_json(text) for text in texts]
-    prints = {rank: other.fingerprint for rank, other in enumerate(plans)}
+    prints = {rank: Plan.from_json(text).fingerprint for rank, text in enumerate(texts)}
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    one, two = json.loads(texts[0]), json.loads(texts[other])
+    said = [f"{key}: {one[key]!r} and {two.get(key)!r}"[:400] for key in one if one[key] != two.get(key)]
     raise PlanError(
-        f"ranks hold different plans, fingerprints {prints}; rank 0 and rank {other} differ in "
-        f"{_first_difference(texts[0], texts[other])}. Plan on one rank and broadcast it (partition_model does)"
+        f"ranks hold different plans, fingerprints {prints}; rank 0 and rank {other} differ in {'; '.join(said[:3])}. Plan on one "
+        "rank and broadcast it (partition_model does)"
     )
-
-
-def _first_difference(left: str, right: str) -> str:
-    a, b = json.loads(left), json.loads(right)
-    keys = [key for key in a if a[key] != b.get(key)]
-    return "; ".join(f"{key}: {a[key]!r} and {b.get(key)!r}"[:400] for key in keys[:3])

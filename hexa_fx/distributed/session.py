@@ -15,26 +15,20 @@ import torch.fx as fx
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.distributed import collective_errors
-from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.groups import Groups, check_there, make_groups
-from hexa_fx.distributed.lockstep import NotedCounts, Place, in_backward_of, is_capturing, meet
+from hexa_fx.distributed.groups import Groups, check_there, data_axes, make_groups
+from hexa_fx.distributed.lockstep import NotedCounts, Place, guarded, in_backward_of, is_capturing, join, meet
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
-from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
-from hexa_fx.distributed.saved_tensors import SavedTensors
-from hexa_fx.distributed.sharded_modules import forget_step
 from hexa_fx.distributed.shards import ShardedParameter, parameters_here
-from hexa_fx.distributed.shared_cache import SharedCache, in_backward
-from hexa_fx.distributed.slots import CachedLayer
-from hexa_fx.distributed.wrappers import Wrappers
+from hexa_fx.distributed.shared_cache import CachedLayer, SavedTensors, SharedCache, in_backward
+from hexa_fx.distributed.wrappers import Wrappers, forget_step
 from hexa_fx.errors import PlanError
-from hexa_fx.plan import AttachedPartition, Plan
+from hexa_fx.plan import AttachedPartition, Plan, describe_layer
 from hexa_fx.runtime.program import Program
 from hexa_fx.steps.graphed import GraphedStep
 
@@ -134,7 +128,13 @@ class PartitionSession(AttachedPartition):
         Raises:
             PlanError: there is no partitioned block at this path.
         """
-        return readable(path, mode, self.graphs, self.plan, self.rank)
+        if path not in self.graphs:
+            raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
+        forms, plan = self.graphs[path], self.plan
+        graph = forms.get(mode) or next(iter(forms.values()))
+        here = [layer for layer in plan.layers if layer.path == path or layer.path.startswith(f"{path}.") or not path]
+        head = [f"# rank {self.rank} of {plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
+        return "\n".join([*head, graph.python_code("self").src])
 
     def bind(self, module: nn.Module, where: str = "", traced: Mapping[str, Program] | None = None) -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph, and returns the module.
@@ -171,7 +171,7 @@ class PartitionSession(AttachedPartition):
         Args:
             barrier: hosts wait for each other first, so that ranks that do not come are named.
         """
-        return collective_errors.guarded(where, self.groups if barrier else None)
+        return guarded(where, self.groups if barrier else None)
 
     def exchange_counts(self, rows: int) -> list[int]:
         """Every rank's ``rows`` of a layer, exchanged over the host group.
@@ -271,7 +271,7 @@ class PartitionSession(AttachedPartition):
 
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
         """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
-        collective_errors.join(self.groups, when, timeout)
+        join(self.groups, when, timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, and over the data-parallel dimensions that the session knows, on all ranks."""

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.geometry import Chunk, Geometry
+from hexa_fx.distributed.groups import local_part
 from hexa_fx.errors import PlanError
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.sources import peft

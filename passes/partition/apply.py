@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from hexa_fx.distributed import optimizer_states
+from hexa_fx.distributed import slice_states
 from hexa_fx.distributed.fully_sharded import shard_blocks
 from hexa_fx.distributed.groups import is_axis
 from hexa_fx.distributed.moves import check_movable, move_state, unite
@@ -113,7 +113,7 @@ class _Replanner:
         model, old = session.model, session.plan
         session.settle()
         for optimizer in optimizers:
-            optimizer_states.check(optimizer)
+            slice_states.check_optimizer(optimizer)
         check_movable(session.shards, optimizers, session.groups)
         config = _on_mesh(partition or self.config, self.mesh)
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
@@ -129,7 +129,7 @@ class _Replanner:
             move_state(optimizer, session.shards, installed.session.shards, session.groups)
         session.close()
         for optimizer in optimizers:
-            optimizer_states.mark(optimizer)
+            slice_states.mark_optimizer(optimizer)
         _put_in(model, installed, installed.fsdp)
         installed.session.replanner = replace(self, config=config)
         if self.changed is not None:

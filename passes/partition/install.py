@@ -19,8 +19,7 @@ from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cut
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.observers import announced, at_block
-from hexa_fx.passes.partition.collectives import Placement, partition_graph
-from hexa_fx.passes.partition.compiled_form import compiled_form
+from hexa_fx.passes.partition.collectives import Placement, compiled_form, partition_graph
 from hexa_fx.passes.partition.layers import Modes, any_mode, follow_cut, modes_of, read_layers, read_local
 from hexa_fx.passes.partition.overlap import OverlapReport, Seconds, overlap
 from hexa_fx.plan import LayerPlan, Plan

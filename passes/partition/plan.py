@@ -12,16 +12,14 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts, Measured
-from hexa_fx.distributed.collective_errors import join
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, is_axis, make_groups
-from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
+from hexa_fx.distributed.lockstep import join
 from hexa_fx.distributed.plan_agreement import check_same_request
-from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
+from hexa_fx.distributed.profile import BlockTimes, measure_bandwidth, measure_blocks, measure_modes, profile_costs
 from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes.partition.layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
@@ -77,8 +75,7 @@ def partition_model(
         modules = [model.get_submodule(any_mode(block).path) for block in blocks]
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
         config = _with_tokens(config, seen.tokens if seen else config.batch)
-        with random_state_kept():
-            measured = _measure(layers, config, seen, sample, groups)
+        measured = _measure(layers, config, seen, sample, groups)
         measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(model, by_block, mesh)}
     plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]

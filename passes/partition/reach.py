@@ -3,7 +3,7 @@
 Numbers alone. N devices, of which a partition reaches over r and is repeated N / r times; replicas sum their gradients. T tokens
 of the global batch, P elements of a layer's matrices, s bytes an element:
 
-in the partition    as `hexa_fx.passes.partition.cost_model`, for T r / N tokens on r devices
+in the partition    as `hexa_fx.passes.partition.plan_layers`, for T r / N tokens on r devices
 between replicas    2 (1 - r / N) s P / r, an all-reduce of a device's share, which hides behind the layer's backward
 
 Of a collective over several hosts, each of its devices takes a part from other hosts and passes it on inside its own: with g of
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from hexa_fx.allocation import Measured
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import layer_cost
+from hexa_fx.passes.partition.plan_layers import layer_cost
 from hexa_fx.plan import ExpertShape, Mode
 
 _ELEMENT = 2

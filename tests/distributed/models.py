@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hexa_fx.ops  # noqa: F401
-from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.groups import local_part
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.partition import Installed, install_plan
+from hexa_fx.passes.partition.install import Installed, install_plan
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 E, D, I, K = 4, 8, 24, 2  # noqa: E741

@@ -10,9 +10,9 @@ from test_optimize import MIXED, mesh_of
 from test_transformers import build, loss_of
 
 import hexa_fx
-from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.distributed.groups import local_part
 from hexa_fx.ops import fp8_weights
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 

@@ -20,7 +20,7 @@ from hexa_fx.distributed.collectives import (
 )
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition import install_plan
+from hexa_fx.passes.partition.install import install_plan
 
 TWO = [KINDS["concat"]] * 2
 THREE = [KINDS["concat"]] * 3

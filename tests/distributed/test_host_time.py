@@ -15,7 +15,7 @@ from harness import run
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan
 
 import hexa_fx
-from hexa_fx.distributed import collectives, saved_tensors, slots
+from hexa_fx.distributed import collectives, shared_cache
 
 THREE = [KINDS["concat"]] * 3
 OURS = str(Path(hexa_fx.__file__).parent / "distributed")
@@ -81,8 +81,8 @@ def launches(rank, world, plan):
     undo = [
         noting(collectives, "_gather", "gathers"),
         noting(collectives, "_scatter", "scatters"),
-        noting(saved_tensors.SavedTensors, "_pack", "saved"),
-        noting(slots.GatherSource, "of", "sources"),
+        noting(shared_cache.SavedTensors, "_pack", "saved"),
+        noting(shared_cache.GatherSource, "of", "sources"),
         noting(torch, "_foreach_copy_", "copies"),
     ]
     steps = []

@@ -13,7 +13,7 @@ import hexa_fx
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition import partition_model
+from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 TWO = [KINDS["concat"], KINDS["mlp"]]

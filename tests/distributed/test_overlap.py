@@ -14,8 +14,8 @@ from hexa_fx.distributed import nodes
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.partition import install_plan
 from hexa_fx.passes.partition.collectives import Placement, partition_graph
+from hexa_fx.passes.partition.install import install_plan
 from hexa_fx.passes.partition.overlap import check_schedule, dependency_graph, overlap
 
 THREE = [KINDS["concat"], KINDS["mlp"], KINDS["concat"]]

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from hexa_fx.allocation import Affine, DeviceCosts, Measured, allocate, even
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition.cost_model import data_centric_bytes, layer_cost, model_centric_bytes
-from hexa_fx.passes.partition.plan_layers import PartitionConfig, batch_shares, plan_layers
+from hexa_fx.passes.partition.plan_layers import (
+    PartitionConfig,
+    batch_shares,
+    data_centric_bytes,
+    layer_cost,
+    model_centric_bytes,
+    plan_layers,
+)
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 SHAPE = ExpertShape(num_experts=8, hidden_size=64, intermediate_size=256, matrices=3, top_k=2)

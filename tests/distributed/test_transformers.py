@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
-from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.partition.apply import apply_partition
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
@@ -118,7 +118,7 @@ def exported(rank, world, slots, strategy):
     """The optimized model as one graph, from torch.export, each rank with its own batch size."""
     import hexa_fx
     from hexa_fx.distributed import nodes
-    from hexa_fx.passes.partition import apply_to_graph_module
+    from hexa_fx.passes.partition.apply import apply_to_graph_module
 
     model, whole = build("mixtral"), build("mixtral")
     ids = torch.randint(0, 40, (5, 6), generator=torch.Generator().manual_seed(1))
