@@ -141,7 +141,7 @@ class AttributeGuards:
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
     def _check_in_trace(self) -> None:
-        """Dtypes and plain settings, by plain attribute access all the way: a tracer follows it, and looks again in every call."""
+        """Dtypes, settings and what has two names, by plain attribute access, which a tracer follows and looks at in every call."""
         modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")
@@ -155,9 +155,12 @@ class AttributeGuards:
                 value = getattr(self._walked(modules, path), name, None)
             if not _is_still(value, noted):
                 raise GuardMiss(f"{name!r} of {path or 'the block'!r} is not what it was when the block was rewritten")
+        for name, first in self.other_names:
+            if self._walked(modules, name) is not self._walked(modules, first):
+                raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
 
     def _walked(self, modules: dict[str, Any], path: str) -> Any:
-        """The module at a path, None if there is none; ``modules``: those that are known."""
+        """The module or tensor at a path, None if there is none; ``modules``: those that are known."""
         if path not in modules:
             above, _, key = path.rpartition(".")
             found = getattr(self._walked(modules, above), key, None)

@@ -91,6 +91,8 @@ def test_what_gets_a_part_of_its_own_later(make: Callable[[], nn.Module], part: 
         else:
             model.experts[part[0]][part[1]] = copy.deepcopy(model.experts[part[0]][part[1]])
             model.experts[part[0]][part[1]].weight.data += 1
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(optimized, backend="eager")(tokens(7)), block(tokens(7)))
     found = compare(block, optimized, (tokens(7),), train=True)
     assert found.within(1e-10), found
 
@@ -108,6 +110,8 @@ def test_what_a_layer_and_the_code_around_it_hold(edited: str, gone: bool) -> No
         setattr(model.get_submodule(path), name, nn.Parameter(own.clone()))
         if gone:
             model.choice.bias = None
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(optimized, backend="eager")(tokens(7)), block(tokens(7)))
     found = compare(block, optimized, (tokens(7),), train=True)
     assert found.within(1e-10), found
 
