@@ -100,9 +100,16 @@ def _large_blocks() -> Any:
     return large_blocks
 
 
+def _lora() -> Any:
+    from hexa_fx import lora
+
+    return lora
+
+
 # Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
 warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
 registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)
 registry.large_blocks.register(_large_blocks)
+registry.lora.register(_lora)

@@ -25,6 +25,7 @@ from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread, random_state_kept, training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept
+from hexa_fx.lora import LinearLora, taken_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
@@ -35,7 +36,6 @@ from hexa_fx.passes.preconditions.unreadable import is_elsewhere, why_hidden
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
-from hexa_fx.runtime.linear_lora import LinearLora, taken_off
 from hexa_fx.runtime.stacked_codes import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit

@@ -53,5 +53,8 @@ compiler: Provider[Callable[[Any, str], Any]] = Provider()
 large_blocks: Provider[Any] = Provider()
 """The package of that name: weights that count as float64 where they lie, and their gradients as products."""
 
+lora: Provider[Any] = Provider()
+"""The package of that name: adapters on the linear layers of experts, as factors."""
+
 cuda_kernels: Provider[Callable[[], None]] = Provider()
 """Registers the CUDA kernels of the operators."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx import registry
+from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.ops import main_grad
 from hexa_fx.ops.sources import TAKE_SOURCES
 from hexa_fx.runtime import results
@@ -18,14 +19,25 @@ from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
-from hexa_fx.runtime.linear_lora import LinearLora
+from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names
 from hexa_fx.runtime.resolution import inputs_of
-from hexa_fx.runtime.traced_lora import TracedLora
 from hexa_fx.runtime.written_weights import look_before_backward
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
+
+
+class LayerAdapters(Protocol):
+    """What is active around the linear layers whose weights a block reads side by side (`hexa_fx.lora`)."""
+
+    weights: Mapping[str, PackedWeight]
+    bases: Mapping[int, nn.Module]
+
+    def changed(self, block: nn.Module) -> bool: ...
+    def traced(self, block: nn.Module) -> LayerAdapters: ...
+    def factors(self) -> Sequence[PackedExperts]: ...
+    def seen_from(self, module: Any) -> Any: ...
 
 
 class Specialisation:
@@ -49,7 +61,7 @@ class Specialisation:
         )
         self.weights = main_grad.parameters_of(block.graph)
         self.matrices = matrices_of(block.graph, self.packed_names)
-        self.lora = LinearLora.of(block)
+        self.lora: LayerAdapters = registry.lora().LinearLora.of(block)
         self.attributes = AttributeGuards.of(module, block, own_forward)
         self._forms: dict[tuple[Any, ...], Callable[[Any, Any], list[Any] | None]] = {}
 
@@ -107,7 +119,7 @@ class Specialisation:
 
     def meet(
         self, module: nn.Module, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], tuple[torch.dtype | None, ...] | None, LinearLora | TracedLora | None]:
+    ) -> tuple[list[Any], tuple[torch.dtype | None, ...] | None, LayerAdapters | None]:
         """The inputs of the program, the dtypes that autocast asks of its results, and the adapters that are active.
 
         Raises:
@@ -125,14 +137,14 @@ class Specialisation:
             dtypes = dtypes_under_autocast(self.autocast, self.guards, lambda: arguments.bind(args, kwargs), module)
         return inputs, dtypes, adapted
 
-    def follow_adapters(self, module: nn.Module) -> LinearLora | TracedLora | None:
+    def follow_adapters(self, module: nn.Module) -> LayerAdapters | None:
         """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
 
         Raises:
             GuardMiss: it is no low-rank addition.
         """
         if is_compiling():
-            return TracedLora(module, self.lora.weights, self.lora.multiplied) or None
+            return self.lora.traced(module) or None
         if self.lora.changed(module):
             for each in (self.attributes, *(getattr(module, name) for name in self.lora.weights)):
                 each.see_through(self.lora.bases)

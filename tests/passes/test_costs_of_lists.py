@@ -23,10 +23,10 @@ from hexa_fx.inspection import block_report
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.lookup import MODULE_STATE
 from hexa_fx.isolation.module_state import ModuleSnapshot, ModuleState
+from hexa_fx.lora.traced import _is_changed
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.runtime.install import installed_forward
-from hexa_fx.runtime.traced_lora import _is_changed
 from tests.zoo.common import SwiGLU, TopKGate
 
 

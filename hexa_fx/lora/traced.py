@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
+from hexa_fx.lora.stacked import AdaptedReader, Addition, Low, additions, is_scale
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, GuardMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions, is_scale
 from hexa_fx.sources.adapters import View
 
 KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
@@ -60,7 +60,7 @@ class TracedLora:
         return ()
 
     def seen_from(self, module: Any) -> Any:
-        """See `hexa_fx.runtime.linear_lora.LinearLora.seen_from`."""
+        """See `hexa_fx.lora.linear.LinearLora.seen_from`."""
         return View(module, {name: AdaptedReader(getattr(module, name), each) for name, each in self.additions.items()})
 
 

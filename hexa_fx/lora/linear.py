@@ -22,12 +22,12 @@ from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.lookup import MISSING
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.read_values import IsA
+from hexa_fx.lora.stacked import AdaptedReader, Addition, Low, additions, is_scale
+from hexa_fx.lora.traced import DORA, KINDS, PATCHED, TracedLora, is_peft_s
 from hexa_fx.ops.sources import takes_sources
 from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
-from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions, is_scale
-from hexa_fx.runtime.traced_lora import DORA, KINDS, PATCHED, is_peft_s
 from hexa_fx.sources.adapters import View
 
 _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
@@ -149,6 +149,10 @@ class LinearLora:
         """The readers of stacked factors."""
         both = ((addition.a, addition.b) for addition in chain.from_iterable(self._additions.values()))
         return [factor for factor in chain.from_iterable(both) if isinstance(factor, PackedExperts)]
+
+    def traced(self, block: nn.Module) -> TracedLora:
+        """What is active while a compiler traces a call."""
+        return TracedLora(block, self.weights, self.multiplied)
 
     def seen_from(self, module: Any) -> Any:
         """``module`` as a rewritten graph reads it: its stacked weights with what is active on them."""
