@@ -199,23 +199,25 @@ def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:
         yield f"{shape.threads} threads a block: must be a multiple of 32 up to 1024"
 
 
-_MODULES = ("block_sm90", "decode", "gemm_sm80", "gemm_sm90", "low_rank", "packed", "rows")
-"""``family_NAME.py``, each with its families in ``FAMILIES``. Imported on first use, so that they may import this one."""
+_MODULES = ("rows", "block_sm90", "decode", "gemm_sm80", "gemm_sm90", "low_rank", "packed", "unpack")
+"""``family_NAME.py``, each with its families in ``FAMILIES``. Imported on first use, so that they may import this one, and in this
+order as far as needed: the last ones import torch, for which a process that only builds a kernel would wait."""
+
+
+def _families() -> Iterator[Family]:
+    for name in _MODULES:
+        yield from importlib.import_module(f"hexa_fx.codegen.family_{name}").FAMILIES
 
 
 @cache
-def _families() -> dict[str, Family]:
-    modules = (importlib.import_module(f"hexa_fx.codegen.family_{name}") for name in _MODULES)
-    return {family.name: family for module in modules for family in module.FAMILIES}
-
-
 def get_family(name: str) -> Family:
     """The family called `name`; raises `KernelError` if there is none."""
-    if name not in _families():
-        raise KernelError(f"no kernel family {name!r}; there are {', '.join(family_names())}")
-    return _families()[name]
+    for family in _families():
+        if family.name == name:
+            return family
+    raise KernelError(f"no kernel family {name!r}; there are {', '.join(family_names())}")
 
 
 def family_names() -> tuple[str, ...]:
     """Names of all families, sorted."""
-    return tuple(sorted(_families()))
+    return tuple(sorted(family.name for family in _families()))

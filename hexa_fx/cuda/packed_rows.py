@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
-from hexa_fx.codegen.family_rows import UNPACK, VALUES_A_BLOCK
+from hexa_fx.codegen.family_unpack import UNPACK, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import packed as few_rows
 from hexa_fx.cuda.calls import cuda_kernel, product
