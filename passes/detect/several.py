@@ -21,6 +21,7 @@ from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
+from hexa_fx.passes.detect.rules import opaque_nodes
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -148,7 +149,7 @@ def find_several(
     outputs = [region.output for region in regions]
     if len(outputs) < 2 or len(set(outputs)) < len(outputs):
         return None
-    opaque = _in_calls_without(captured, outputs)
+    opaque = opaque_nodes(captured, outputs)
     if leaves_decision(outputs, opaque):
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
@@ -185,14 +186,3 @@ def _chooses(node: Node) -> bool:
 
 def _weights_of(node: Node, tags: Mapping[Node, Tag]) -> set[Tag]:
     return {tags[n] for n in node.all_input_nodes if tags[n].weight and is_expert_weight(n, tags[n])}
-
-
-def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
-    """Nodes inside submodule calls in which no region ends: such calls can stay calls."""
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    places = [order.index(node) for node in outputs]
-    inside: set[torch.fx.Node] = set()
-    for call in captured.calls:
-        if not any(call.start <= place < call.end for place in places):
-            inside.update(order[call.start : call.end])
-    return inside

@@ -19,10 +19,8 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.outcome import Outcome, largest_of
 from hexa_fx.isolation.size import FEW_TOKENS, InPieces, is_out_of_memory
-from hexa_fx.isolation.torch_state import random_states
 from hexa_fx.passes.detect.graph import is_float, literals
 from hexa_fx.passes.memory.bounded import room
-from hexa_fx.runtime.guards import GuardMiss
 
 _has_limit = ops.of(
     "clamp clamp_min clamp_max minimum maximum max min hardtanh relu6 hardsigmoid hardswish threshold softplus softshrink "
@@ -179,25 +177,6 @@ def tried(run: Callable[[], Outcome]) -> Outcome | Exception:
         if is_out_of_memory(error):
             raise
         return error
-
-
-class LateMiss(RuntimeError):
-    """A condition left a call to the original after random numbers were drawn, so that the original would draw others."""
-
-
-def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers of its own."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = random_states()
-        try:
-            return call(*args, **kwargs)
-        except GuardMiss as miss:
-            if miss.called or all(map(torch.equal, before, random_states())):
-                raise
-            raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
-
-    return run
 
 
 def repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:

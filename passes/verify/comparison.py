@@ -34,7 +34,6 @@ from hexa_fx.passes.verify.cases import (
     UntriedExperts,
     VerificationCase,
     VerifySettings,
-    missing_early,
     repeated,
     size,
     tolerance_of,
@@ -138,8 +137,9 @@ class Comparison:
         self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
     ) -> Outcome | Exception:
         """As `original_of`, of the rewritten block."""
-        call = missing_early(self.forward.rewritten)
-        return tried(lambda: self._run(call, inputs, None, gradients, may_leave_range=may_leave_range))
+        return tried(
+            lambda: self._run(self.forward.rewritten, inputs, None, gradients, may_leave_range=may_leave_range)
+        )
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
@@ -265,7 +265,7 @@ class Comparison:
 
         Where the original raises, say on no tokens at all, the rewritten block may do without what fails there.
         """
-        call, rewritten = self.forward.original, missing_early(self.forward.rewritten)
+        call, rewritten = self.forward.original, self.forward.rewritten
         original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients))
         if isinstance(original, Exception):
             detail = f"the original raises {kind_and_line(original)}"
