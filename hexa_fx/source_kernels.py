@@ -5,14 +5,12 @@ Those of dense weights are requested while a block is analysed (`hexa_fx.passes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hexa_fx.errors import KernelError
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.ir import FfnSpec
@@ -22,8 +20,6 @@ from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.passes.kernel_requests import device_of
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.packed_reader import packed_weights
-
-log = logging.getLogger(__name__)
 
 Ranks = Mapping[tuple[int, str], int]
 
@@ -46,21 +42,14 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[t
     device, packed, added = device_of(module), packed_weights(module), _added(forward, ranks)
     if device is None or block.case is None or not (packed or added):
         return
-    from hexa_fx import jit
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
-    from hexa_fx.cuda.kernel_set import frozen, kernel_set
+    from hexa_fx.cuda.kernel_set import frozen, request_now
 
     layer = layer_of(block.case.spec, block.case.operands, packed, added)
     kind = device.index, *layer.kind
-    if kind in seen:  # blocks of a kind launch the same
-        return
-    seen.add(kind)
-    try:
-        found = kernel_set(frozen(layer), card_of(device.index or 0))
-    except KernelError as error:  # the operators fall back and say so
-        log.debug("no kernels are built ahead for %s: %s", block.name, error)
-        return
-    jit.builder().request(found)
+    if kind not in seen:  # blocks of a kind launch the same
+        seen.add(kind)
+        request_now(frozen(layer), card_of(device.index or 0))
 
 
 def _added(forward: HexaForward, ranks: Ranks) -> dict[str, int]:

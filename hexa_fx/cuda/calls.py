@@ -94,7 +94,9 @@ def chosen() -> TileOf:
 def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
     """Decorates the code of ``hexa::<name>`` on CUDA, of the operator's record, which plans on `Operand`.
 
-    It then takes the operator's arguments, and runs on tensors too, or falls back.
+    It then takes the operator's arguments, and runs on tensors too. There it falls back to the generic implementation when there is
+    no compiler, when a kernel does not build, or when there is no kernel for the operands, and while a kernel is being built. The
+    reason is logged once per operator.
     """
     record = library.record_of(name)
 
@@ -102,36 +104,17 @@ def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
         def plan(*args: Any) -> R:
             return function(record(*args))
 
-        on_tensors: Callable[..., R] = falls_back(name)(lambda o: _run(name, plan, o))
-
         @functools.wraps(function)
         def kernel(*args: Any) -> R:
             first, *_ = args
-            return plan(*args) if isinstance(first, Operand) else on_tensors(*args)
-
-        return kernel
-
-    return decorate
-
-
-def falls_back(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
-    """Decorates the code of ``hexa::<name>`` on CUDA tensors, of the operator's record. It then takes the operator's arguments.
-
-    It falls back to the generic implementation when there is no compiler, when a kernel does not build, or when there is no
-    kernel for the operands, and while a kernel is being built. The reason is logged once per operator.
-    """
-
-    record = library.record_of(name)
-
-    def decorate(function: Callable[[Any], R]) -> Callable[..., R]:
-        @functools.wraps(function)
-        def kernel(*args: Any) -> R:
+            if isinstance(first, Operand):
+                return plan(*args)
             if described_card() is not None:
-                return function(record(*args))
+                return _run(name, plan, args)  # type: ignore[no-any-return]
             if falls_back_for_good(name):
                 return generic(name)(*args)  # type: ignore[no-any-return]
             try:
-                return function(record(*args))
+                return _run(name, plan, args)  # type: ignore[no-any-return]
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
             except KernelError as error:

@@ -35,7 +35,7 @@ from hexa_fx.codegen.family_decode import (
 )
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_packed import columns_of_tile
-from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
@@ -45,9 +45,9 @@ from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.jit.env import JitSettings
-from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.rows import columns_of
+from hexa_fx.ops.rows import columns_of, flip
+from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfn
 
 
@@ -106,40 +106,17 @@ class DecodeKey(NamedTuple):
         return self._replace(bucket=bucket)
 
     def spec(self, tile: DecodeTile | DownTile) -> KernelSpec:
+        down = isinstance(tile, DownTile)
+        family, op = (DOWN, "combine") if down else (GEMM, "esmm")
+        spec = KernelSpec(family, op, self.card.arch, DTYPES[self.dtype], stages=tile.stages, layout=self.layout)
+        spec = replace(spec, bias=self.bias)
+        spec = spec.with_options(experts=room(EXPERTS, self.experts), id=self.ids, weights=self.weights)
         if isinstance(tile, DownTile):
-            return self._down(tile)
-        return KernelSpec(
-            family=GEMM,
-            op="esmm",
-            arch=self.card.arch,
-            dtype=DTYPES[self.dtype],
-            stages=tile.stages,
-            layout=self.layout,
-            activation=self.activation,
-            glu=self.glu,
-            bias=self.bias,
-        ).with_options(
-            rows=tile.rows,
-            warps_m=tile.warps_m,
-            dependent=tile.dependent and not self.first,
-            experts=room(EXPERTS, self.experts),
-            slots=slots_of(tile, self.slots, self.summed > 0),
-            id=self.ids,
-            first=self.first,
-            weights=self.weights,
-            summed=self.summed > 0,
-        )
-
-    def _down(self, tile: DownTile) -> KernelSpec:
-        spec = KernelSpec(DOWN, "combine", self.card.arch, dtype=DTYPES[self.dtype], stages=tile.stages)
-        return replace(spec, layout=self.layout, bias=self.bias).with_options(
-            tiles=tile.tiles,
-            dependent=True,
-            experts=room(EXPERTS, self.experts),
-            slots=room(SUMMED_SLOTS, self.slots),
-            id=self.ids,
-            weights=self.weights,
-        )
+            return spec.with_options(tiles=tile.tiles, dependent=True, slots=room(SUMMED_SLOTS, self.slots))
+        spec = replace(spec, activation=self.activation, glu=self.glu)
+        summed, dependent = self.summed > 0, tile.dependent and not self.first
+        shape: dict[str, Option] = {"rows": tile.rows, "warps_m": tile.warps_m, "dependent": dependent}
+        return spec.with_options(**shape, slots=slots_of(tile, self.slots, summed), first=self.first, summed=summed)
 
 
 MOST_TOKENS = 256
@@ -151,19 +128,6 @@ UNITS = 4
 """Units of work that a multiprocessor has for each of its blocks, where rows are summed by a launch of their own."""
 FIRST_ARCH = 90
 """Cards before it keep one launch for each operator."""
-
-
-class DecodeProjection(NamedTuple):
-    """One product: weights (E, N, K) or (E, K, N), w3 for glu ``split``, and what becomes of its result."""
-
-    w: Tensor
-    b: Tensor | None
-    w3: Tensor | None
-    b3: Tensor | None
-    layout: Layout
-    activation: str = "none"
-    glu: Glu = "none"
-    params: tuple[float, ...] = ()
 
 
 class DecodeSlots(NamedTuple):
@@ -185,22 +149,21 @@ class DecodeSlots(NamedTuple):
 
 def few_tokens(o: MoeFfn) -> Tensor | None:
     """``hexa::moe_ffn`` on operands, (T, D); None where another way has to compute it, or is faster."""
-    card, x, ids = planning_of(o.x).card, o.x, o.top_k_index
+    card, ids = planning_of(o.x).card, o.top_k_index
     if not is_few(card, ids, o.experts) or is_fixed() or ids_are_checked():
         return None
     slots = DecodeSlots(ids.contiguous(), o.experts)
-    steps = o.activation, o.glu, tuple(o.params)
-    second = _as_stored(DecodeProjection(o.w2, o.b2, None, None, o.layout2))
-    first = _as_stored(DecodeProjection(o.w1, o.b1, o.w3, o.b3, o.layout1, *steps))
-    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or ids.dtype not in ID_TYPES:
+    first = _as_stored(o.to(EsmmAct, layout=o.layout1, params=tuple(o.params)))
+    second = _as_stored(o.to(Esmm, weight=o.w2, bias=o.b2, top_k=1, layout=o.layout2).plain)
+    if not (_takes(card, first, slots) and _takes(card, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
     if not columns and not very_few(slots.rows, slots.experts):
         return None
-    a = _up(x, first, slots, columns > 0)
+    second = second._replace(x=_up(first, slots, columns > 0))
     if columns:
-        return _down(a, second, slots, columns, o.top_k_weights)
-    return _combine(_down(a, second, slots), o.top_k_weights, slots)
+        return _down(second, slots, columns, o.top_k_weights)
+    return _combine(_down(second, slots), o.top_k_weights, slots)
 
 
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
@@ -217,38 +180,32 @@ def are_wanted() -> bool:
     return JitSettings.from_env().few_tokens
 
 
-def _as_stored(o: DecodeProjection) -> DecodeProjection:
+def _as_stored(o: EsmmAct) -> EsmmAct:
     """With views of the weights whose contiguous dimension is the last one."""
-    w, layout = as_stored(o.w, o.layout)
-    w3 = o.w3 if o.w3 is None else as_stored(o.w3, o.layout)[0]
-    return o._replace(w=w, w3=w3, layout=layout)
+    w1, layout = as_stored(o.w1, o.layout)
+    return o._replace(w1=w1, w3=None if o.w3 is None else as_stored(o.w3, o.layout)[0], layout=layout)
 
 
-def _takes(card: Card, x: Tensor, o: DecodeProjection, slots: DecodeSlots) -> bool:
+def _takes(card: Card, o: EsmmAct, slots: DecodeSlots) -> bool:
     """Whether the kernel can read these operands."""
-    weights = [w for w in (o.w, o.w3) if w is not None]
+    x, weights = o.x, [w for w in (o.w1, o.w3) if w is not None]
     if x.dtype not in (torch.bfloat16, torch.float16) or any(w.dtype != x.dtype for w in weights):
         return False
     if not aligned(x, *weights) or any(t.stride()[-1] != 1 for t in (x, *weights)):
         return False
-    alike = all((w.stride(), w.shape) == (o.w.stride(), o.w.shape) for w in weights)
-    both = o.w3 is None or (o.b is None) == (o.b3 is None)
-    pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w.shape[1:], _columns(o)))
+    alike = all((w.stride(), w.shape) == (o.w1.stride(), o.w1.shape) for w in weights)
+    both = o.w3 is None or (o.b1 is None) == (o.b3 is None)
+    pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w1.shape[1:], o.inner))
     tile = choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
     return alike and both and pieces and tile is not None
 
 
-def _columns(o: DecodeProjection) -> int:
-    """Of the result."""
-    return inner_width(columns_of(o.w, o.layout), o.glu)
-
-
-def _summed_columns(card: Card, o: DecodeProjection, slots: DecodeSlots) -> int:
+def _summed_columns(card: Card, o: EsmmAct, slots: DecodeSlots) -> int:
     """Columns that each block of the second product gives of all tokens, and sums; 0 where that does not serve.
 
     All multiprocessors need some; and lines that run across columns would be read in short pieces.
     """
-    _, n, k = o.w.shape
+    _, n, k = o.w1.shape
     if o.layout != "nk":
         return 0
     columns = ceil_div(n, 8 * card.multiprocessors) * 8
@@ -256,91 +213,57 @@ def _summed_columns(card: Card, o: DecodeProjection, slots: DecodeSlots) -> int:
     return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
 
 
-def _up(x: Tensor, o: DecodeProjection, slots: DecodeSlots, summed: bool) -> Tensor:
+def _up(o: EsmmAct, slots: DecodeSlots, summed: bool) -> Tensor:
     """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
-    inner = _columns(o)
-    d = x.new_empty((slots.rows, inner))
-    key = _key(x, o, slots)._replace(first=True, beside=summed and inner >= LONG_LINES)
-    _product(key, x, o, slots, d, rows_of=slots.ids.shape[1], units=1 if summed else UNITS)
+    d = o.x.new_empty((slots.rows, o.inner))
+    key = _key(o, slots)._replace(first=True, beside=summed and o.inner >= LONG_LINES)
+    _product(key, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
     return d
 
 
-def _down(a: Tensor, o: DecodeProjection, slots: DecodeSlots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
+def _down(o: EsmmAct, slots: DecodeSlots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
     """(n, D) by slot; summed, if blocks give so many columns of all tokens: (T, D)."""
-    key = _key(a, o, slots)
-    if not summed:
-        d = a.new_empty((slots.rows, _columns(o)))
-        _product(key, a, o, slots, d)
-        return d
-    tokens, _ = slots.ids.shape
-    out = a.new_empty((tokens, _columns(o)))
+    d = o.x.new_empty((slots.ids.shape[0] if summed else slots.rows, o.inner))
     weights = contiguous(weights)
     name = "f32" if weights is None else DTYPES[weights.dtype].name
-    _product(key._replace(summed=summed, weights=name), a, o, slots, out, weights=weights)
-    return out
+    _product(_key(o, slots)._replace(summed=summed, weights=name), o, slots, d, weights)
+    return d
 
 
-def _key(x: Tensor, o: DecodeProjection, slots: DecodeSlots) -> DecodeKey:
-    return DecodeKey(
-        planning_of(x).card,
-        x.dtype,
-        slots.bucket,
-        slots.experts,
-        slots.rows,
-        o.w.shape[2 if o.layout == "nk" else 1],
-        columns_of(o.w, o.layout),
-        o.layout,
-        ID_TYPES[slots.ids.dtype],
-        False,
-        o.activation,
-        o.glu,
-        o.b is not None,
-    )
+def _key(o: EsmmAct, slots: DecodeSlots) -> DecodeKey:
+    sizes = (slots.bucket, slots.experts, slots.rows, columns_of(o.w1, flip(o.layout)), columns_of(o.w1, o.layout))
+    ids, card, has_bias = ID_TYPES[slots.ids.dtype], planning_of(o.x).card, o.b1 is not None
+    return DecodeKey(card, o.x.dtype, *sizes, o.layout, ids, False, o.activation, o.glu, has_bias)
 
 
 def _product(
-    key: DecodeKey,
-    x: Tensor,
-    o: DecodeProjection,
-    slots: DecodeSlots,
-    d: Tensor,
-    rows_of: int = 1,
-    weights: Tensor | None = None,
-    units: int = UNITS,
+    key: DecodeKey, o: EsmmAct, slots: DecodeSlots, d: Tensor, weights: Tensor | None = None, units: int = UNITS
 ) -> None:
     """Launches one product.
 
     Args:
+        o: of which ``top_k`` slots share a row of x.
         d: where it goes.
-        rows_of: slots that share a row of x.
         weights: of slots, where their rows are summed.
         units: of work that a multiprocessor has for each of its blocks, at least.
     """
-    planning, n = planning_of(x), _columns(o)
+    planning, n = planning_of(o.x), o.inner
     tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
-    by_expert, by_line, _ = o.w.stride()
-    fields: dict[str, Any] = {"x": x, "w": o.w, "w2": o.w3, "bias": contiguous(o.b), "bias2": contiguous(o.b3), "d": d}
-    fields |= {
-        "ids": slots.ids,
-        "weights": weights,
-        "x_stride": x.stride()[0],
-        "w_line": by_line,
-        "w_expert": by_expert,
-    }
-    fields |= {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(rows_of)}
-    fields |= {
-        "together": slots.ids.shape[1] if key.summed else 1,
-        "columns": key.summed,
-        "act_params": constants_of(o.activation, o.params),
-    }
+    by_expert, by_line, _ = o.w1.stride()
+    pointers = {"x": o.x, "w": o.w1, "w2": o.w3, "bias": contiguous(o.b1), "bias2": contiguous(o.b3), "d": d}
+    pointers |= {"ids": slots.ids, "weights": weights}
+    strides = {"x_stride": o.x.stride()[0], "w_line": by_line, "w_expert": by_expert}
+    sizes = {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(o.top_k)}
+    sizes |= {"together": slots.ids.shape[1] if key.summed else 1, "columns": key.summed}
     places = planning.card.multiprocessors
     if key.summed or isinstance(tile, DownTile):
         blocks = ceil_div(n, key.summed)
     else:
         most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
-    launch(x, spec, (blocks, 1, 1), **fields)
+    constants = constants_of(o.activation, o.params)
+    launch(o.x, spec, (blocks, 1, 1), **pointers, **strides, **sizes, act_params=constants)
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:

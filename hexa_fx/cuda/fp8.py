@@ -7,7 +7,6 @@ that a launch follows from sizes alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -173,11 +172,10 @@ def ess_fp8(o: EssFp8) -> Tensor:
     """See hexa_fx.ops.table_fp8. A warp has a column of an expert."""
     y, g, gs, offs = o.results(), o.g.contiguous(), o.gs.contiguous(), o.offs
     experts, width = y.shape
-    grid, sizes = (
-        (width // (THREADS // 32), experts, 1),
-        {"by_column": 1, "columns": width, "experts": experts, "top_k": 1},
+    sizes = {"by_column": 1, "columns": width, "experts": experts, "top_k": 1}
+    _quantize(
+        "ess", gs, (width // (THREADS // 32), experts, 1), {"offs": offs, "q": g, "s": gs, "sum": y}, sizes | _WHOLE
     )
-    _quantize("ess", gs, grid, {"offs": offs, "q": g, "s": gs, "sum": y}, sizes | _WHOLE)
     return y
 
 
@@ -225,12 +223,7 @@ def activation_gradient(o: Gradient, into: Results) -> None:
 
 
 def _quantize(
-    op: str,
-    x: Tensor,
-    grid: tuple[int, int, int],
-    pointers: dict[str, Any],
-    sizes: dict[str, int],
-    fit: bool = True,
+    op: str, x: Tensor, grid: tuple[int, int, int], pointers: dict[str, Any], sizes: dict[str, int], fit: bool = True
 ) -> None:
     """One launch for numbers of x's type. fit: whether chunks of it can be loaded at once."""
     spec = KernelSpec(QUANTIZE, op, _converting(x), dtype=DTYPES[x.dtype], aligned=fit)
@@ -285,23 +278,12 @@ def _no_products(card: Card, experts: int) -> str:
     return f"{experts} experts; the kernels' tables hold {MAX_EXPERTS}" if experts > MAX_EXPERTS else ""
 
 
-class _Activated(NamedTuple):
-    """What becomes of a first projection: the activation, and where its values and their scales go."""
-
-    act: Tensor
-    scales: Tensor
-    activation: str
-    gated: bool
-    params: Sequence[float]
-
-
 @cuda_kernel("esmm_act_fp8")
 def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.table_fp8. One launch: the epilogue quantises."""
     h, hs, a, a_scales = results = o.results()
     out, scales = (h, hs) if o.keep_h else (None, None)
-    activated = _Activated(a, a_scales, o.activation, o.gated, o.params)
-    _rows(o.to(EsmmFp8), o.v, o.top_k, out, scales, activated)
+    _rows(o, out, scales, (a, a_scales))
     return results
 
 
@@ -309,43 +291,40 @@ def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def esmm_fp8(o: EsmmFp8) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.table_fp8. One launch."""
     y, ys = o.results()
-    _rows(o, None, 1, y, ys)
+    _rows(o.to(EsmmActFp8, top_k=1, **_PLAIN), y, ys)
     return y, ys
 
 
+_PLAIN = {"activation": "none", "gated": False, "params": ()}
+
+
 def _rows(
-    o: EsmmFp8,
-    v: Tensor | None,
-    top_k: int,
-    out: Tensor | None,
-    scales: Tensor | None,
-    activated: _Activated | None = None,
+    o: EsmmActFp8, out: Tensor | None, scales: Tensor | None, activated: tuple[Tensor, Tensor] | None = None
 ) -> None:
-    """One launch of a row product, of rows in expert order or gathered by v: to ``out`` if it is wanted, with the scales of results
-    in bytes, and to what is ``activated``.
-    """
-    act, act_scales, activation, gated, params = activated or (None, None, "none", False, ())
+    """One launch of a row product: to ``out`` if it is wanted, with the scales of results in bytes, and what is ``activated``."""
+    act, act_scales = activated or (None, None)
     result = out if act is None else act
     assert result is not None
     (n, columns), (width, depth) = result.shape, o.w.shape[1:]
     if not n:
         return
-    fields = {"activation": activation, "glu": glu_of(gated), "bias": o.bias is not None, "gather": v is not None}
+    gather = o.v is not None
+    fields = {"activation": o.activation, "glu": glu_of(o.gated), "bias": o.bias is not None, "gather": gather}
     if act is None:
         kernel = _kernel(o.x, o.w, n, "esmm", DTYPES[result.dtype], fields)
     else:
         kernel = _kernel(o.x, o.w, n, "esmm_act", None, fields, ("store_h", out is not None))
     maps = Maps(
-        rows=None if v is not None else rows_map(o.x, _ROW_BOX),
+        rows=None if gather else rows_map(o.x, _ROW_BOX),
         weight=weight_map(o.w, "nk", PART),
         out=None if out is None else chunk_map(out),
         act=None if act is None else chunk_map(act),
     )
     sizes = {"n": n, "a_ld": depth, "out_ld": width, "act_ld": 0 if act is None else columns}
     sizes |= {"K": depth, "N": columns, "bias_ld": width}
-    tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": v}
+    tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": o.v}
     given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales, "act_scale": act_scales}
-    more = {**divided_by(top_k), "act_params": constants_of(activation, params)}
+    more = {**divided_by(o.top_k), "act_params": constants_of(o.activation, o.params)}
     _launch(kernel, o.offs, maps, given, **sizes, **tensors, **more)
 
 
@@ -357,7 +336,7 @@ def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
     results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
     if n and any(o.needs):
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _rows(o.to(EsmmFp8, x=o.dy, xs=o.dys), o.v, o.top_k, da, None)
+        _rows(o.to(EsmmActFp8, x=o.dy, xs=o.dys, **_PLAIN), da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
         given = Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params))
         activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
@@ -406,21 +385,13 @@ def _kernel(
         raise Unsupported(reason)
     tables = next(size for size in TABLES if w.shape[0] <= size)
     cluster, stages = cluster_of(rows, w.shape[0]), STAGES_OF_BYTES if out is DataType.u8 else STAGES
-    spec = KernelSpec(
-        FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=stages, **fields
-    )
+    spec = KernelSpec(FAMILY, op, 90, DataType.e4m3, out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=stages, **fields)
     shared: dict[str, Option] = {"cluster": cluster} if cluster > 1 else {}
     spec = spec.with_options(experts=tables, **shared, **dict(options))
     return kernel_of(spec.adding() if adds else spec)
 
 
-def _launch(
-    kernel: Kernel,
-    offs: Tensor,
-    maps: Maps,
-    scales: dict[str, Any],
-    **fields: Any,
-) -> None:
+def _launch(kernel: Kernel, offs: Tensor, maps: Maps, scales: dict[str, Any], **fields: Any) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
     planning = planning_of(offs)
     piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)

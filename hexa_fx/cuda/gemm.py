@@ -6,23 +6,21 @@ fuses is composed of operators.
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from hexa_fx.cuda import gemm_sm80, gemm_sm90, low_rank_sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
-from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, scaled_transpose, settle, substitute
+from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ir import Layout
-from hexa_fx.ops.esmm_packed import composed
+from hexa_fx.ops import library
+from hexa_fx.ops.esmm_packed import activated, composed, differentiated, summed
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import (
-    Activate,
     ActivateBackward,
     Esfk,
     EsfkAdd,
@@ -35,6 +33,7 @@ from hexa_fx.ops.table import (
 )
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
+CUDA = library.Kernels("cuda")
 FAMILIES = (gemm_sm90, gemm_sm80)
 """Those of products with matrices. Each has functions of the names of `_KINDS`, and ``takes``, of an operator's record."""
 _KINDS = (
@@ -107,33 +106,21 @@ def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
     """See hexa_fx.ops.esmm_packed. One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
-    if family_of(o) is None:
-        return with_second(esmm(*o.to(Esmm)), o.u, o.c, o.offs, o.layout)
-    return _launched(family_of(o), o)  # type: ignore[no-any-return]
+    return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
     o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
-    if family_of(o) is not None:
-        return _launched(family_of(o), o)  # type: ignore[no-any-return]
-    h = esmm_low_rank(*given.to(EsmmLowRank, weight=given.w1, bias=given.b1))
-    if given.w3 is not None:
-        up = esmm_low_rank(*given.to(EsmmLowRank, weight=given.w3, bias=given.b3, c=given.c3))
-        h = torch.cat((h, up), 1)
-    a = activate(*given.to(Activate, h=h))
-    return (h if given.keep_h else h.new_empty((0, given.width))), a
+    return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
     o = _stored_alike(o)
-    if family_of(o) is not None:
-        return _by_slot(o, *_launched(family_of(o), o))
-    da = esmm_low_rank(*o.to(EsmmLowRank, x=o.dy))
-    return activate_backward(*o.to(ActivateBackward, da=da))
+    return differentiated(o, by=CUDA) if family_of(o) is None else _by_slot(o, *_launched(family_of(o), o))
 
 
 First = TypeVar("First", bound=EsmmAct)
@@ -145,12 +132,6 @@ def _stored_alike(o: Added) -> Added:
     weight, layout = as_stored(o.weight, o.layout)
     c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
     return o._replace(weight=weight, layout=layout, c=c)
-
-
-def with_second(y: Tensor, u: Tensor, c: Tensor | None, offs: Tensor, layout: str) -> Tensor:
-    """y with a second product added."""
-    planning_of(y).run(Tensor.add_, y, esmm(u, c, None, None, offs, 1, layout))
-    return y
 
 
 @cuda_kernel("estmm")
@@ -241,10 +222,7 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
     return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
-_OTHERS = SimpleNamespace(esfk=esfk, esmm=esmm, estmm=estmm, scaled_transpose=scaled_transpose)
-
-
 @cuda_kernel("low_rank_gradients")
 def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.low_rank_gradients."""
-    return low_rank_sm90.gradients(o) or composed(o, by=_OTHERS)
+    return low_rank_sm90.gradients(o) or composed(o, by=CUDA)

@@ -5,15 +5,29 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm80 import GEMM, row_bucket
+from hexa_fx.codegen import family_gemm_sm80
+from hexa_fx.codegen.cutlass import MathOperation
+from hexa_fx.codegen.family_gemm_sm80 import GEMM, TileSm80, row_bucket
+from hexa_fx.codegen.spec import Option
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel
-from hexa_fx.cuda.operands import Into, Segment, aligned, constants_of, contiguous, dense_rows, division, has_few_rows
+from hexa_fx.cuda.operands import (
+    DTYPES,
+    Into,
+    Segment,
+    aligned,
+    constants_of,
+    contiguous,
+    dense_rows,
+    division,
+    has_few_rows,
+)
 from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
@@ -31,6 +45,32 @@ def takes(o: Any) -> bool:
     if isinstance(o, Esfk):
         return bool(o.g.shape[0] and o.weight.numel()) and not has_few_rows(o.g.shape[0], o.offs)
     return isinstance(o, Esmm | EsmmAct | Estmm) and not isinstance(o, EsmmLowRank | EsmmActLowRank)
+
+
+class Sm80Key(GemmKey):
+    """Of gemm_sm80 and esfk_sm80."""
+
+    def measured_as(self) -> str:
+        return f"{super().measured_as()} {self.math}"
+
+    def tile(self, fields: Any) -> TileSm80:
+        return TileSm80(**fields)
+
+    def rule(self) -> TileSm80:
+        columns = (
+            min(self.inner, self.columns) if self.op == "esfk" else self.columns
+        )  # both results have to be worth it
+        kind = self.card.family_arch, DTYPES[self.dtype], self.math
+        return family_gemm_sm80.choose_tile(self.op, *kind, self.bucket, columns)
+
+    def candidates(self) -> Sequence[TileSm80]:
+        return family_gemm_sm80.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
+
+    def of_tile(self, tile: TileSm80) -> tuple[dict[str, Any], dict[str, Option]]:
+        exact = self.math == "fast_f32"
+        math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
+        simt: dict[str, Option] = {"simt": True} if self.math == "simt" else {}
+        return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
 
 
 _GROUP = 8
@@ -69,16 +109,9 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     d = x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    options = (("gather_b", o.g_index is not None),)
-    kernel, bm, bn = _kernel(
-        "estmm",
-        x,
-        (o.rows, experts, m, n),
-        gather=o.x_index is not None,
-        fit=aligned(x, g),
-        accumulate=into is not None,
-        options=options,
-    )
+    static = {"gather": o.x_index is not None, "fit": aligned(x, g), "accumulate": into is not None}
+    gathers = (("gather_b", o.g_index is not None),)
+    kernel, bm, bn = _kernel("estmm", x, (o.rows, experts, m, n), **static, options=gathers)
     grid = (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1)
     planning_of(x).launch(kernel, grid, (_weight_piece(o, d),))
     return d
@@ -99,17 +132,9 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         dw, db = into.weight, into.bias
     else:
         dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
-    kernel, bm, bn = _kernel(
-        "esfk",
-        g,
-        (n, experts, k, columns),
-        layout=stored_layout,
-        gather=o.x_index is not None,
-        fit=aligned(x, g, stored),
-        bias=o.has_bias,
-        accumulate=into is not None,
-        options=(("transpose", layout == "nk"),),
-    )
+    static: dict[str, Any] = {"layout": stored_layout, "gather": o.x_index is not None, "fit": aligned(x, g, stored)}
+    static |= {"bias": o.has_bias, "accumulate": into is not None, "options": (("transpose", layout == "nk"),)}
+    kernel, bm, bn = _kernel("esfk", g, (n, experts, k, columns), **static)
     given = {"a": g, "b": stored, "d": dx, "offs": o.offs, "rows": n, "n": k, "k": columns, "experts": experts}
     strides = {"a_stride": g.stride()[0], "b_stride": stored.stride()[1], "b_expert": stored.stride()[0], "d_stride": k}
     rows = GEMM.piece(**given, **strides, top_k=divisor(1))
@@ -133,39 +158,20 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
         return
     activation, glu, params = (o.activation, o.glu, o.params) if act is not None else ("none", "none", ())
     halves_fit = glu != "concat" or layout != "kn" or not inner * x.element_size() & 15
-    kernel, bm, bn = _kernel(
-        "esmm",
-        x,
-        (rows, experts, k, inner if glu == "none" else 2 * inner),
-        layout=layout,
-        gather=v is not None,
-        fit=halves_fit and aligned(x, first, second),
-        activation=activation,
-        glu=glu,
-        bias=bias is not None,
-        options=() if act is None else (("keep_h", d is not None),),
-    )
-    sizes = {"rows": n if last else 0, "n": inner, "k": k, "experts": experts, "top_k": divisor(o.top_k)}
-    strides = {
-        "a_stride": x.stride()[0],
-        "b_stride": first.stride()[1],
-        "b_expert": first.stride()[0],
-        "act_stride": inner,
+    static: dict[str, Any] = {
+        "layout": layout,
+        "gather": v is not None,
+        "fit": halves_fit and aligned(x, first, second),
     }
-    strides |= {"d_stride": 0 if d is None else d.shape[1]}
+    static |= {"activation": activation, "glu": glu, "bias": bias is not None}
+    static |= {} if act is None else {"options": (("keep_h", d is not None),)}
+    kernel, bm, bn = _kernel("esmm", x, (rows, experts, k, inner if glu == "none" else 2 * inner), **static)
     grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
-    given = {
-        "a": x,
-        "b": first,
-        "b2": second,
-        "bias": bias,
-        "bias2": bias_up,
-        "d": d,
-        "act": act,
-        "a_index": v,
-        "offs": offs,
-    }
-    piece = GEMM.piece(**given, **strides, **sizes, act_params=constants_of(activation, params))
+    pointers = {"a": x, "b": first, "b2": second, "bias": bias, "bias2": bias_up, "d": d, "act": act, "a_index": v}
+    strides = {"a_stride": x.stride()[0], "b_stride": first.stride()[1], "b_expert": first.stride()[0]}
+    strides |= {"d_stride": 0 if d is None else d.shape[1], "act_stride": inner}
+    sizes = {"rows": n if last else 0, "n": inner, "k": k, "experts": experts, "top_k": divisor(o.top_k)}
+    piece = GEMM.piece(**pointers, **strides, **sizes, offs=offs, act_params=constants_of(activation, params))
     planning_of(x).launch(kernel, grid, (piece,))
 
 
@@ -180,9 +186,8 @@ def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any)
     """
     planning, (rows, experts, inner, columns) = planning_of(x), sizes
     family, rows = "esfk_sm80" if op == "esfk" else "gemm_sm80", (experts or 1) << row_bucket(rows, experts)
-    key = GemmKey(
-        family, op, planning.card, x.dtype, planning.math_of(x.dtype), rows, experts, inner, columns, **static
-    )
+    kind = family, op, planning.card, x.dtype, planning.math_of(x.dtype)
+    key = Sm80Key(*kind, rows, experts, inner, columns, **static)
     tile = planning.tile_of(key)
     return kernel_for(key, tile), tile.bm, tile.bn if key.glu == "none" else tile.bn // 2
 
@@ -198,12 +203,8 @@ def _weight_piece(o: Estmm, d: Tensor) -> Piece:
     """hexa::GemmParams of ``d[e]``, the sum of ``x[row]^T g[row]``."""
     experts, m, n = d.shape
     given = {"a": o.x, "b": o.g, "d": d, "a_index": o.x_index, "b_index": o.g_index, "offs": o.offs}
-    strides = {
-        "a_stride": o.x.stride()[0],
-        "b_stride": o.g.stride()[0],
-        "d_stride": d.stride()[1],
-        "d_expert": d.stride()[0],
-    }
+    strides = {"a_stride": o.x.stride()[0], "b_stride": o.g.stride()[0]}
+    strides |= {"d_stride": d.stride()[1], "d_expert": d.stride()[0]}
     return GEMM.piece(**given, **strides, rows=o.rows, m=m, n=n, experts=experts, top_k=divisor(o.top_k))
 
 

@@ -7,6 +7,7 @@ those with a second product (`hexa_fx.ops.esmm_packed`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +15,26 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import (
     ARGS,
+    CANDIDATES,
     INNER,
     LINE_BYTES,
     MAX_EXPERTS,
+    NARROW_CANDIDATES,
     NARROW_COLUMNS,
+    NARROW_OPS,
+    STREAMED_TILES,
+    TABLES,
     TileSm90,
     adds_in_staging,
+    choose_tile,
+    line_elements,
     swaps,
 )
+from hexa_fx.codegen.spec import Option
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
-from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
+from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
@@ -116,11 +125,39 @@ def added_map(dw: Tensor, turned: bool) -> TensorMap:
     return TensorMap(dw, (DTYPES[dw.dtype], (columns, rows, experts), (by_row, by_expert), box, swizzle))
 
 
+FAMILY = "gather_gemm_sm90"
 FLOATS = (torch.bfloat16, torch.float16)
 ONLY_OTHERS = ("tanh",)
 """Activations without an epilogue here."""
 ADDS_ALIGNED = True
 """Buffers that gradients are added to have rows of whole 16 bytes."""
+
+
+class Sm90Key(GemmKey):
+    """Of gather_gemm_sm90."""
+
+    @property
+    def own_columns(self) -> int:
+        """Columns that a tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
+        return self.inner if self.op == "esfk" else self.columns
+
+    def tile(self, fields: Any) -> TileSm90:
+        return TileSm90(**fields)
+
+    def rule(self) -> TileSm90:
+        sizes, swapped = (self.rows, self.experts, self.own_columns, self.inner), swaps(self.op, self.glu, self.layout)
+        return choose_tile(self.op, *sizes, swapped, ("transpose", True) in self.options, self.card.name)
+
+    def candidates(self) -> Sequence[TileSm90]:
+        rule, narrow = self.rule(), self.op in NARROW_OPS and self.own_columns <= NARROW_COLUMNS
+        streamed = STREAMED_TILES if rule in STREAMED_TILES else ()
+        return tuple(dict.fromkeys((rule, *streamed, *(NARROW_CANDIDATES if narrow else CANDIDATES[self.op]))))
+
+    def of_tile(self, tile: TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
+        tables = next(size for size in TABLES if self.experts <= size)  # the smallest that hold the experts
+        flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
+        own = {"bk": line_elements(DTYPES[self.dtype]), "schedule": tile.kernel_schedule}
+        return own, {"cluster": tile.cluster, "experts": tables, **flags}
 
 
 def takes(o: Any) -> bool:
@@ -294,16 +331,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
-    x, g, weight, v, offs, top_k, layout, has_bias = (
-        o.x,
-        o.g,
-        o.weight,
-        o.x_index,
-        o.offs,
-        o.top_k,
-        o.layout,
-        o.has_bias,
-    )
+    x, g, weight, v, layout, has_bias = o.x, o.g, o.weight, o.x_index, o.layout, o.has_bias
     flipped, stored = flip(layout), layout if into is None else into.layout
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
     if not n:
@@ -318,7 +346,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     static = {"accumulate": into is not None, "options": (("transpose", turned),)}
     key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
     if tile.split and not has_bias:
-        dx = esmm(Esmm(g, weight, None, None, offs, 1, flipped))
+        dx = esmm(Esmm(g, weight, None, None, o.offs, 1, flipped))
         return dx, estmm(o.to(Estmm, layout=stored), into=None if into is None else into.weight), None
     dx = g.new_empty((n, rows))
     if into is not None:
@@ -334,7 +362,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         grad=_gradient(dw, p, turned),
     )
     sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
-    _launch(key, tile, maps, v, offs, top_k, out=dx, p=p, dw=dw, db=db, **sizes)
+    _launch(key, tile, maps, v, o.offs, o.top_k, out=dx, p=p, dw=dw, db=db, **sizes)
     return dx, dw, db
 
 
@@ -350,16 +378,16 @@ def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
 
 
-def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[GemmKey, TileSm90]:
+def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[Sm90Key, TileSm90]:
     """The key of a product and its tile. Sizes begin with rows, experts, inner and columns; see `GemmKey`."""
     planning = planning_of(x)
-    key = GemmKey(HOPPER, op, planning.card, x.dtype, planning.math_of(x.dtype), *sizes, **static)
+    key = Sm90Key(FAMILY, op, planning.card, x.dtype, planning.math_of(x.dtype), *sizes, **static)
     tile: TileSm90 = planning.tile_of(key)
     return key, tile
 
 
 def _launch(
-    key: GemmKey, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
+    key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
 ) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
     of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, **divided_by(top_k)}

@@ -32,7 +32,6 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
-from hexa_fx.ops.moe_ffn_fp8 import backward
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 from hexa_fx.ops.table_layers import (
@@ -42,6 +41,8 @@ from hexa_fx.ops.table_layers import (
     MoeFfnSources,
 )
 from hexa_fx.torch_private import DispatchMode
+
+log = logging.getLogger(__name__)
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
@@ -105,18 +106,10 @@ def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
     experts, top_k = call.w1.shape[0], call.top_k_index.shape[1]
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
-    few = (experts << MOST_BUCKET,) if isinstance(call, MoeFfnSources) else ()
-    limits = (
-        *few,
-        *buckets,
-        *(experts * rows for rows in ROW_LIMITS),
-        ONE_BLOCK_SLOTS,
-        *SLOTS,
-        *SUMMED_SLOTS,
-        MOST_SLOTS,
-        MOST_DECODED * top_k,
-    )
-    return sorted({tokens for limit in (0, *limits) if (tokens := limit // top_k + 1) <= most})
+    limits = [0, *buckets, *(experts * rows for rows in ROW_LIMITS), MOST_DECODED * top_k]
+    limits += [ONE_BLOCK_SLOTS, *SLOTS, *SUMMED_SLOTS, MOST_SLOTS]
+    limits += [experts << MOST_BUCKET] if isinstance(call, MoeFfnSources) else []
+    return sorted({tokens for limit in limits if (tokens := limit // top_k + 1) <= most})
 
 
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
@@ -155,12 +148,9 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
             fp8.run(o, transposed=False, keep_h=False)
             if training:
                 y, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
-                given = dict(
-                    zip(("xq", "xs", "h", "hs", "v", "inv", "offs"), kept), dy=y, top_k=top_k, needs=layer.needs
-                )
-                if o.recompute_h:
-                    given |= {"h": None}
-                backward(*o.to(MoeFfnFp8Backward, **given), *layer.buffers)
+                saved = dict(zip(fp8.LAYER.kept, kept)) | ({"h": None} if o.recompute_h else {})
+                given = o.to(MoeFfnFp8Backward, dy=y, top_k=top_k, needs=layer.needs, **saved)
+                fp8.backward(*given, *layer.buffers)
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
 
 
@@ -196,8 +186,6 @@ class _OnCard(DispatchMode):
             return run(*args)
 
 
-log = logging.getLogger(__name__)
-
 _seen: set[tuple[object, ...]] = set()
 on_forget(_seen.clear)
 
@@ -221,16 +209,17 @@ def request(call: MoeFfnSources, card: Card) -> Thread:
         card: what kernels are chosen for.
     """
     layer = frozen(MoeFfnSources._make(map(_without_data, call)))
-
-    def find() -> None:
-        try:
-            jit.builder().request(kernel_set(layer, card))
-        except (KernelError, OSError) as error:  # the operators fall back and say so
-            log.debug("no kernels are built ahead: %s", error)
-
-    thread = Thread(target=find, name="hexa_fx kernel set", daemon=True)
+    thread = Thread(target=request_now, args=(layer, card), name="hexa_fx kernel set", daemon=True)
     thread.start()
     return thread
+
+
+def request_now(layer: FfnLayer, card: Card) -> None:
+    """Requests every kernel of a layer. Where there are none, its operators fall back and say so."""
+    try:
+        jit.builder().request(kernel_set(layer, card))
+    except (KernelError, OSError) as error:
+        log.debug("no kernels are built ahead: %s", error)
 
 
 def _without_data(value: Any) -> Any:

@@ -5,8 +5,6 @@ They only stream their rows: each is read once. Which calls these are says `take
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -32,7 +30,6 @@ from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.operands import DTYPES, divided_by
 from hexa_fx.cuda.planning import Piece, TensorMap, planning_of
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ir import Layout
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.ops.table import Esmm, Estmm, LowRankGradients
@@ -56,30 +53,8 @@ _FEW_ROWS, _FEW_LAUNCHES = 32, 3
 """Rows an expert on average below which more launches than that take longer, whose gradients' parts are larger than their rows."""
 
 
-class LowRank(NamedTuple):
-    """What the kernels are given.
-
-    Args:
-        rows: (T, N) gathered by v, or (n, N).
-        v, offs, top_k: as operators have them.
-        u: (n, r), or None where only du is wanted.
-        factor: (E, r, N) or (E, N, r), or None where only dC is wanted.
-        layout: of the factor or its gradient, ``nk`` the former.
-        weights: by slot, that rows of u are multiplied by, or None for 1.
-        dtype, scale, experts_last: of dC, see `hexa_fx.ops.low_rank_gradients`.
-    """
-
-    rows: Tensor
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
-    u: Tensor | None
-    factor: Tensor | None
-    layout: Layout
-    weights: Tensor | None = None
-    dtype: torch.dtype | None = None
-    scale: float = 1.0
-    experts_last: bool = False
+class LowRank(LowRankGradients):
+    """What the kernels are given. Without u only du is wanted, without a factor only dC; their layout is the factor's."""
 
     @property
     def op(self) -> str:
@@ -114,10 +89,8 @@ class LowRank(NamedTuple):
 
 def esmm(o: Esmm) -> Tensor | None:
     """A product without a bias whose weight has a few columns; None if it is another one."""
-    if o.bias is not None:
-        return None
-    given = LowRank(o.x, o.v, o.offs, o.top_k, None, o.weight, o.layout)
-    return _products(given)[0] if takes(given) else None
+    given = o.to(LowRank, rows=o.x, factor=o.weight, scale=1.0, experts_last=False)
+    return _products(given)[0] if o.bias is None and takes(given) else None
 
 
 def estmm(o: Estmm) -> Tensor | None:
@@ -125,16 +98,14 @@ def estmm(o: Estmm) -> Tensor | None:
     few_of_x = o.x.shape[1] < o.g.shape[1]
     few, rows, layout = (o.x, o.g, flip(o.layout)) if few_of_x else (o.g, o.x, o.layout)
     few_index, v = (o.x_index, o.g_index) if few_of_x else (o.g_index, o.x_index)
-    if few_index is not None:
-        return None
-    given = LowRank(rows, v, o.offs, o.top_k, few, None, layout, dtype=rows.dtype)
-    return _products(given)[1] if takes(given) else None
+    stored = {"layout": layout, "dtype": rows.dtype, "scale": 1.0, "experts_last": False}
+    given = o.to(LowRank, rows=rows, v=v, u=few, **stored)
+    return _products(given)[1] if few_index is None and takes(given) else None
 
 
 def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
     """du and dC of one reading; None if the kernels do not take them."""
-    stored = (o.dtype, o.scale, o.experts_last)
-    given = LowRank(o.rows, o.v, o.offs, o.top_k, o.u, o.factor, o.layout, o.top_k_weights, *stored)
+    given = o.to(LowRank)
     if not takes(given):
         return None
     du, dc = _products(given)
@@ -151,7 +122,9 @@ def takes(o: LowRank) -> bool:
         return False
     if o.dtype not in (None, torch.float32, o.rows.dtype):
         return False
-    if o.weights is not None and (DTYPES[o.weights.dtype].name not in WEIGHTS or not o.weights.is_contiguous()):
+    if o.top_k_weights is not None and (
+        DTYPES[o.top_k_weights.dtype].name not in WEIGHTS or not o.top_k_weights.is_contiguous()
+    ):
         return False
     return o.steps > 0 and all(t.is_contiguous() for t in few) and not unsupported(o.rows, *few, experts=experts)
 
@@ -171,28 +144,15 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
         parts = o.rows.new_empty((blocks + experts, min(columns, each), o.rank), dtype=torch.float32)
 
     def piece(begin: int, end: int) -> Piece:
-        pointers = {
-            "v": o.v,
-            "offs": o.offs,
-            "rows": o.rows.narrow(1, begin, end - begin),
-            "u": o.u,
-            "weights": o.weights,
-        }
-        pointers |= {"du": du, "dc": None if dc is None else dc.narrow(axis, begin, end - begin), "parts": parts}
-        pointers |= {"before": sums if begin else None, "beyond": sums if end < columns else None}
-        sizes = {
-            "stride": o.rows.stride()[0],
-            "n": o.n,
-            "experts": experts,
-            "N": columns,
-            "R": o.rank,
-            "scale": o.scale,
-        }
-        return ARGS.piece(**pointers, **sizes, columns=end - begin, blocks=blocks, **divided_by(o.top_k))
+        rows, part = o.rows.narrow(1, begin, end - begin), None if dc is None else dc.narrow(axis, begin, end - begin)
+        pointers = {"v": o.v, "offs": o.offs, "rows": rows, "u": o.u, "weights": o.top_k_weights, "du": du, "dc": part}
+        pointers |= {"parts": parts, "before": sums if begin else None, "beyond": sums if end < columns else None}
+        sizes = {"stride": rows.stride()[0], "n": o.n, "experts": experts, "N": columns, "R": o.rank, "blocks": blocks}
+        return ARGS.piece(**pointers, **sizes, columns=end - begin, scale=o.scale, **divided_by(o.top_k))
 
     dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
     spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
-    weights = {} if o.weights is None else {"weights": DTYPES[o.weights.dtype].name}
+    weights = {} if o.top_k_weights is None else {"weights": DTYPES[o.top_k_weights.dtype].name}
     kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table, **weights))
     side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if o.experts_last else (PART_NUMBERS, experts)
     finish = None

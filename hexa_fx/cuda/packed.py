@@ -7,7 +7,7 @@ same weights are unpacked again for each eight of them, and matrices that were u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from struct import pack, unpack
 from typing import Any, NamedTuple
 
@@ -110,17 +110,8 @@ class PackedKey(NamedTuple):
         return self._replace(bucket=bucket)
 
     def spec(self, tile: PackedTile) -> KernelSpec:
-        spec = KernelSpec(
-            family=FAMILY,
-            op="esmm",
-            arch=self.card.arch,
-            dtype=DTYPES[self.dtype],
-            bk=DEPTH,
-            gather=self.gather,
-            activation=self.activation,
-            glu=self.glu,
-            bias=self.bias,
-        )
+        spec = KernelSpec(FAMILY, "esmm", self.card.arch, DTYPES[self.dtype], bk=DEPTH, gather=self.gather)
+        spec = replace(spec, activation=self.activation, glu=self.glu, bias=self.bias)
         packed: dict[str, Option] = {"scale": self.scale, **self.codes._asdict()}
         keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
         spec = spec.with_options(**packed, **keep, **asdict(tile), passes=tile.passes(self.inner))
@@ -220,40 +211,21 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
         return
     b1, b3 = contiguous(base.b1), contiguous(base.b3)
     planning = planning_of(x)
-    key = PackedKey(
-        planning.card,
-        x.dtype,
-        row_bucket(n, experts),
-        o.depth,
-        base.w1.shape[1],
-        _SCALES[o.scales.dtype],
-        codes_of(o.format),
-        base.v is not None,
-        base.activation,
-        base.glu,
-        b1 is not None,
-        d is not None,
-    )
-    pointers = {
-        "x": x,
-        "code": base.w1,
-        "code2": base.w3,
-        "scale": o.scales,
-        "scale2": o.scales_up,
-        "bias": b1,
-        "bias2": b3,
-    }
-    pointers |= {"d": d, "act": act, "v": base.v, "offs": base.offs}
+    sizes = (row_bucket(n, experts), o.depth, base.w1.shape[1], _SCALES[o.scales.dtype], codes_of(o.format))
+    static = (base.v is not None, base.activation, base.glu, b1 is not None, d is not None)
+    key = PackedKey(planning.card, x.dtype, *sizes, *static)
+    pointers = {"x": x, "code": base.w1, "code2": base.w3, "scale": o.scales, "scale2": o.scales_up, "bias": b1}
+    pointers |= {"bias2": b3, "d": d, "act": act, "v": base.v, "offs": base.offs}
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
     codes, scales = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
     strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
     strides |= {"d_stride": 0 if d is None else d.shape[1]}
-    sizes = {"rows": n, "n": inner, "k": key.inner, "experts": experts, "top_k": divisor(base.top_k)}
+    numbers = {"rows": n, "n": inner, "k": key.inner, "experts": experts, "top_k": divisor(base.top_k)}
     constants, values = constants_of(base.activation, base.params), _values(o.format, x.dtype)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
-    launch(x, spec, grid, **pointers, **strides, **sizes, act_params=constants, values=values)
+    launch(x, spec, grid, **pointers, **strides, **numbers, act_params=constants, values=values)
 
 
 def _values(format: Streamed, dtype: torch.dtype) -> tuple[int, ...]:

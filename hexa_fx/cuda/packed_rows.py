@@ -20,20 +20,21 @@ from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import packed as few_rows
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.gemm import esmm_segment, fused_segment, with_second
+from hexa_fx.cuda.gemm import CUDA, esmm_segment, fused_segment
 from hexa_fx.cuda.gemm_sm90 import ONLY_OTHERS
 from hexa_fx.cuda.operands import DTYPES, Segment, contiguous, has_few_rows
 from hexa_fx.cuda.packed import PackedProduct, Streamed, streamed
 from hexa_fx.cuda.planning import launch, planning_of
-from hexa_fx.cuda.rows import activate, activate_backward, combine, reindex
+from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format, ceil_div
 from hexa_fx.formats.four_bit import FourBit, Nf4Double
-from hexa_fx.ops import library, projection
+from hexa_fx.ops import projection
+from hexa_fx.ops.esmm_packed import activated, differentiated, summed
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.records import DENSE
-from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, routing_of
+from hexa_fx.ops.table import Esmm, EsmmAct, routing_of
 from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.ops.table_variants import EsmmActBackwardPacked, EsmmActPacked, EsmmLowRank, EsmmPacked, EsmmPackedLowRank
 
@@ -162,7 +163,7 @@ def esmm_packed(o: EsmmPacked) -> Tensor:
 def esmm_packed_low_rank(o: EsmmPackedLowRank) -> Tensor:
     """See hexa_fx.ops.esmm_packed."""
     if not _fuses(o, o.u):
-        return with_second(esmm_packed(*o.to(EsmmPacked)), o.u, o.c, o.offs, o.layout)
+        return summed(o, by=CUDA)
     y, c = o.results(), o.c.contiguous()
     for part in parts(o):
         fused_segment(part.product.to(EsmmLowRank, u=o.u, c=c[part.experts]), into=Segment(y, part.rows, part.last))
@@ -176,8 +177,7 @@ def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
     if few is not None and o.u is None:
         return few_rows.esmm_act(few._replace(base=o.dense(o.packed)))
     if few is not None or not _fuses(o, o.u, o.activation):
-        h = _composed(o, o.u, o.c)
-        return (h if o.keep_h else h.new_empty((0, h.shape[1]))), activate(*o.to(Activate, h=h))
+        return activated(o, by=CUDA)
     (h, a), o = o.results(), o._replace(c=contiguous(o.c))
     for part in parts(o):
         into = Segment(h, part.rows, part.last, a)
@@ -189,8 +189,7 @@ def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
 def esmm_act_backward_packed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_packed."""
     if _of_few_rows(o.product) is not None or not _fuses(o.product, o.u, o.activation):
-        da = _composed(o.product, o.u, o.c)
-        return activate_backward(*o.to(ActivateBackward, da=da))
+        return differentiated(o, by=CUDA)
     (dh, a, dweights), o = o.results(), o._replace(c=contiguous(o.c))
     n, inner = a.shape
     dots = o.h.new_zeros((-(-inner // _NARROWEST), n), dtype=torch.float32)
@@ -199,13 +198,6 @@ def esmm_act_backward_packed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, 
     if o.top_k_weights is None:
         return dh, a, dweights
     return dh, a, dots.sum(0).view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
-
-
-def _composed(o: EsmmPacked, u: Tensor | None, c: Tensor | None) -> Tensor:
-    """The product, and what is added to it, in an operator of their own each."""
-    if u is None:
-        return esmm_packed(*o.to(EsmmPacked))
-    return with_second(esmm_packed(*o.to(EsmmPacked)), u, c, o.offs, o.layout)
 
 
 def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
@@ -257,7 +249,7 @@ def _down(o: MoeFfnSources, a: Tensor, *rows: Any) -> Tensor:
     if o.a2 is not None:
         u = projection.narrowed.on("cuda")(a, o.a2, *rows)
         added, name = (u, projection.left.on("cuda")(u, o.c2, o.alphas[2], o.layout2)), f"{name}_low_rank"
-    return library.kernel_for(name, "cuda")(a, *weight, o.b2, *rows, o.layout2, *added)  # type: ignore[no-any-return]
+    return getattr(CUDA, name)(a, *weight, o.b2, *rows, o.layout2, *added)  # type: ignore[no-any-return]
 
 
 def _first_format(o: MoeFfnSources) -> Streamed | None:

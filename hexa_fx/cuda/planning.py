@@ -94,6 +94,11 @@ class Operand:
         """Memory that every call allocates."""
         return self.planning.allocate(tuple(shape), dtype or self.dtype)
 
+    def add_(self, other: Any) -> Operand:
+        """Has torch add to it."""
+        self.planning.run(Tensor.add_, self, other)
+        return self
+
     def view_of(self, shape: Shape, strides: Shape, offset: int) -> Operand:
         """Another tensor in the same memory."""
         return Operand(self.planning, self.place, self.dtype, shape, strides, offset, self.low)

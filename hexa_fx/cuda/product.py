@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hexa_fx.codegen import family_gemm_sm80, family_gemm_sm90
-from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.family import get_family, validate
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
-from hexa_fx.codegen.family_gemm_sm90 import TABLES, line_elements
 from hexa_fx.codegen.spec import KernelSpec, Option, SpecError
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
@@ -20,8 +18,6 @@ from hexa_fx.cuda.kernel import Kernel, NotBuilt, is_built, kernel_of
 from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tuned_tile
 from hexa_fx.ir import Glu, Layout
-
-HOPPER = "gather_gemm_sm90"
 
 FIXED_BUCKET = 9
 """The bucket whose tile every number of rows takes in a fixed order: of many rows, where the tile matters most. A tile sums over K
@@ -60,10 +56,10 @@ class ProductKey(Protocol):
 
 
 class GemmKey(NamedTuple):
-    """A `ProductKey` of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
+    """What is in a `ProductKey` of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90, which have their own.
 
     Args:
-        family: ``gemm_sm80``, ``esfk_sm80`` or `HOPPER`.
+        family: of these.
         op: of the family.
         math: ``tensor``, ``fast_f32`` or ``simt``.
         rows, experts: n and E. The families of sm_80 know of n only its bucket.
@@ -99,108 +95,28 @@ class GemmKey(NamedTuple):
         """`row_bucket` of the launch."""
         return row_bucket(self.rows, self.experts)
 
-    @property
-    def own_columns(self) -> int:
-        """Columns that a Hopper tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
-        return self.inner if self.op == "esfk" else self.columns
-
     def at(self, bucket: int) -> GemmKey:
         return self._replace(rows=(self.experts or 1) << bucket)
 
     def problem(self) -> Problem:
-        name = DTYPES[self.dtype].name
         gather = self.gather or ("gather_b", True) in self.options
-        name = name if self.family == HOPPER else f"{name} {self.math}"
-        return Problem(self.family, self.op, name, gather, self.bucket, self.inner, self.columns)
+        return Problem(self.family, self.op, self.measured_as(), gather, self.bucket, self.inner, self.columns)
 
-    def tile(self, fields: Any) -> AnyTile:
-        return _TILES[self.family].kind(**fields)
+    def measured_as(self) -> str:
+        """The name of the element type that tuning goes by."""
+        return str(DTYPES[self.dtype].name)
 
-    def rule(self) -> AnyTile:
-        return _TILES[self.family].rule(self)
-
-    def candidates(self) -> Sequence[AnyTile]:
-        found: Sequence[AnyTile] = _TILES[self.family].candidates(self)
-        return found
+    def of_tile(self, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
+        """Fields and options of the kernel that follow from the tile."""
+        raise NotImplementedError
 
     def spec(self, tile: AnyTile) -> KernelSpec:
-        dtype = DTYPES[self.dtype]
-        own, options = _TILES[self.family].options(self, tile)
-        spec = KernelSpec(
-            family=self.family,
-            op=self.op,
-            arch=self.card.arch,
-            dtype=dtype,
-            bm=tile.bm,
-            bn=tile.bn,
-            stages=tile.stages,
-            layout=self.layout,
-            gather=self.gather,
-            activation=self.activation,
-            glu=self.glu,
-            bias=self.bias,
-            aligned=self.fit,
-            **own,
-        ).with_options(**options, **dict(self.options))
+        fields, options = self.of_tile(tile)
+        spec = KernelSpec(self.family, self.op, self.card.arch, DTYPES[self.dtype], bm=tile.bm, bn=tile.bn, **fields)
+        static = {name: getattr(self, name) for name in ("layout", "gather", "activation", "glu", "bias")}
+        spec = replace(spec, stages=tile.stages, aligned=self.fit, **static)
+        spec = spec.with_options(**options, **dict(self.options))
         return spec.adding() if self.accumulate else spec
-
-
-class _Sm90:
-    """Tiles of the Hopper family."""
-
-    kind = family_gemm_sm90.TileSm90
-
-    @staticmethod
-    def rule(key: GemmKey) -> AnyTile:
-        swapped = family_gemm_sm90.swaps(key.op, key.glu, key.layout)
-        sizes = key.rows, key.experts, key.own_columns, key.inner
-        return family_gemm_sm90.choose_tile(key.op, *sizes, swapped, ("transpose", True) in key.options, key.card.name)
-
-    @staticmethod
-    def candidates(key: GemmKey) -> Sequence[AnyTile]:
-        rule = key.rule()
-        narrow = key.op in family_gemm_sm90.NARROW_OPS and key.own_columns <= family_gemm_sm90.NARROW_COLUMNS
-        others = family_gemm_sm90.NARROW_CANDIDATES if narrow else family_gemm_sm90.CANDIDATES[key.op]
-        streamed = family_gemm_sm90.STREAMED_TILES if rule in family_gemm_sm90.STREAMED_TILES else ()
-        return tuple(dict.fromkeys((rule, *streamed, *others)))
-
-    @staticmethod
-    def options(key: GemmKey, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
-        """Fields and options. Tables in shared memory are the smallest that hold the experts."""
-        tables = next(size for size in TABLES if key.experts <= size)
-        flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
-        own = {"bk": line_elements(DTYPES[key.dtype]), "schedule": tile.kernel_schedule}
-        return own, {"cluster": tile.cluster, "experts": tables, **flags}
-
-
-class _Sm80:
-    """Tiles of the families that run from sm_80 on."""
-
-    kind = family_gemm_sm80.TileSm80
-
-    @staticmethod
-    def rule(key: GemmKey) -> AnyTile:
-        columns = (
-            min(key.inner, key.columns) if key.op == "esfk" else key.columns
-        )  # both results have to be worth its width
-        return family_gemm_sm80.choose_tile(
-            key.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns
-        )
-
-    @staticmethod
-    def candidates(key: GemmKey) -> Sequence[AnyTile]:
-        return family_gemm_sm80.candidates(key.op, DTYPES[key.dtype], key.math, key.bucket)
-
-    @staticmethod
-    def options(key: GemmKey, tile: AnyTile) -> tuple[dict[str, Any], dict[str, Option]]:
-        exact = key.math == "fast_f32"
-        math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
-        simt: dict[str, Option] = {"simt": True} if key.math == "simt" else {}
-        return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
-
-
-_TILES: dict[str, Any] = {HOPPER: _Sm90, "gemm_sm80": _Sm80, "esfk_sm80": _Sm80}
-"""By family."""
 
 
 @cached_choice

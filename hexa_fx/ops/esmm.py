@@ -164,9 +164,6 @@ esmm_act_backward = library.wrapper("esmm_act_backward", params=())
 @library.kernel("esmm_act_backward", "cpu", "any")
 def _esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of every device: the two operators it stands for."""
-    device = o.dy.device.type
-    da = library.kernel_for("esmm", device)(o.dy, o.weight, None, o.v, o.offs, o.top_k, o.layout)
-    out: tuple[Tensor, Tensor, Tensor] = library.kernel_for("activate_backward", device)(
-        da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params
-    )
-    return out
+    by = library.Kernels(o.dy.device.type)
+    da = by.esmm(*o.to(Esmm, x=o.dy))
+    return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]

@@ -71,43 +71,43 @@ library.register_autograd("esmm_packed", _backward, _setup_context)
 
 @library.kernel("esmm_low_rank", "any")
 @library.kernel("esmm_packed_low_rank", "any")
-def summed(o: EsmmLowRank | EsmmPacked) -> Tensor:
-    """Kernel for any device: a product, and a second one where there is one."""
-    name, record = ("esmm_packed", EsmmPacked) if isinstance(o, EsmmPacked) else ("esmm", Esmm)
-    y: Tensor = getattr(_OPS, name)(*o.to(record))
+def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
+    """Kernel for any device, by other operators: a product, and a second one where there is one."""
+    y: Tensor = by.esmm_packed(*o.to(EsmmPacked)) if isinstance(o, EsmmPacked) else by.esmm(*o.to(Esmm))
     u, c = getattr(o, "u", None), getattr(o, "c", None)
-    return y if u is None else y.add_(_OPS.esmm(u, c, None, None, o.offs, 1, o.layout))
+    return y if u is None else y.add_(by.esmm(u, c, None, None, o.offs, 1, o.layout))
 
 
 @library.kernel("esmm_act_low_rank", "any")
 @library.kernel("esmm_act_packed", "any")
-def activated(o: EsmmActLowRank | EsmmActPacked) -> tuple[Tensor, Tensor]:
-    """Kernel for any device: the products, then the activation."""
+def activated(o: EsmmActLowRank | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
+    """Kernel for any device, by other operators: the products, then the activation."""
     if isinstance(o, EsmmActPacked):
-        h = summed(o)
+        h = summed(o, by)
     else:
         both = ((o.w1, o.b1, o.c), (o.w3, o.b3, o.c3))
-        parts = [summed(o.to(EsmmLowRank, weight=w, bias=b, c=c)) for w, b, c in both if w is not None]
-        h = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    a = _OPS.activate(*o.to(Activate, h=h))
+        parts = [by.esmm_low_rank(*o.to(EsmmLowRank, weight=w, bias=b, c=c)) for w, b, c in both if w is not None]
+        h = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    a = by.activate(*o.to(Activate, h=h))
     return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
 
 
 @library.kernel("esmm_act_backward_low_rank", "any")
 @library.kernel("esmm_act_backward_packed", "any")
-def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel for any device: the products, then the activation's gradient."""
-    packed = isinstance(o, EsmmActBackwardPacked)
-    da = summed(o.to(EsmmPackedLowRank, x=o.dy) if packed else o.to(EsmmLowRank, x=o.dy))
-    out: tuple[Tensor, Tensor, Tensor] = _OPS.activate_backward(*o.to(ActivateBackward, da=da))
-    return out
+def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked, by: Any = _OPS) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel for any device, by other operators: the products, then the activation's gradient."""
+    if isinstance(o, EsmmActBackwardPacked):
+        da = summed(o.to(EsmmPackedLowRank, x=o.dy), by)
+    else:
+        da = by.esmm_low_rank(*o.to(EsmmLowRank, x=o.dy))
+    return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]
 
 
 low_rank_gradients = library.wrapper("low_rank_gradients", scale=1.0, experts_last=False)
 
 
 @library.kernel("low_rank_gradients", "any")
-def composed(o: LowRankGradients, by: Any = torch.ops.hexa) -> tuple[Tensor, Tensor]:
+def composed(o: LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
     """Kernel for any device, by other operators: one reading of rows that are in order, two of gathered ones."""
     rows, u = (o.v, o.offs, o.top_k), o.u
     if o.top_k_weights is not None and o.v is not None:

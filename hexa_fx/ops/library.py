@@ -219,6 +219,16 @@ def kernel_for(name: str, device: str) -> Kernel:
     return _KERNELS.get((name, device)) or overload(name)
 
 
+class Kernels:
+    """The operators by the kernels of a device type, as `torch.ops.hexa` has them by its dispatcher: ``Kernels("cpu").esmm``."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Kernel:
+        return kernel_for(name, self._device)
+
+
 def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None = None) -> None:
     """Registers the autograd formula of ``hexa::<name>`` (see torch.library.register_autograd)."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)

@@ -10,8 +10,7 @@ Functions here are nodes of programs, by other operators, which `hexa_fx.passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from types import SimpleNamespace
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -39,20 +38,16 @@ def composed(function: Callable[..., Any]) -> Composed:
         return function(torch.ops.hexa, *args)
 
     def on(device: str) -> Callable[..., Any]:
+        kernels = library.Kernels(device)
+
         @wraps(function)
         def bound(*args: Any) -> Any:
-            return function(_kernels(device, library.kernel_generation), *args)
+            return function(kernels, *args)
 
         return bound
 
     run.on = on  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
-
-
-@cache
-def _kernels(device: str, generation: int) -> SimpleNamespace:
-    names = ("esmm", "low_rank_gradients", "scaled_transpose")
-    return SimpleNamespace(**{name: library.kernel_for(name, device) for name in names})
 
 
 def _multiplied_with(by: Any, rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:

@@ -20,9 +20,8 @@ from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import tune as cuda_tune
+from hexa_fx.cuda.gemm_sm90 import FAMILY, Sm90Key
 from hexa_fx.cuda.operands import Segment
-from hexa_fx.cuda.product import HOPPER as FAMILY
-from hexa_fx.cuda.product import GemmKey
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from tests.cuda.cards import HOPPER
@@ -238,7 +237,7 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     arguments = (randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
     sm90.esmm(Esmm(*arguments))
     assert recorder.spec.bm == COOPERATIVE.bm
-    key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
+    key = Sm90Key(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
@@ -252,7 +251,7 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
 ) -> None:
     v, offs = routing()
-    key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
+    key = Sm90Key(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
@@ -284,7 +283,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 ) -> None:
     """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
     v, offs = routing()
-    key = GemmKey(FAMILY, "esmm_act", HOPPER, BF16, "tensor", T * K, E, D, 2 * N, "nk", True, "silu", "concat")
+    key = Sm90Key(FAMILY, "esmm_act", HOPPER, BF16, "tensor", T * K, E, D, 2 * N, "nk", True, "silu", "concat")
     table = TunedTable("A Card").with_entry(key.problem(), asdict(SWAPPED), 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
@@ -315,9 +314,9 @@ def test_every_candidate_can_be_generated_and_the_rule_s_tile_is_one(op: str, ro
         render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
 
 
-def key_of(op: str, rows: int, experts: int, glu: str) -> GemmKey:
+def key_of(op: str, rows: int, experts: int, glu: str) -> Sm90Key:
     epilogue = ("silu", glu) if "act" in op else ("none", "none")
-    return GemmKey(FAMILY, op, HOPPER, BF16, "tensor", rows, experts, 2048, 1536, "nk", True, *epilogue)
+    return Sm90Key(FAMILY, op, HOPPER, BF16, "tensor", rows, experts, 2048, 1536, "nk", True, *epilogue)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

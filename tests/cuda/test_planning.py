@@ -109,7 +109,7 @@ def test_empty_results_have_no_address(cards: Cards) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [lambda x: x.add_(1), lambda x: torch.ops.aten.add_.Tensor(x, 1)], ids=["method", "operator"]
+    "code", [lambda x: x.mul_(1), lambda x: torch.ops.aten.add_.Tensor(x, 1)], ids=["method", "operator"]
 )
 def test_a_function_that_writes_to_an_operand_is_refused(code: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(CannotPlan, match="it also runs"):
