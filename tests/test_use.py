@@ -67,6 +67,7 @@ PRECISIONS = {
     "float32, autocast to bf16": (torch.float32, torch.bfloat16, None),
     "float32, autocast to fp16": (torch.float32, torch.float16, None),
     "bf16, autocast to bf16": (torch.bfloat16, torch.bfloat16, None),
+    "bf16, autocast to fp16": (torch.bfloat16, torch.float16, None),
     "cast after": (torch.float32, None, torch.bfloat16),
     "autocast after float32": (torch.float32, torch.bfloat16, torch.float32),
 }
@@ -83,6 +84,7 @@ def test_precisions(folder: tuple[Path, dict[str, Any]], name: str, given: bool)
         model, original = model.to(after), copy.deepcopy(original).to(after)
     ran(model, lambda: step(model, folder[1], cast))
     torch.testing.assert_close(step(model, folder[1], cast), step(original, folder[1], cast), rtol=0.02, atol=0.02)
+    assert "checked in float64" in str(model.report)
 
 
 def _assigned(model: Model) -> Model:

@@ -288,6 +288,7 @@ def _oddities(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
 
 
+@autocast_off()
 def largest(tensor: torch.Tensor) -> float:
     """The largest magnitude of real numbers: 0 of none, NaN or infinite if one of them is."""
     if tensor.numel() <= _PIECE:

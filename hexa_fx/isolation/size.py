@@ -15,6 +15,7 @@ from torch import nn
 
 from hexa_fx.contexts import set_to
 from hexa_fx.isolation.module_tree import tensors_of
+from hexa_fx.isolation.torch_state import autocast_off
 
 Item = TypeVar("Item")
 
@@ -92,6 +93,7 @@ def is_large(value: torch.Tensor) -> bool:
     return value.is_floating_point() and value.dim() >= 2 and 8 * value.numel() >= LEAST_BYTES
 
 
+@autocast_off()  # which joins no tensors in the other 16-bit type
 def of_one_number(values: Iterable[torch.Tensor]) -> set[int]:
     """Ids of the tensors for which `is_of_one_number` holds. All begin with a look that waits for a device once."""
     alike: dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]] = {}
