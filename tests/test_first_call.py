@@ -134,6 +134,17 @@ def test_copies_wait_by_themselves(copied: Any) -> None:
     assert waiting_of(opt) is not None
 
 
+def test_the_report_of_a_copy_counts_the_copy_s_calls() -> None:
+    """Where the block is the whole model, its report lies in front of its forward."""
+    torch.manual_seed(0)
+    opt, x = hexa_fx.optimize(Branches().left[1], config=CONFIG), torch.randn(6, D)
+    opt(x)
+    other = copy.deepcopy(opt)
+    other(x)
+    other(x)
+    assert (counts(opt), counts(other)) == ({"": (1, 0)}, {"": (2, 0)})
+
+
 def test_a_wrapper_that_is_put_in_front_later() -> None:
     """As accelerate puts one for mixed precision, and users for checkpointing."""
     torch.manual_seed(0)

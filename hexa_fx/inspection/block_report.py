@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -110,8 +111,11 @@ class BlockReport:
         return f"<BlockReport {self.name}: {self.state}{sizes}{': ' + self.reason if self.reason else ''}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockReport:
-        """With the forward that was copied along, if one was."""
-        return replace(self, forward=memo.get(id(self.forward)))
+        """With the forward that is copied along, if one is: where its module is being copied."""
+        copied = memo.get(id(self.forward))
+        if copied is None and self.forward is not None and self.forward.is_copied(memo):
+            copied = copy.deepcopy(self.forward, memo)
+        return replace(self, forward=copied)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "forward": None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,10 @@ class InPlace:
     def module(self) -> nn.Module:
         """The user's module; raises `ReferenceError` once it is gone."""
         return referenced(self._module)
+
+    def is_copied(self, memo: Mapping[int, Any]) -> bool:
+        """Whether the module is among the objects, by id, that were copied so far."""
+        return id(self._module()) in memo
 
     @property
     def own_forward(self) -> Callable[..., Any] | None:
