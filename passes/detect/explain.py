@@ -35,6 +35,7 @@ _MERGED = (
     "experts' weights are added up before tokens meet them (a soft mixture of weights), so that no token is given to an expert; "
     "only mixtures of what experts give are rewritten"
 )
+_ONE = "it has one expert, which is given every token: a plain layer, for which there is nothing to sort"
 _LOOKED_UP = (
     "its experts are tables of vectors that are looked up (embedding), with no matrix product to save; only experts that multiply "
     "matrices are rewritten"
@@ -49,6 +50,9 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     """The refusal with a reason that the parameters give, if they do, and the code chooses anything at all."""
     block, parameters, apart = captured.block, captured.named_tensors(), refusal.reason == APART
     groups = expert_groups(parameters)
+    stacked = [parameter for parameter in parameters.values() if parameter.dim() > 2]
+    if stacked and not groups.members and all(len(parameter) == 1 for parameter in stacked):
+        return Refuse(_ONE, refusal.node)
     odd = odd_expert(block) or _in_groups(block)
     if (odd or apart) and not chooses(captured):
         return Refuse(SOFT, refusal.node)
