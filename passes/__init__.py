@@ -33,7 +33,7 @@ from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
-from hexa_fx.capture.record import Replacements
+from hexa_fx.capture.record import Replacements, counted
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -150,6 +150,10 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     """Analyses the block on one example. If what was found differs from the block, it is looked for once more in another way."""
     probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     first = _analyse_on(observation, config, probe)
+    if first.captured is not None and first.check is not None and any(case.changed for case in first.check.cases):
+        counts = counted(first.captured) - observation.counts
+        again = _analyse_example(replace(observation, counts=counts | observation.counts), config) if counts else first
+        return first if again.refusal else again
     if first.match is None or first.settled or first.check is None or first.check.ok:
         return first
     assert first.captured is not None
@@ -198,6 +202,7 @@ def _rewrite(
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
             run = partial(run, gradients=observation.gradients)
+            replacements = replace(replacements, counts=observation.counts)
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))

@@ -160,7 +160,7 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
             value = inputs.get(target)
             known[node] = record_of(value).value if isinstance(value, torch.fx.Node) else value
         elif node.op == "get_attr":
-            known[node] = captured.tensor_of(target)
+            known[node] = captured.value_of(target)
         elif node.op == "call_module" and target in packed:
             known[node] = _packed_value(captured, packed[target].parts)
         elif "call" in node.meta:

@@ -172,6 +172,7 @@ class Observation:
     Args:
         gradients: whether they are on in it, which counts where the code asks.
         written: whether the code around the module writes to what it was given, after the call.
+        counts: see `hexa_fx.capture.record.Replacements`.
     """
 
     path: str
@@ -181,6 +182,7 @@ class Observation:
     given: tuple[Any, Any] | None = None
     gradients: bool = True
     written: bool = False
+    counts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

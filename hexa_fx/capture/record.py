@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord, record_of
+from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
+from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.lookup import is_object, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
-from hexa_fx.isolation.module_tree import kept_tensors
+from hexa_fx.isolation.module_tree import inside, kept_tensors
 from hexa_fx.isolation.purity import WEIGHT
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.isolation.written_tensors import parameters_restored, put_back
+from hexa_fx.runtime import guards
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,14 @@ class Replacements:
         held: of parameters and buffers, by name.
         results: of recorded calls, by the number of their node.
         idle: numbers of dropouts that drop nothing.
+        counts: attributes of modules, by dotted name, whose numbers are asked for in every call, as they are of tensors.
     """
 
     arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     results: Mapping[int, torch.Tensor] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
+    counts: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.arguments) + len(self.held) + len(self.results)
@@ -167,6 +173,7 @@ def _capture(
     ):
         with noted_settings(recorder) as settings, reads.noted():
             _connect(recorder, reads, settings)
+            _ask_for_counts(block, recorder, replacements.counts)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
         output = recorder.lift_result(result)
@@ -199,6 +206,7 @@ def _capture(
         written=frozenset(recorder.written),
         changed_parameters=tuple(reads.ran.changed),
         replaced=replaced,
+        counts={name: recorder.parameters[name] for name in replacements.counts},
     )
 
 
@@ -234,6 +242,8 @@ def _trial(
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
     parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
+    found = {name: attrgetter(name)(block) for name in replacements.counts}
+    counts = {name: torch.tensor(value, dtype=_DTYPES[type(value)]) for name, value in found.items()}
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
@@ -241,7 +251,9 @@ def _trial(
         no_device_asserts(block) if replacements else nullcontext(),
         torch.set_grad_enabled(gradients),
     ):
-        recorder = Recorder(parameters, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle)
+        recorder = Recorder(
+            parameters | counts, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle
+        )
         try:
             yield recorder, snapshot, replaced
         finally:
@@ -269,6 +281,28 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return inspect.signature(block.forward).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise CaptureError(str(error), path=type(block).__name__) from error
+
+
+def _ask_for_counts(block: nn.Module, recorder: Recorder, names: Collection[str]) -> None:
+    """Puts numbers that stand for what the block finds there in every call in place of those that its modules count with."""
+    for name in sorted(names):
+        path, _, attribute = name.rpartition(".")
+        owner, tensor = block.get_submodule(path), recorder.parameters[name]
+        number = recorder.add("call_function", guards.item, (recorder.lift(tensor),), {}, tensor.item())
+        recorder.scopes.append(path)
+        setattr(owner, attribute, wrap(tensor.item(), number, recorder))
+        recorder.scopes.pop()
+
+
+_DTYPES = {int: torch.int64, float: torch.float64}
+
+
+def counted(captured: CapturedBlock) -> frozenset[str]:
+    """Attributes of modules, by dotted name, that the run found a number in and set."""
+    read = {(each.root, *each.steps) for each in captured.reads if type(each.value) in (int, float)}
+    places = (each.place for each in captured.stored)
+    found = (place for place in places if isinstance(place, ModuleAttribute) and (place.path, place.name) in read)
+    return frozenset(inside(place.path, place.name) for place in found)
 
 
 def _run(

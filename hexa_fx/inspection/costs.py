@@ -165,7 +165,7 @@ class _Rewritten:
             if node.op == "call_module" and target not in self._packed:
                 root[target] = self._captured.block.get_submodule(target)
             elif node.op == "get_attr":
-                root[target] = self._captured.tensor_of(target)
+                root[target] = self._captured.value_of(target)
         inputs = [arguments[name] for name, _ in self._captured.arguments]
         # kernels read codes that lie contiguously; those of the stand-ins share the memory of one expert
         with torch_operators() if any(isinstance(w, QuantizedWeight) for w in self.weights) else nullcontext():

@@ -42,7 +42,10 @@ def kind_of(
     tensors = [values[guard.name] for guard in guards if guard.kind == "tensor"]
     device = tensors[0].device.type if tensors else "cpu"
     tensors += [attrgetter(path)(block) for path in parameters]
-    return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in tensors))
+    floating = (
+        tensor for tensor in tensors if isinstance(tensor, torch.Tensor)
+    )  # else a number that a module counts with
+    return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in floating))
 
 
 def _may_be_on() -> bool:

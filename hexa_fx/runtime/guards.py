@@ -109,6 +109,13 @@ def require_finite(values: torch.Tensor, expected: str) -> None:
         raise OwnCodeOnly(f"expected {expected}")
 
 
+def item(value: Any) -> Any:
+    """A number that a module keeps, for which a tensor stood in the recorded run. Raises `GuardMiss` if there is a tensor now."""
+    if isinstance(value, torch.Tensor):
+        raise GuardMiss("a number that the block counts with is a tensor now")
+    return value
+
+
 def require_experts(ids: torch.Tensor, past: int, experts: int) -> torch.Tensor:
     """A guard node of a rewritten graph: ids that the block is given, as its code reads them that looks up with them.
 

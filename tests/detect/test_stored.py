@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,61 @@ def test_refused(make, words):
     for either in (model, opt):
         either(x), either(x)
     torch.testing.assert_close(opt.aux_loss, model.aux_loss)
+
+
+class Counts(Mixture):
+    """Keeps a number that it adds to in every call; ``count``: what it does with it."""
+
+    def __init__(self, count: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.count, self.kept, self.last = count, 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        scale = self.count(self, x, probs)
+        return out if scale is None else out * scale
+
+
+def calls(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
+    m.kept += 1
+
+
+def tokens(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
+    m.kept = m.kept + x.shape[0] if m.training else m.kept
+
+
+def numbers(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
+    m.kept += probs.max().item()
+
+
+def tensors(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
+    m.kept = m.kept + probs.max()
+
+
+def cooling(m: Any, x: torch.Tensor, probs: torch.Tensor) -> float:
+    m.kept += 1
+    return max(0.9, 1 - 0.02 * m.kept)
+
+
+def now_and_then(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
+    m.kept += 1
+    if m.kept % 3 == 0:
+        m.last = probs.mean().item()
+
+
+@pytest.mark.parametrize(
+    "count", [calls, tokens, numbers, tensors, cooling, now_and_then], ids=lambda count: count.__name__
+)
+def test_a_number_that_a_block_adds_to(count: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    block = Counts(count).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), None, hexa_fx.HexaConfig(own_code_when_small=False))
+    for number in (9, 4, 7, 5, 9, 3, 8):
+        x = torch.randn(number, D, dtype=torch.float64)
+        torch.testing.assert_close(optimized(x), block(x))
+        torch.testing.assert_close((optimized.kept, optimized.last), (block.kept, block.last))
+        assert type(optimized.kept) is type(block.kept)
+    assert not optimized.report.blocks[0].calls.own, str(optimized.report)
 
 
 class LeftByTraining(Mixture):

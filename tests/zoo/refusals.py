@@ -234,7 +234,7 @@ class SizeBranch(Mixture):
 
 
 class StepParity(Mixture):
-    """Every second call in a row routes with other weights: Python state, unseen by a trace."""
+    """Every second call in a row routes with other weights."""
 
     def __init__(self) -> None:
         super().__init__(MLP)
@@ -406,7 +406,7 @@ VARIANTS = (
     variant("refuse_data_branch", DataBranch, "host branch on the input's mean", REFUSED),
     variant("refuse_output_branch", OutputBranch, "host branch on an expert's output", REFUSED),
     variant("refuse_size_branch", SizeBranch, "other code beyond 20 tokens: guard or refuse", "either"),
-    variant("refuse_call_parity", StepParity, "Python counter changes the result", REFUSED),
+    variant("refuse_call_parity", StepParity, "Python counter changes the result: a condition", "rewritten"),
     variant("refuse_different_widths", DifferentWidths, "experts of different widths", "either"),
     variant("refuse_different_activations", DifferentActivations, "one expert with another activation", "either"),
     variant("refuse_different_structures", DifferentStructures, "gated and ungated experts", "either"),
