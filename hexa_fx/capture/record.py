@@ -243,7 +243,7 @@ def _trial(
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
     parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
     found = {name: attrgetter(name)(block) for name in replacements.counts}
-    counts = {name: torch.tensor(value, dtype=_DTYPES[type(value)]) for name, value in found.items()}
+    counts = {name: torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") for name, value in found.items()}
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
