@@ -2,7 +2,7 @@
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
 einsums over two: first the weight with the operand that it is contracted with. Parts taken of a weight along its first dimension by
-``index_select`` and ``select`` become subscripts.
+``index_select``, ``select`` and ``narrow`` become subscripts.
 """
 
 from __future__ import annotations
@@ -36,16 +36,23 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
 
 
 def _as_subscript(node: torch.fx.Node) -> None:
-    """Makes ``weight.index_select(0, ids)`` and ``weight.select(0, number)`` what they are: ``weight[ids]``, ``weight[number]``."""
-    if not node.op.startswith("call") or operation(node) not in ("index_select", "select") or len(node.args) != 3:
+    """Makes ``weight.index_select(0, ids)``, ``weight.select(0, number)`` and ``weight.narrow(0, start, length)`` subscripts."""
+    if not node.op.startswith("call") or len(node.args) != _ARGUMENTS.get(operation(node)):
         return
-    weight, dim, place = node.args
+    weight, dim, place, *length = node.args
     several = operation(node) == "index_select"
     if dim != 0 or not isinstance(weight, torch.fx.Node) or any(n.op == "placeholder" for n in ancestors([weight])):
         return
     if several and (not isinstance(place, torch.fx.Node) or record_of(place).value.dim() != 1):
         return
+    if length:
+        if not isinstance(place, int) or not isinstance(length[0], int) or place < 0:
+            return
+        place = slice(place, place + length[0])
     node.op, node.target, node.args = "call_function", operator.getitem, (weight, place)
+
+
+_ARGUMENTS = {"index_select": 3, "select": 3, "narrow": 4}
 
 
 def _past_other_writes(node: torch.fx.Node) -> None:

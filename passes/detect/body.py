@@ -18,7 +18,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.passes.detect.graph import ancestors, literals
+from hexa_fx.passes.detect.graph import ancestors, is_tensor, literals
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
 from hexa_fx.passes.detect.rows import DIFFERENT_WAYS, Instance, joined
 from hexa_fx.passes.detect.rules import refuse_randomness
@@ -300,15 +300,19 @@ def _by_feature(value: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
 
 
 def bias_bases(nodes: Iterable[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag], experts: int) -> list[str]:
-    """Expert parameters that enter at ``nodes``, in order: one expert's, gathered ones, or a whole stack broadcast over rows."""
+    """Expert parameters that enter at ``nodes``, in order: one expert's, gathered ones, or a stack broadcast over rows."""
     found: dict[str, None] = {}
     for node in nodes:
         for operand in node.all_input_nodes:
-            value = record_of(operand).value
-            stacked = tags[operand].weight and value.dim() >= 2 and value.shape[0] == experts
-            if tags[operand].weight and (tags[operand].experts or stacked):
+            if tags[operand].weight and (tags[operand].experts or _is_of_all(operand, experts)):
                 found.update(dict.fromkeys(tags[operand].bases))
     return list(found)
+
+
+def _is_of_all(weight: torch.fx.Node, experts: int) -> bool:
+    """Whether it is a stack with a part for each expert, or made of one, as some experts' parts are."""
+    values = (record_of(node).value for node in ancestors([weight]) if is_tensor(node))
+    return any(value.dim() >= 2 and value.shape[0] == experts for value in values)
 
 
 def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str | None]:

@@ -255,33 +255,60 @@ def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]],
 
 
 def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], counts: set[int]) -> Tag:
-    """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or slices a matrix."""
-    base, index = node.args[0], node.args[1]
+    """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or takes several experts or a part of a matrix."""
+    base, place = node.args[0], _first_place(node)
     assert isinstance(base, torch.fx.Node)
     tag = tags[base]
     if tag.experts:
         return tag
-    first = index[0] if isinstance(index, (tuple, list)) else index
-    value = record_of(first).value if isinstance(first, torch.fx.Node) else first
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
+    if isinstance(place, torch.Tensor) and place.is_floating_point():
         return tag
-    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+    if isinstance(place, bool) or (isinstance(place, torch.Tensor) and place.dtype == torch.bool):
         return tag
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
+    if isinstance(place, torch.Tensor) and place.numel() != 1:
         return Tag(frozenset({ALL}), weight=True, bases=tag.bases)
-    if not isinstance(value, (int, torch.Tensor)) or not _selects_expert(base, counts):
+    if not isinstance(place, (int, slice, torch.Tensor)):
         return tag
-    return Tag(frozenset({int(value)}), weight=True, bases=tag.bases)
+    picked = _experts_at(base, place if isinstance(place, slice) else int(place), counts)
+    if len(picked) != 1 or (isinstance(place, slice) and record_of(base).value.shape[0] == 1):
+        return tag
+    return Tag(frozenset(picked), weight=True, bases=tag.bases)
 
 
-def _selects_expert(base: torch.fx.Node, counts: set[int]) -> bool:
-    """A stack indexed on its first dimension, or the pieces that ``chunk``/``unbind`` cut along it."""
-    if operation(base) in ("chunk", "split", "unbind", "tensor_split"):
-        return _cut_dimension(base) == 0
-    if not is_tensor(base):
-        return False
-    shape = record_of(base).value.shape
-    return len(shape) >= 3 or (len(shape) >= 1 and shape[0] in counts)
+def _first_place(node: torch.fx.Node) -> object:
+    """The subscript of the first dimension, or of a list of pieces."""
+    index = node.args[1]
+    first = index[0] if isinstance(index, (tuple, list)) and index else index
+    return torch.fx.node.map_arg(first, lambda operand: record_of(operand).value)
+
+
+def _experts_at(base: torch.fx.Node, place: int | slice, counts: set[int]) -> range:
+    """The experts whose parts ``base[place]`` holds; none if ``base`` holds no experts along its first dimension."""
+    if is_tensor(base):
+        held = _experts_in(base, counts)
+        return held[place] if isinstance(place, slice) else held[place:][:1]
+    if not _cuts_experts(base) or _cut_dimension(base) != 0 or isinstance(place, slice):
+        return range(0)
+    held, pieces = _experts_in(base.all_input_nodes[0], counts), record_of(base).value
+    if not held or operation(base) == "unbind":
+        return (held or range(len(pieces)))[place:][:1]  # none held: a matrix of all experts below each other
+    start = sum(map(len, pieces[: place % len(pieces)]))
+    return held[start : start + len(pieces[place])]
+
+
+def _experts_in(node: torch.fx.Node, counts: set[int]) -> range:
+    """The experts whose parts a stack, or what was cut out of one, holds along its first dimension; none if it is no stack."""
+    if not is_tensor(node):
+        return range(0)
+    if node.target is operator.getitem and isinstance(base := node.args[0], torch.fx.Node):
+        place = _first_place(node)
+        if isinstance(place, slice) or (isinstance(place, int) and not is_tensor(base)):
+            return _experts_at(base, place, counts)
+    shape = record_of(node).value.shape
+    return range(shape[0]) if len(shape) >= 3 or (len(shape) >= 1 and shape[0] in counts) else range(0)
+
+
+_cuts_experts = ops.of("chunk split split_with_sizes tensor_split unbind")
 
 
 def _cut_dimension(node: torch.fx.Node) -> object:

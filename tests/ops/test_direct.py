@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import direct, fallback, library
@@ -107,6 +108,21 @@ def test_second_derivatives_are_an_error():
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises((InputError, RuntimeError), match=r"second|twice|double"):
         torch.autograd.grad(g.sum(), weight)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant):
+    """One that is not reentrant recomputes what was saved when a backward asks for it."""
+    v, inv, offs = routing("all routed")
+    x, weight, factor = random(T, C), random(E, N, C), random(T, K)
+
+    def run(x: Tensor) -> Tensor:
+        return direct.combine(direct.esmm(x.sin(), weight, None, v, offs, K, "nk").sin(), factor, inv, offs, K)
+
+    leaves = (x, weight, factor)
+    expected = torch.autograd.grad(run(x).square().sum(), leaves)
+    checkpoint(run, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], [*expected])
 
 
 class Subclass(Tensor):
