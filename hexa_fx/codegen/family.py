@@ -126,34 +126,37 @@ class Family:
     """One template and everything Python must know about it.
 
     Args:
-        name: `KernelSpec.family`.
-        template: file name under templates/.
+        name: `KernelSpec.family`; its template is ``templates/NAME.cu.j2``.
         ops: the operators it serves.
-        min_arch, max_arch: compute capabilities it runs on, inclusive.
+        min_arch: the first compute capability that it runs on.
         args: layout of the (last) by-value argument struct.
         shape: KernelSpec -> LaunchShape.
         values: KernelSpec -> what else the template sees.
         check: KernelSpec -> reasons why it cannot be generated; empty when it can.
-        arch_specific: needs the ``a`` target (wgmma, setmaxnreg): sm_90a.
+        arch_specific: needs the ``a`` target (wgmma, setmaxnreg), sm_90a, and runs on no other compute capability.
     """
 
     name: str
-    template: str
     ops: tuple[str, ...]
     args: Args
     shape: Callable[[KernelSpec], LaunchShape]
     values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
     min_arch: int = 80
-    max_arch: int = NEWEST_ARCH
     arch_specific: bool = False
 
     def why_not_on(self, arch: int) -> str:
         """Why its kernels do not run on a compute capability; empty if they do."""
         if arch > NEWEST_ARCH:
             return f"sm_{arch}: no kernel has run on anything newer than an sm_{NEWEST_ARCH}"
-        takes = self.min_arch <= arch <= self.max_arch
-        return "" if takes else f"sm_{arch}: {self.name} needs sm_{self.min_arch} to sm_{self.max_arch}"
+        newest = self.min_arch if self.arch_specific else NEWEST_ARCH
+        takes = self.min_arch <= arch <= newest
+        return "" if takes else f"sm_{arch}: {self.name} needs sm_{self.min_arch} to sm_{newest}"
+
+    @property
+    def template(self) -> str:
+        """File name under templates/."""
+        return f"{self.name}.cu.j2"
 
     def target(self, spec: KernelSpec) -> str:
         """The compiler's name of the architecture, e.g. ``sm_90a``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
@@ -24,30 +24,14 @@ SCALES = Args("P a_scale, w_scale, h_scale, act_scale, p_scale, q_scale; i p_sca
 _OUT = (DataType.bf16, DataType.f16, DataType.f32, DataType.u8)
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """What the template states beyond the spec. Everything here follows from the spec."""
-
-    ops: int
-    epilogue: str
-    store_h: bool
-    paired_weight: bool
-    row_columns: int
-    part_scales: bool
-    staging_bytes: int
-    max_experts: int
-    producer_registers: int
-    consumer_registers: int
-
-
-def block_shape(spec: KernelSpec) -> BlockShape:
-    """Template values of `spec`.
+def block_shape(spec: KernelSpec) -> SimpleNamespace:
+    """What the template states beyond the spec, from which all of it follows.
 
     Options: ``store_h``; ``shared``, for weight tiles: columns of a part of Q share their scale; ``experts``, which the tables have
     room for; ``cluster``: blocks that share a weight tile.
     """
     paired = spec.op == "esmm_act" and spec.glu == "concat"
-    return BlockShape(
+    return SimpleNamespace(
         ops=2 if spec.op == "estmm" else 1,
         epilogue="activate" if spec.op == "esmm_act" else "store",
         store_h=bool(spec.option("store_h", False)),
@@ -105,14 +89,12 @@ def _check(spec: KernelSpec) -> Iterable[str]:
 FAMILIES = (
     Family(
         name=FAMILY,
-        template="block_gemm_sm90.cu.j2",
         ops=("esmm", "esmm_act", "estmm"),
         args=Args(f"{ARGS.text}; {SCALES.text}"),
         shape=_shape,
         values=lambda spec: {"shape": block_shape(spec)},
         check=_check,
         min_arch=90,
-        max_arch=90,
         arch_specific=True,
     ),
 )

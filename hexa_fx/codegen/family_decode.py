@@ -238,7 +238,6 @@ _ARGS = Args(
 FAMILIES = (
     Family(
         name=GEMM,
-        template="decode_gemm.cu.j2",
         ops=("esmm",),
         args=_ARGS,
         shape=_shape,
@@ -247,7 +246,6 @@ FAMILIES = (
     ),
     Family(
         name=DOWN,
-        template="decode_down.cu.j2",
         ops=("combine",),
         args=_ARGS,
         shape=_down_shape,
@@ -256,7 +254,6 @@ FAMILIES = (
     ),
     Family(
         name=COMBINE,
-        template="decode_combine.cu.j2",
         ops=("combine",),
         args=Args("P y, weights, ids, out; i width, top_k, experts, parts"),
         shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec), overlaps=True),

@@ -186,7 +186,6 @@ GEMM = Args(
 FAMILIES = (
     Family(
         name="gemm_sm80",
-        template="gemm_sm80.cu.j2",
         ops=("esmm", "estmm"),
         args=GEMM,
         shape=_shape,
@@ -194,7 +193,6 @@ FAMILIES = (
     ),
     Family(
         name="esfk_sm80",
-        template="esfk_sm80.cu.j2",
         ops=("esfk",),
         args=Args(f"{GEMM.within('rows')}; {GEMM.within('weight')}; P db"),
         shape=_fused_shape,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
 from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
@@ -203,37 +204,8 @@ ARGS = Args(
 """hexa::sm90::GroupedParams, in its order."""
 
 
-@dataclass(frozen=True)
-class GemmShape:
-    """What the template states beyond the spec. Everything here follows from the spec."""
-
-    schedule: str
-    swapped: bool
-    once: bool
-    widths: tuple[int, ...]
-    wgmma_columns: tuple[int, ...]
-    ops: int
-    gather_rows: bool
-    gather_weight: bool
-    epilogue: str
-    store_h: bool
-    split_weight: bool
-    paired_weight: bool
-    weight_column_scale: int
-    row_columns: int
-    transpose_weight: bool
-    column_sums: bool
-    low_rank: int
-    added_in_staging: bool
-    borrow: bool
-    staging_bytes: int
-    max_experts: int
-    producer_registers: int
-    consumer_registers: int
-
-
-def gemm_shape(spec: KernelSpec) -> GemmShape:
-    """Template values of `spec`.
+def gemm_shape(spec: KernelSpec) -> SimpleNamespace:
+    """What the template states beyond the spec, from which all of it follows.
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``experts`` (room in the tables), ``swapped`` (see
     mma/swapped_sm90.cuh), ``once`` (of these, weights leave L2 first), ``low_rank`` (row tiles add a second product, of which a
@@ -244,7 +216,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
     paired = kind == "activate" and spec.glu in ("concat", "split")
     widths = swapped_widths(spec.bm) if _swapped(spec) else ()
     inter = kind == "activate" and spec.glu == "interleaved"
-    return GemmShape(
+    return SimpleNamespace(
         schedule="swapped" if _swapped(spec) else SCHEDULES[spec.schedule],
         swapped=_swapped(spec),
         once=bool(spec.option("once")),
@@ -414,14 +386,12 @@ def _pingpong(spec: KernelSpec) -> bool:
 FAMILIES = (
     Family(
         name="gather_gemm_sm90",
-        template="gather_gemm_sm90.cu.j2",
         ops=(*ROW_OPS, "estmm", "esfk"),
         args=ARGS,
         shape=_shape,
         values=lambda spec: {"shape": gemm_shape(spec)},
         check=_check,
         min_arch=90,
-        max_arch=90,
         arch_specific=True,
     ),
 )

@@ -137,14 +137,12 @@ ARGS = Args(
 FAMILIES = (
     Family(
         name=FAMILY,
-        template="low_rank.cu.j2",
         ops=(BOTH, "esmm", "estmm", PARTS),
         args=ARGS,
         shape=_shape,
         values=_values,
         check=_check,
         min_arch=90,
-        max_arch=90,
         arch_specific=True,
     ),
 )

@@ -154,7 +154,6 @@ def _check(spec: KernelSpec) -> Iterable[str]:
 FAMILIES = (
     Family(
         name=FAMILY,
-        template="packed_gemm.cu.j2",
         ops=("esmm",),
         args=Args(
             "P x, code, code2, scale, scale2, bias, bias2, d, act, v, offs; "

@@ -171,7 +171,6 @@ def _check_activate_fp8(spec: KernelSpec) -> Iterable[str]:
 FAMILIES = (
     Family(
         name="combine",
-        template="combine.cu.j2",
         ops=("combine",),
         args=Args("P y, weights, inv, routed, out; q y_stride, out_stride; i width, top_k"),
         shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
@@ -180,7 +179,6 @@ FAMILIES = (
     ),
     Family(
         name="ess",
-        template="ess.cu.j2",
         ops=("ess_partial", "ess_finish"),
         args=Args("P g, v, offs, scale, partial, out; q g_stride; i experts, width, top_k, pad"),
         shape=lambda spec: LaunchShape(threads=256),
@@ -189,7 +187,6 @@ FAMILIES = (
     ),
     Family(
         name="activate",
-        template="activate.cu.j2",
         ops=("activate", "activate_backward"),
         args=Args("P h, da, weights, v, routed, a, dh, dweights; q h_stride, da_stride; i rows, width; 2f act"),
         shape=lambda spec: LaunchShape(threads=128),
@@ -198,7 +195,6 @@ FAMILIES = (
     ),
     Family(
         name="scaled_transpose",
-        template="scaled_transpose.cu.j2",
         ops=("scaled_transpose",),
         args=Args("P x, out; q rows, columns; d scale; i column_tiles"),
         shape=_transpose_shape,
@@ -207,7 +203,6 @@ FAMILIES = (
     ),
     Family(
         name="reindex",
-        template="reindex.cu.j2",
         ops=("reindex_count", "reindex_place"),
         args=Args("P ids, counts, v, inv, offs; i n, experts, chunk, pad"),
         shape=_reindex_shape,
@@ -216,7 +211,6 @@ FAMILIES = (
     ),
     Family(
         name=QUANTIZE,
-        template="quantize_fp8.cu.j2",
         ops=tuple(_FUNCTIONS),
         args=Args(
             "P x, x3, v, offs, q, s, q_t, s_t, sum; q by_expert, by_line, by_column; "
@@ -229,7 +223,6 @@ FAMILIES = (
     ),
     Family(
         name=ACTIVATE,
-        template="activate_fp8.cu.j2",
         ops=("activate_backward",),
         args=Args(
             "P da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; i experts, columns; 2f act_params"
@@ -240,12 +233,10 @@ FAMILIES = (
     ),
     Family(
         name=COMBINE,
-        template="combine_bytes.cu.j2",
         ops=("combine",),
         args=Args("P y, scales, weights, inv, routed, out; i width, padded, top_k, tokens"),
         shape=_combine_shape,
         values=lambda spec: {"blocks": combining_blocks(spec)},
         check=check_combine,
-        min_arch=80,
     ),
 )

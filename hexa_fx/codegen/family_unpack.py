@@ -43,7 +43,6 @@ def _check_unpack(spec: KernelSpec) -> Iterable[str]:
 FAMILIES = (
     Family(
         name=UNPACK,
-        template="unpack.cu.j2",
         ops=("unpack",),
         args=Args("P packed, scale, nested, offset, map, out; i values, columns, scales, nests, blocks; 16f code"),
         shape=lambda spec: LaunchShape(threads=256, shared_bytes=64),
