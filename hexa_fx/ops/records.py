@@ -2,8 +2,8 @@
 
 A record is a named tuple, so that it can be handed on as arguments. Its class says the operands in the order of the schema, with a
 `Form` for each tensor (its dtypes, its sizes, how it lies), what comes out (`returns`, `results`), and what else must hold
-(`faults`). Variants inherit: the last base's fields come first, as in dataclasses, and a class's own fields come last. The table is
-`hexa_fx.ops.table`.
+(`faults`). Variants inherit: the last base's fields come first, as in dataclasses, and a class's own fields come last, or before all
+others where they are ``leading``. The table is `hexa_fx.ops.table`.
 """
 
 from __future__ import annotations
@@ -273,16 +273,17 @@ _SCHEMA: dict[Any, str] = {
 class _Record(type):
     """Makes a class a named tuple of its fields and those of its bases."""
 
-    def __new__(mcs, name: str, bases: tuple[Any, ...], body: dict[str, Any]) -> Any:
+    def __new__(mcs, name: str, bases: tuple[Any, ...], body: dict[str, Any], leading: bool = False) -> Any:
         if not bases:
             return super().__new__(mcs, name, (tuple,), {"__slots__": (), **body})
         inherited = [field for base in reversed(bases) for field in getattr(base, "_fields", ())]
         own = [field for field, kind in body.get("__annotations__", {}).items() if "ClassVar" not in str(kind)]
         defaults = body.get("defaults", bases[0].defaults)
-        made: Any = namedtuple(name, dict.fromkeys(inherited + own), defaults=defaults.values())  # type: ignore[misc]
+        in_order = dict.fromkeys(own + inherited if leading else inherited + own)
+        made: Any = namedtuple(name, in_order, defaults=defaults.values())  # type: ignore[misc]
         return super().__new__(mcs, name, (made, *bases), {"__slots__": (), **body})
 
-    def __init__(cls, name: str, bases: tuple[Any, ...], body: dict[str, Any]) -> None:
+    def __init__(cls, name: str, bases: tuple[Any, ...], body: dict[str, Any], leading: bool = False) -> None:
         super().__init__(name, bases, body)
         if bases:
             cls._declare()  # type: ignore[attr-defined]

@@ -233,13 +233,11 @@ def activation_gradients(h: Tensor, inner: int, gates: Tensor | None) -> tuple[T
     return h.new_empty(h.shape), h.new_empty((h.shape[0], inner)), dweights
 
 
-class _Pre(Operands):
-    h: Annotated[Tensor, floating("n H")]
-
-
 @operator("activate")
-class Activate(Activated, _Pre):
+class Activate(Activated, leading=True):
     """``a = act(h)`` row by row, computed in float32 (float64 for float64). h is (n, I), or gated (n, 2I). Returns (n, I)."""
+
+    h: Annotated[Tensor, floating("n H")]
 
     def faults(self) -> str:
         odd = self.glu != "none" and self.h.shape[1] % 2
@@ -250,16 +248,8 @@ class Activate(Activated, _Pre):
         return self.h.new_empty((n, width if self.glu == "none" else width // 2))
 
 
-class _Gradient(Operands):
-    da: Annotated[Tensor, floating("n I")]
-    h: Annotated[Tensor, floating("n .width")]
-    top_k_weights: BySlot
-    v: V
-    offs: Annotated[Tensor | None, index("E+1")]
-
-
 @operator("activate_backward", differentiable=False)
-class ActivateBackward(Activated, _Gradient):
+class ActivateBackward(Activated, leading=True):
     """Backward of the activation together with the routing weight's.
 
     Args:
@@ -275,6 +265,11 @@ class ActivateBackward(Activated, _Gradient):
             without weights.
     """
 
+    da: Annotated[Tensor, floating("n I")]
+    h: Annotated[Tensor, floating("n .width")]
+    top_k_weights: BySlot
+    v: V
+    offs: Annotated[Tensor | None, index("E+1")]
     returns = "(Tensor dh, Tensor a_scaled, Tensor dweights)"
 
     @property
@@ -462,18 +457,6 @@ class LowRankGradients(Operands):
         )
 
 
-class _IntoWeight(Operands):
-    into: Annotated[Tensor, added_to("E N K", layout="layout")]
-
-
-class _IntoWeightAndBias(_IntoWeight):
-    into_bias: Annotated[Tensor | None, added_to("E N")]
-
-
-class _IntoSums(Operands):
-    into: Annotated[Tensor, added_to("E C")]
-
-
 class _Adding(Operands):
     """Adds to buffers in the accumulators' type, any strides; the part of an expert without rows stays as it is. No gradient."""
 
@@ -487,23 +470,27 @@ class _Adding(Operands):
 
 
 @operator("estmm_add")
-class EstmmAdd(_Adding, Estmm, _IntoWeight):
+class EstmmAdd(_Adding, Estmm, leading=True):
     """``into += estmm(x, g, ...)``, the product added before it is rounded; into in float32 (float64 for float64), any strides."""
 
+    into: Annotated[Tensor, added_to("E N K", layout="layout")]
     returns = "()"
 
 
 @operator("ess_add")
-class EssAdd(_Adding, Ess, _IntoSums):
+class EssAdd(_Adding, Ess, leading=True):
     """``into += ess(g, ...)``, as `estmm_add`."""
 
+    into: Annotated[Tensor, added_to("E C")]
     returns = "()"
 
 
 @operator("esfk_add")
-class EsfkAdd(_Adding, _Esfk, _IntoWeightAndBias):
+class EsfkAdd(_Adding, _Esfk, leading=True):
     """Returns dx of `esfk`, adds dW to into, and adds db to into_bias (E, N) unless that is None; as `estmm_add`."""
 
+    into: Annotated[Tensor, added_to("E N K", layout="layout")]
+    into_bias: Annotated[Tensor | None, added_to("E N")]
     returns = "Tensor dx"
 
     def results(self) -> Tensor:

@@ -303,12 +303,8 @@ class QuantizeRowsFp8(Operands):
         return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
 
 
-class _Numbers(Operands):
-    x: Annotated[Tensor, _quantizable("n C", by="v")]
-
-
 @operator("quantize_columns_fp8")
-class QuantizeColumnsFp8(Grouped, _Numbers):
+class QuantizeColumnsFp8(Grouped, leading=True):
     """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
 
     Results:
@@ -317,6 +313,7 @@ class QuantizeColumnsFp8(Grouped, _Numbers):
         s: (G, C') float32, of the 128 rows of a group in a column.
     """
 
+    x: Annotated[Tensor, _quantizable("n C", by="v")]
     returns = "(Tensor q, Tensor s)"
 
     def results(self) -> tuple[Tensor, Tensor]:
