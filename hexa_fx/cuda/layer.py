@@ -40,6 +40,7 @@ _MOST = 1024
 """Most kinds of call to keep."""
 
 General = Callable[..., Any]
+Sizes = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 Record = type[MoeFfn | MoeFfnSources]
 
 
@@ -58,17 +59,16 @@ def _backward(record: Any, *args: Any) -> Any:
     return backward_on("cuda", record, args)
 
 
-_RECORDS: tuple[tuple[str, Any, Any], ...] = (
-    ("moe_ffn", MoeFfn, MoeFfnBackward),
-    ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward),
+_LAYERS: tuple[tuple[str, Any, Any, Callable[[Any], Tensor | None]], ...] = (
+    ("moe_ffn", MoeFfn, MoeFfnBackward, few_tokens),
+    ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, streamed_layer),
 )
-_FEW: dict[str, Callable[[Any], Tensor | None]] = {"moe_ffn": few_tokens, "moe_ffn_sources": streamed_layer}
-PROGRAMS: dict[str, General] = {
-    **{name: partial(_inference, record, _FEW[name]) for name, record, _ in _RECORDS},
-    **{f"{name}_forward": partial(_training, record) for name, record, _ in _RECORDS},
-    **{f"{name}_backward": partial(_backward, record) for name, _, record in _RECORDS},
-}
+PROGRAMS: dict[str, General] = {}
 """What runs an operator of a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+for _name, _record, _gradients, _few in _LAYERS:
+    PROGRAMS[_name] = partial(_inference, _record, _few)
+    PROGRAMS[f"{_name}_forward"] = partial(_training, _record)
+    PROGRAMS[f"{_name}_backward"] = partial(_backward, _gradients)
 
 WHEN_NEW: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """What is told the operands of calls of a kind that was not seen before, by operator."""
@@ -85,45 +85,31 @@ def forget() -> None:
     _general.clear()
 
 
-def _forward_of(name: str, record: Record) -> Callable[..., Any]:
-    sizes = record.pick("top_k_index", "w1")
-
-    def run(general: General, *args: Any) -> Any:
-        return _call(name, general, args, args, *sizes(args))
-
-    return run
+def _call_forward(name: str, sizes: Sizes, general: General, *args: Any) -> Any:
+    return _call(name, general, args, args, *sizes(args))
 
 
-def _backward_of(name: str, record: Any) -> Callable[..., Any]:
-    sizes = record.pick("v", "w1")
-
-    def run(general: General, *args: Any) -> Any:
-        v, w1 = sizes(args)
-        if not _is_small(v, w1):
-            return general(*args)  # before anything else refers to h, which is freed on the way
-        dy, x, h, *rest = args
-        in_list = isinstance(h, list)
-        found = _call(name, general, args, (dy, x, h[0] if in_list else h, *rest), v, w1)
-        if in_list:
-            h.clear()
-        return found
-
-    return run
+def _call_backward(name: str, sizes: Sizes, general: General, *args: Any) -> Any:
+    v, w1 = sizes(args)
+    if not _is_small(v, w1):
+        return general(*args)  # before anything else refers to h, which is freed on the way
+    dy, x, h, *rest = args
+    in_list = isinstance(h, list)
+    found = _call(name, general, args, (dy, x, h[0] if in_list else h, *rest), v, w1)
+    if in_list:
+        h.clear()
+    return found
 
 
-LAYERS: dict[str, Callable[..., Any]] = {
-    f"{name}{end}": made(f"{name}{end}", record)
-    for name, forward, backward in _RECORDS
-    for end, made, record in (
-        ("", _forward_of, forward),
-        ("_forward", _forward_of, forward),
-        ("_backward", _backward_of, backward),
-    )
-}
+LAYERS: dict[str, Callable[..., Any]] = {}
 """What runs an operator of a layer on plain CUDA tensors. It takes the general path, which checks its arguments, and then the
 operator's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
 are added to, one or None for each differentiable operand after x.
 """
+for _name, _record, _gradients, _ in _LAYERS:
+    for _end in ("", "_forward"):
+        LAYERS[_name + _end] = partial(_call_forward, _name + _end, _record.pick("top_k_index", "w1"))
+    LAYERS[f"{_name}_backward"] = partial(_call_backward, f"{_name}_backward", _gradients.pick("v", "w1"))
 
 
 def _is_small(slots: Tensor, w1: Tensor) -> bool:

@@ -4,7 +4,7 @@ Neither ``W + s C A`` nor a packed W as a whole ever exists. ``u = x @ A^T`` is 
 width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.esmm_packed`). A is (E, r, K) and C (E, N, r), of any
 strides and dtype. Copies of them are made where they are read, so that none is kept for backward.
 
-Functions here are nodes of programs, by other operators, which `hexa_fx.passes.lowering.bind` makes those of a device.
+Functions here are nodes of programs, by other operators, which `hexa_fx.passes.lowering.graph_pass` makes those of a device.
 """
 
 from __future__ import annotations

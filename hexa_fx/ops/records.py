@@ -2,8 +2,8 @@
 
 A record is a named tuple, so that it can be handed on as arguments. Its class says the operands in the order of the schema, with a
 `Form` for each tensor (its dtypes, its sizes, how it lies), what comes out (`returns`, `results`), and what else must hold
-(`faults`). Variants inherit: the last base's fields come first, as in dataclasses, and a class's own fields come last, or before all
-others where they are ``leading``. The table is `hexa_fx.ops.table`.
+(`faults`). Variants inherit: the last base's fields come first, as in dataclasses, and a class's own fields come last, or before
+all others where they are ``leading``. The table is `hexa_fx.ops.table`.
 """
 
 from __future__ import annotations

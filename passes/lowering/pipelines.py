@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hexa_fx.passes.lowering.bind import BindKernels, TakeSaved
 from hexa_fx.passes.lowering.fuse import FuseActivation
-from hexa_fx.passes.lowering.graph_pass import Pipeline
+from hexa_fx.passes.lowering.graph_pass import BindKernels, Pipeline, TakeSaved
 from hexa_fx.passes.lowering.tile import TileRows
 
 CUDA = Pipeline((FuseActivation(gradients=True), BindKernels("cuda"), TakeSaved()))
