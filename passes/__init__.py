@@ -253,5 +253,5 @@ def _checked(
         done.note = check.reason or "equal"
     if check.ok:
         return replace(found, check=check)
-    refusal = Refusal(observation.path, why_refused(check, block), settled=changes_itself(check.cases))
+    refusal = Refusal(observation.path, why_refused(check, captured), settled=changes_itself(check.cases))
     return replace(found, check=check, rewritten=None, refusal=refusal)

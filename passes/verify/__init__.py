@@ -21,13 +21,16 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx import operations as ops
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.operations import operation
+from hexa_fx.passes.detect.decisions import is_count, sizes_asked
 from hexa_fx.passes.detect.explain import odd_expert
-from hexa_fx.passes.detect.graph import descendants
+from hexa_fx.passes.detect.graph import descendants, literals
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
 from hexa_fx.passes.verify.cases import (
@@ -214,12 +217,26 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
     return ""
 
 
-def why_refused(result: VerificationResult, block: nn.Module) -> str:
+def why_refused(result: VerificationResult, captured: CapturedBlock) -> str:
     """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, or what differs."""
-    if all(case.outcome != "different" for case in result.cases):
+    different = next((case for case in result.cases if case.outcome == "different"), None)
+    if different is None:
         return result.reason
-    said = odd_expert(block) or _kept(next(case for case in result.cases if case.outcome == "different"))
+    said = odd_expert(captured.block) or _kept(different) or _limited(captured.graph)
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
+
+
+def _limited(graph: torch.fx.Graph) -> str:
+    """The sentence on code that compares an expert's number of tokens with a limit: one run need not show what it does beyond."""
+    orders = (node for node in graph.nodes if ops.orders(node) and record_of(node).decision)
+    limits = (node for node in orders if {0.0, 1.0}.isdisjoint(literals([node])))
+    at = next((record_of(node).location for node in limits if any(map(is_count, sizes_asked(node)))), None)
+    if at is None:
+        return ""
+    return (
+        f"the code decides at {at} by how many tokens an expert gets, and one run shows what it does with them as it went there; "
+        "done for all tokens at once, by a mask of those that are kept (torch.where), it can be rewritten"
+    )
 
 
 def _kept(different: VerificationCase) -> str:

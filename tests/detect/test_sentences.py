@@ -282,3 +282,28 @@ class Counting(MLP):
 def test_what_single_experts_count() -> None:
     (report,) = hexa_fx.explain(Mixture(Counting).double(), (_tokens(3, 7),)).blocks
     assert ".calls, which the rewritten block would leave otherwise" in report.reason
+
+
+class PassesOn(Mixture):
+    """Tokens beyond the capacity, by lists that only experts with too many of them make."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        room, dropped = int(x.shape[0] / E), []
+        lists = [torch.where(index[:, 0] == number)[0] for number in range(E)]
+        for number in range(E):
+            if len(lists[number]) > room:
+                dropped.append(lists[number][room:])
+                lists[number] = lists[number][:room]
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[lists[number]] = expert(x[lists[number]])
+        if dropped:
+            out[torch.cat(dropped)] = x[torch.cat(dropped)]
+        return out * weights[:, :1]
+
+
+def test_lists_of_dropped_tokens_are_refused_by_their_cause() -> None:
+    torch.manual_seed(0)
+    (report,) = hexa_fx.explain(PassesOn().double(), torch.randn(24, D).double()).blocks
+    assert "by how many tokens an expert gets, and one run shows what it does" in report.reason
