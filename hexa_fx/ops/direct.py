@@ -94,8 +94,9 @@ class _Esmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # a checkpoint recomputes it now, which needs autograd
         with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
-            return esmm_backward(ctx, grads[0])
+            return esmm_backward(ctx, grads[0], saved)
 
 
 class _Combine(torch.autograd.Function):
@@ -109,8 +110,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not library.is_plain_tensor(grads[0]):
             return combine_backward(ctx, grads[0])
+        saved = ctx.saved_tensors
         with _AutoDispatchBelowAutograd():
-            return combine_backward(ctx, grads[0], _combine_gradients)
+            return combine_backward(ctx, grads[0], saved, _combine_gradients)
 
 
 def _combine_gradients(

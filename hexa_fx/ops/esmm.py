@@ -33,9 +33,9 @@ def keep_for_esmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = Non
     ctx.static = (o.top_k, o.layout)
 
 
-def esmm_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of every argument."""
-    x, weight, v, offs = ctx.saved_tensors
+def esmm_backward(ctx: Any, g: Tensor, saved: tuple[Any, ...] | None = None) -> tuple[Tensor | None, ...]:
+    """Gradients of every argument. saved: what was kept, if it was asked for before."""
+    x, weight, v, offs = saved or ctx.saved_tensors
     needs = Esmm.marks(ctx.needs_input_grad)
     wanted = needs.x, needs.weight, needs.bias
     dx, dw, db = projection_backward(wanted, x, g, weight, v, offs, *ctx.static)

@@ -194,9 +194,11 @@ def _gradients(
     return dy, dweights
 
 
-def combine_backward(ctx: Any, grad: Tensor, gradients: Callable[..., Any] = _gradients) -> tuple[Tensor | None, ...]:
-    """Gradients of every argument. gradients: as `_gradients`."""
-    y, weights, inv, offs = ctx.saved_tensors
+def combine_backward(
+    ctx: Any, grad: Tensor, saved: tuple[Any, ...] | None = None, gradients: Callable[..., Any] = _gradients
+) -> tuple[Tensor | None, ...]:
+    """Gradients of every argument. saved: what was kept, if it was asked for before. gradients: as `_gradients`."""
+    y, weights, inv, offs = saved or ctx.saved_tensors
     needs_dy = bool(Combine.marks(ctx.needs_input_grad).y)
     dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, needs_dy)
     return Combine.by_argument(y=dy, top_k_weights=dweights)
