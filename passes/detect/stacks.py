@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,10 +10,10 @@ from typing import Literal
 import torch
 import torch.fx
 
+from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import is_tensor
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag
 
 Form = Literal["listed", "stacked", "packed"]
@@ -25,7 +26,7 @@ class Stack:
 
     Args:
         base: parameter path, or group pattern.
-        form: one parameter an expert (``listed``), one (E, ., .) parameter (``stacked``), or one (E*., .) (``packed``).
+        form: one parameter an expert (``listed``), one (E, ., .) parameter (``stacked``), or one matrix (``packed``).
         layout: ``nk`` if a matrix lies as (out, in).
         part: which output features of the stored matrix this is.
         matrices: (E, N, K) float64 values.
@@ -61,10 +62,10 @@ class WeightTable:
         parameter = self._parameter(base)
         if parameter.dim() >= 3:
             return "stacked", parameter
-        count = self._packed_experts(base)
-        if count is None:
+        shape = packed_shape(self.captured, base)
+        if shape is None:
             return ("stacked", parameter) if parameter.dim() == 2 else None
-        return "packed", parameter.unflatten(0, (count, -1))
+        return "packed", parameter.reshape(shape)
 
     def matrices(self, base: str, out_features: int, in_features: int) -> Iterator[Stack]:
         """Every way to read ``base`` as (E, out_features, in_features), most likely first."""
@@ -105,14 +106,17 @@ class WeightTable:
     def _parameter(self, name: str) -> torch.Tensor:
         return self.captured.in_float64(self.captured.tensor_of(name).detach())
 
-    def _packed_experts(self, base: str) -> int | None:
-        """Number of experts in a two-dimensional parameter, judged by how the code cuts it."""
-        for node in self.captured.graph.nodes:
-            if node.op == "output" or self.tags[node].bases != frozenset({base}) or self.tags[node].experts:
-                continue
-            value = record_of(node).value
-            if operation(node) == "chunk" and isinstance(value, (tuple, list)):
-                return len(value)
-            if is_tensor(node) and value.dim() == 3:
-                return int(value.shape[0])
-        return None
+
+def packed_shape(captured: CapturedBlock, base: str) -> tuple[int, ...] | None:
+    """How the code reads a parameter of one or two dimensions as (E, ., .), by a view or in chunks of rows; None if it does not."""
+    parameter = captured.tensor_of(base)
+    left = deque(captured.graph.find_nodes(op="get_attr", target=base))
+    while left:
+        node = left.popleft()
+        value = record_of(node).value
+        if isinstance(value, (tuple, list)):
+            return (len(value), -1, *parameter.shape[1:])
+        if value.dim() == 3 and value.numel() == parameter.numel():
+            return tuple(value.shape)
+        left += [user for user in node.users if ops.views(user) or ops.casts(user) or operation(user) == "chunk"]
+    return None

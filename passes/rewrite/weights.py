@@ -12,7 +12,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Glu, Layout, PackedWeight
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.stacks import Stack
+from hexa_fx.passes.detect.stacks import Stack, packed_shape
 from hexa_fx.passes.detect.tags import expert_groups
 
 
@@ -159,9 +159,10 @@ class WeightEmitter:
             self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))
             return self.graph.call_module(name)
         node = self.graph.get_attr(bases[0])
-        if experts and self.captured.tensor_of(bases[0]).dim() == 2:
-            return self.graph.call_method("unflatten", (node, 0, (experts, -1)))
-        return node
+        shape = (
+            packed_shape(self.captured, bases[0]) if self.captured.tensor_of(bases[0]).dim() == 2 and experts else None
+        )
+        return node if shape is None else self.graph.call_method("reshape", (node, *shape))
 
 
 def _name_of(base: str) -> str:

@@ -244,7 +244,7 @@ def _kept(different: VerificationCase) -> str:
     kind, _, kept = different.detail.partition(": ")[0].partition(" ")
     if kind != "attribute":
         return ""
-    name = kept.removesuffix(" holds").strip(".")
+    name = kept.partition(" ")[0].strip(".")
     return (
         f"the code keeps {name}, which the rewritten block would leave otherwise; what single experts count is not kept, since "
         "they do not run one by one there, and what is counted of the router's choices is"

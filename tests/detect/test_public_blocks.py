@@ -234,3 +234,34 @@ def test_an_argument_of_which_nothing_is_read_may_be_of_any_kind(kind: type[Calc
         found = compare(block, optimized, (_tokens(3, 5),), train=train)
         assert found.within(1e-10), found
     assert optimized.report.rewritten[0].calls.kinds == kinds
+
+
+class InOneMatrix(nn.Module):
+    """Both stacks in matrices, the first of which only its memory tells apart from (D, E * I), permuted by a map of choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(D, E * I)), nn.Parameter(torch.randn(E * I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat).softmax(-1).topk(K)
+        probs = torch.zeros(len(flat), E).to(x).scatter(1, index, weights)
+        chosen = torch.zeros(len(flat), E, dtype=torch.bool).scatter(1, index, True).T.contiguous()
+        token = torch.arange(len(flat)).expand(E, -1).masked_select(chosen)
+        up, down = self.up.view(E, D, -1), self.down.view(E, -1, D)
+        parts = flat.index_select(0, token).split(chosen.sum(1).tolist())
+        given = torch.cat([(part @ up[e]).relu() @ down[e] for e, part in enumerate(parts)])
+        given = given * probs.T.contiguous().masked_select(chosen).unsqueeze(-1)
+        return torch.zeros_like(flat).scatter_add(0, token[:, None].expand(-1, D), given).view(x.shape)
+
+
+def test_stacks_that_lie_in_matrices() -> None:
+    torch.manual_seed(0)
+    block = InOneMatrix().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    for x in (_tokens(3, 5), _tokens(1, 1)):
+        assert operators_run(optimized, (x,))
+        found = compare(block, optimized, (x,), train=True)
+        assert found.within(1e-10), found

@@ -284,6 +284,29 @@ def test_what_single_experts_count() -> None:
     assert ".calls, which the rewritten block would leave otherwise" in report.reason
 
 
+class Uses(Mixture):
+    """Notes what each expert got when it last got anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usage = torch.zeros(E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            if token.numel():
+                out[token] += expert(x[token]) * weights[token, slot, None]
+                self.usage[number] = (index == number).sum().item()
+        return out
+
+
+def test_what_an_expert_is_given_is_kept_by_name() -> None:
+    (report,) = hexa_fx.explain(Uses().double(), (_tokens(3, 7).flatten(0, 1),)).blocks
+    assert "the code keeps usage, which the rewritten block would leave otherwise" in report.reason
+
+
 class PassesOn(Mixture):
     """Tokens beyond the capacity, by lists that only experts with too many of them make."""
 
