@@ -9,7 +9,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include <hexa_fx/kernels/smem_sm90.cuh>
-#include <hexa_fx/ptx/convert_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

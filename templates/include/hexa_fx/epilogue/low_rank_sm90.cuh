@@ -1,7 +1,7 @@
 // What the kernels of low-rank factors store: a few columns, so lanes write where their numbers go.
 #pragma once
 #include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
-#include <hexa_fx/ptx/convert_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

@@ -1,7 +1,7 @@
 // Weight tiles: accumulators -> memory, turned round or added to what is there, and the column sums.
 #pragma once
 #include <hexa_fx/epilogue/chunk_sm90.cuh>
-#include <hexa_fx/mma/column_sum_sm90.cuh>
+#include <hexa_fx/mma/main_loop_sm90.cuh>
 
 namespace hexa::sm90 {
 

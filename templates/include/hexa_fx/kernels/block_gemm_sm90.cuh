@@ -3,10 +3,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
 
-#include <hexa_fx/epilogue/block_row_sm90.cuh>
-#include <hexa_fx/epilogue/block_weight_sm90.cuh>
-#include <hexa_fx/load/block_groups_sm90.cuh>
-#include <hexa_fx/load/block_rows_sm90.cuh>
+#include <hexa_fx/epilogue/block_sm90.cuh>
+#include <hexa_fx/load/block_sm90.cuh>
 #include <hexa_fx/load/copy_sm90.cuh>
 #include <hexa_fx/mma/block_loop_sm90.cuh>
 

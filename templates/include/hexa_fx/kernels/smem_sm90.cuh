@@ -4,7 +4,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include <hexa_fx/kernels/config_sm90.cuh>
-#include <hexa_fx/ptx/lanes.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

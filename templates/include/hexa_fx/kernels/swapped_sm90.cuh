@@ -6,7 +6,7 @@
 #pragma once
 #include <hexa_fx/epilogue/sheet_sm90.cuh>
 #include <hexa_fx/mma/swapped_sm90.cuh>
-#include <hexa_fx/ptx/convert_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 #include <hexa_fx/scheduler/ring_sm90.cuh>
 
 namespace hexa::sm90 {

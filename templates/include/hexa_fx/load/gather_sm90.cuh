@@ -4,7 +4,7 @@
 // has landed, fences and hands it on, so that neither the gathering threads (which would have to wait for their own loads) nor
 // the consumers (whose next wgmma waits behind the fence) do it.
 #pragma once
-#include <hexa_fx/ptx/copy_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 #include <hexa_fx/scheduler/ring_sm90.cuh>
 
 namespace hexa::sm90 {

@@ -2,8 +2,7 @@
 // no row or no column becomes zeros. Consumers fence for themselves.
 #pragma once
 #include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
-#include <hexa_fx/ptx/convert_sm90.cuh>
-#include <hexa_fx/ptx/copy_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 #include <hexa_fx/types/element.cuh>
 
 namespace hexa::sm90 {

@@ -2,7 +2,7 @@
 // their scales. The tensor cores' own sums of eight-bit products have 14 bits, so they go no further than that.
 #pragma once
 #include <hexa_fx/kernels/config_fp8_sm90.cuh>
-#include <hexa_fx/ptx/wgmma_fp8_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

@@ -3,7 +3,7 @@
 #include <cute/arch/mma_sm90.hpp>
 
 #include <hexa_fx/kernels/low_rank_smem_sm90.cuh>
-#include <hexa_fx/ptx/wgmma_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

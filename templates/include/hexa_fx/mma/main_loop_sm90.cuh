@@ -1,9 +1,60 @@
-// Consumer main loops: wgmma from shared memory, one stage behind its own issue.
+// Consumer main loops: wgmma from shared memory, one stage behind its own issue; their instruction, how CuTe is told where its operands
+// lie, and sums of columns of Q (ESS) from the same tiles.
 #pragma once
-#include <hexa_fx/mma/column_sum_sm90.cuh>
-#include <hexa_fx/mma/operands_sm90.cuh>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+
+#include <hexa_fx/kernels/smem_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
+
+template <class C, bool Weight>
+struct Mma {
+  using T = typename C::T;
+  static constexpr auto MajorA = Weight ? GMMA::Major::MN : GMMA::Major::K;
+  static constexpr auto MajorB = (Weight || C::WeightKN) ? GMMA::Major::MN : GMMA::Major::K;
+  using Atom =
+      decltype(GMMA::ss_op_selector<T, T, typename C::F, cute::Shape<Int<C::BM>, Int<C::BN>, Int<C::BK>>, MajorA, MajorB>());
+  using Groups = conditional_t<C::PingPong, Layout<cute::Shape<_1, _1, _1>>, Layout<cute::Shape<_2, _1, _1>>>;
+  using Tiled = decltype(make_tiled_mma(Atom{}, Groups{}));
+  template <GMMA::Major Major, int Width>
+  static constexpr auto layout() {
+    if constexpr (Major == GMMA::Major::K)
+      return tile_to_shape(GMMA::Layout_K_SW128_Atom<T>{}, cute::Shape<Int<Width>, Int<C::BK>, Int<C::Stages>>{});
+    else  // blocks of a line of features, each BK rows: what a {line, BK} copy writes
+      return tile_to_shape(GMMA::Layout_MN_SW128_Atom<T>{}, cute::Shape<Int<Width>, Int<C::BK>, Int<C::Stages>>{},
+                           Step<_2, _1, _3>{});
+  }
+  using LayoutA = decltype(layout<MajorA, C::BM>());
+  using LayoutB = decltype(layout<MajorB, C::BN>());
+};
+
+// A lane owns two neighbouring columns.
+template <class C>
+struct ColumnSum {
+  static constexpr int kBlocks = C::BN / C::Operand::kLine;
+  static constexpr int kRows = C::BK * kBlocks / kConsumerWarps;  // rows a warp adds up of its block
+  static constexpr int kParts = C::BK / kRows;                    // warps that share a block
+  float x = 0.f, y = 0.f;
+
+  // Adds the first `rows` rows of a stage, which one lane of each warp may give back after it. __syncwarp would order that, but
+  // compute-sanitizer's racecheck follows only the barrier.
+  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int group, int rows = C::BK) {
+    const uint8_t* block = sm.b[stage] + (warp / kParts) * (C::BK * kLineBytes);
+    const int lane = lane_id(), first = (warp % kParts) * kRows;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int r = first + i;
+      if (r >= rows) break;
+      const uint32_t two =
+          *reinterpret_cast<const uint32_t*>(block + r * kLineBytes + (swizzled_by_lane(r, lane >> 2) << 4) + (lane & 3) * 4);
+      x += low<typename C::T>(two);
+      y += high<typename C::T>(two);
+    }
+    NamedBarrier::sync(128, kTailBarrier + group);
+  }
+};
 
 template <class C, bool Weight>
 struct MainLoop {

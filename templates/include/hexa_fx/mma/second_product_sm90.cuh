@@ -4,7 +4,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include <hexa_fx/epilogue/chunk_sm90.cuh>
-#include <hexa_fx/mma/operands_sm90.cuh>
+#include <hexa_fx/mma/main_loop_sm90.cuh>
 
 namespace hexa::sm90 {
 

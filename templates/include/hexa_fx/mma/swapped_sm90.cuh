@@ -5,7 +5,7 @@
 // A tile is BM rows of an expert (at most) x BN = 128 columns of the weight. Each consumer warpgroup has 64 of the columns and all rows.
 #pragma once
 #include <hexa_fx/kernels/smem_sm90.cuh>
-#include <hexa_fx/ptx/wgmma_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 
 namespace hexa::sm90 {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/ptx/packed.cuh>
-#include <hexa_fx/types/code.cuh>
+#include <hexa_fx/types/packed.cuh>
 
 namespace hexa {
 

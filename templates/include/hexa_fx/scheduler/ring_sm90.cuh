@@ -1,6 +1,6 @@
 // The ring of tiles in shared memory, which one thread of a cluster fills for all warps of it, and the counter behind it.
 #pragma once
-#include <hexa_fx/ptx/cluster_sm90.cuh>
+#include <hexa_fx/ptx/sm90.cuh>
 #include <hexa_fx/scheduler/tiles_sm90.cuh>
 
 namespace hexa::sm90 {
