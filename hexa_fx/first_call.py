@@ -89,6 +89,7 @@ class FirstCall(InPlace):
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
+        self._instead: Callable[..., Any] | None = None
         self._module = weakref.ref(module)
         self.__name__, self.__doc__ = "forward", type(module).forward.__doc__
 
@@ -123,7 +124,7 @@ class FirstCall(InPlace):
 
     def _now(self, module: nn.Module, slot: str) -> Callable[..., Any]:
         """The forward in whose place this one was: the module itself may have become a rewritten block."""
-        installed = vars(module).get(slot, self)
+        installed = vars(module).get(slot, self._instead or self)
         if installed is not self:
             return installed  # type: ignore[no-any-return]
         return self._own_original or functools.partial(type(module).forward, module)
@@ -133,7 +134,7 @@ class FirstCall(InPlace):
             if not self._waits(module):  # another thread was faster
                 return
             try:
-                with self._shared.analysing():
+                with self._in_front(module), self._shared.analysing():
                     self._shared.analyse(module, self._path, self._own_original, copied(args), copied(kwargs))
             except HexaError:
                 raise
@@ -142,6 +143,21 @@ class FirstCall(InPlace):
                 log.warning("%s runs its own code, since its first call could not be repeated", name, exc_info=True)
             finally:
                 self.go(module)
+
+    @contextmanager
+    def _in_front(self, module: nn.Module) -> Iterator[None]:
+        """A context in which it lies in its slot, where what was made of the module is put. What wraps it, as accelerate's mixed
+        precision does, lies there again at the end, and goes on calling this one, which calls what was put there.
+        """
+        own, before = vars(module), vars(module).get(FORWARD)
+        if before in (self, None) or INSIDE_HOOK in own:
+            yield
+            return
+        own[FORWARD] = self
+        try:
+            yield
+        finally:
+            self._instead, own[FORWARD] = own.get(FORWARD), before
 
     def replica(self) -> nn.Module:
         """What `torch.nn.DataParallel` makes of the module for another device: it runs its own code, on its own weights."""

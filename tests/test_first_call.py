@@ -158,6 +158,17 @@ def test_a_wrapper_that_is_put_in_front_later() -> None:
     assert counts(opt) == {"left.1": (2, 0), "right.0": (1, 0), "right.1": (1, 0)}
 
 
+def test_a_wrapper_around_a_model_that_is_a_block_itself() -> None:
+    torch.manual_seed(0)
+    block, x = Branches().left[1], torch.randn(6, D)
+    opt = hexa_fx.optimize(block, config=CONFIG)
+    inner = opt.forward
+    opt.forward = lambda x: inner(x) + 1  # type: ignore[method-assign]
+    for _ in range(3):
+        torch.testing.assert_close(opt(x), block(x) + 1)
+    assert counts(opt) == {"": (3, 0)}
+
+
 def test_accelerate_after_optimize(mixtral: nn.Module) -> None:
     """Its mixed precision wraps forwards, as Trainer(bf16=True) does; its offloading moves them elsewhere."""
     accelerate = pytest.importorskip("accelerate")
