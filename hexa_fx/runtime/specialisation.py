@@ -126,7 +126,9 @@ class Specialisation:
             GuardMiss: a condition does not hold in this call. Sizes are left to the program.
         """
         if not self.holds_in(bool(module.training)):
-            raise GuardMiss(f"expected {'training' if self.training else 'eval'} mode")
+            raise GuardMiss(
+                f"it was analysed in {'train' if self.training else 'eval'} mode; call it once in the other, untraced"
+            )
         adapted = self.follow_adapters(module)  # once: a compiler may trace parts of a call only
         self.attributes.check()
         if reason := reason_for_own_code(module, self.weights):
