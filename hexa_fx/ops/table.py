@@ -80,20 +80,20 @@ class RowsOfProduct(Operands):
     top_k: TopK
     layout: Layout
 
-
-@operator("esmm", autocast=True)
-class Esmm(RowsOfProduct, _Weight, XRows):
-    """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]`` for every row p in expert order (paper, Algorithm 2). Returns (n, N)."""
-
     @property
-    def rows(self) -> int:
+    def rows(self: Any) -> int:
         """n."""
         return row_count(self.x, self.v)
 
     @property
-    def columns(self) -> int:
+    def columns(self: Any) -> int:
         """N."""
         return columns_of(self.weight, self.layout)
+
+
+@operator("esmm", autocast=True)
+class Esmm(RowsOfProduct, _Weight, XRows):
+    """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]`` for every row p in expert order (paper, Algorithm 2). Returns (n, N)."""
 
     @property
     def plain(self) -> EsmmAct:

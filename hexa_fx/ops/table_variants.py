@@ -17,7 +17,6 @@ from hexa_fx.formats import format_of
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import FLOATING, Operands, floating
-from hexa_fx.ops.rows import columns_of, row_count
 from hexa_fx.ops.table import Activated, DyRows, Esmm, EsmmAct, EsmmActBackward, RowsOfH, RowsOfProduct, XRows
 
 
@@ -82,8 +81,8 @@ class Packed(Operands):
     format: str
 
     @property
-    def stand_in(self) -> Tensor:
-        """Of the weight that is packed, in its shape and the rows' dtype, without memory."""
+    def weight(self) -> Tensor:
+        """A stand-in for the weight that is packed, in its shape and the rows' dtype, without memory."""
         return shaped_as(self[0], self.packed, self.format)
 
     def dense(self, weight: Tensor) -> Operands:
@@ -92,10 +91,10 @@ class Packed(Operands):
 
     def check(self, op: str) -> None:
         check_packed(op, "packed", self[0], self.packed, self.scales, self.format)
-        self.dense(self.stand_in).check(op)
+        self.dense(self.weight).check(op)
 
     def results(self) -> Any:
-        return self.dense(self.stand_in).results()
+        return self.dense(self.weight).results()
 
 
 def shaped_as(x: Tensor, packed: Tensor, format: str) -> Tensor:
@@ -115,16 +114,6 @@ def check_packed(op: str, name: str, x: Tensor, packed: Tensor, scales: Sequence
 @operator("esmm_packed", autocast=True)
 class EsmmPacked(RowsOfProduct, Packed, XRows):
     """`esmm` with such a weight."""
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.v)
-
-    @property
-    def columns(self) -> int:
-        """N."""
-        return columns_of(self.stand_in, self.layout)
 
     def dense(self, weight: Tensor) -> Esmm:
         return self.to(Esmm, weight=weight)
