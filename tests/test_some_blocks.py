@@ -1,19 +1,15 @@
 """A model of which only some blocks are rewritten runs and trains like its original."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
 from torch import nn
 
 import hexa_fx
-from tests.zoo.library_styles import Loop
+from tests.zoo.common import Mixture
 from tests.zoo.loops import OneHotIndexAdd
 from tests.zoo.refusals import MaxCombine
 from tests.zoo.variant import D
-
-torch.set_num_threads(1)
 
 
 class Mixed(nn.Module):
@@ -21,7 +17,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.odd, self.second = OneHotIndexAdd(), MaxCombine(), Loop()
+        self.first, self.odd, self.second = OneHotIndexAdd(), MaxCombine(), Mixture()
         self.norm, self.dense = nn.LayerNorm(D), nn.Linear(D, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

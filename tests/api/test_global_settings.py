@@ -1,7 +1,5 @@
 """`optimize` and what it makes do not depend on settings of the whole process, nor change them."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,10 +11,10 @@ import torch
 
 import hexa_fx
 from tests.zoo.by_sorting import GatheredEinsum
-from tests.zoo.library_styles import Loop
+from tests.zoo.common import Mixture
 from tests.zoo.variant import D
 
-BLOCKS = [Loop, GatheredEinsum]
+BLOCKS = [Mixture, GatheredEinsum]
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo.common import MLP, TopKGate
+from tests.zoo.common import Mixture as Loop
 from tests.zoo.compare import compare, operators_run
-from tests.zoo.library_styles import Loop
 from tests.zoo.variant import D, E, K
 
 torch.set_num_threads(1)
@@ -45,7 +45,7 @@ class Tuned(Loop):
         weights, indices = self.logits(flat).softmax(-1).topk(self.chosen)
         if getattr(self, "doubled", False):
             weights = weights * 2
-        y = self.mix(self.drop(flat), weights, indices, torch.zeros_like(flat))
+        y = self.mix(self.drop(flat), weights, indices)
         return (y + self.called(flat)[0].sum(-1, keepdim=True)).view_as(x)
 
 
@@ -176,7 +176,7 @@ class NumberOfBuffer(Loop):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        return self.mix(flat, weights * float(self.scale), indices, torch.zeros_like(flat)).view_as(x)
+        return self.mix(flat, weights * float(self.scale), indices).view_as(x)
 
 
 class OrderOfBuffer(NumberOfBuffer):
@@ -212,7 +212,7 @@ class Squared(Loop):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view_as(x) + x**2 + 2 ** x.clamp(max=1)
+        return self.mix(flat, weights, indices).view_as(x) + x**2 + 2 ** x.clamp(max=1)
 
 
 def test_powers_around_the_experts():

@@ -6,37 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, TopKGate
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
-class Mixture(nn.Module):
-    """Base: a softmax gate and a loop; `expert(e, x)` is what differs."""
-
-    def __init__(self, make_expert: type[nn.Module] | None = SwiGLU) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        if make_expert is not None:
-            self.experts = experts(make_expert)
-
-    def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[e](x)
-
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for e in range(E):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, self.expert(e, flat[token]) * weights[token, slot, None])
-        return out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mix(x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
 class LoRALinear(nn.Module):
-    """A frozen linear with a low-rank addition."""
-
     def __init__(self, inp: int, out: int, rank: int = 3, alpha: float = 6.0) -> None:
         super().__init__()
         self.base = nn.Linear(inp, out, bias=False).requires_grad_(False)
@@ -48,53 +22,40 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.lora_B(self.lora_A(x)) * self.scaling
 
 
-class LoRAExpert(nn.Module):
-    """SwiGLU with LoRA on every projection."""
-
+class LoRAExpert(SwiGLU):
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.gate_proj, self.up_proj, self.down_proj = LoRALinear(D, I), LoRALinear(D, I), LoRALinear(I, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class FreshLoRAExpert(LoRAExpert):
-    """As LoRA starts: B is zero, so that the addition is."""
-
     def __init__(self) -> None:
         super().__init__()
         for part in (self.gate_proj, self.up_proj, self.down_proj):
             nn.init.zeros_(part.lora_B.weight)
 
 
-class FreshNormExpert(nn.Module):
-    """As a new model starts: norm weight one and bias zero, gamma one, biases zero."""
-
+class FreshNormExpert(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(D), MLP()
-        self.gamma = nn.Parameter(torch.ones(D))
-        nn.init.zeros_(self.mlp.fc1.bias)
-        nn.init.zeros_(self.mlp.fc2.bias)
+        self.norm, self.gamma = nn.LayerNorm(D), nn.Parameter(torch.ones(D))
+        nn.init.zeros_(self.fc1.bias)
+        nn.init.zeros_(self.fc2.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gamma * self.mlp(self.norm(x))
+        return self.gamma * super().forward(self.norm(x))
 
 
-class PreNormExpert(nn.Module):
-    """Each expert normalises its input with its own LayerNorm."""
-
+class PreNormExpert(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(D)
         with torch.no_grad():
             self.norm.weight.add_(0.3 * torch.randn(D))
             self.norm.bias.add_(0.3 * torch.randn(D))
-        self.mlp = MLP()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(self.norm(x))
+        return super().forward(self.norm(x))
 
 
 class RMSNorm(nn.Module):
@@ -108,66 +69,40 @@ class RMSNorm(nn.Module):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-class PostNormExpert(nn.Module):
-    """Each expert normalises its output with its own RMSNorm."""
-
+class PostNormExpert(SwiGLU):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.norm = SwiGLU(), RMSNorm(D)
+        self.norm = RMSNorm(D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.mlp(x))
+        return self.norm(super().forward(x))
 
 
-class ScaledExpert(nn.Module):
-    """A learned scalar and a learned vector per expert."""
-
+class ScaledExpert(MLP):
     def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP(act=nn.SiLU)
-        self.gain = nn.Parameter(torch.randn(()) + 1)
-        self.gamma = nn.Parameter(torch.randn(D))
+        super().__init__(act=nn.SiLU)
+        self.gain, self.gamma = nn.Parameter(torch.randn(()) + 1), nn.Parameter(torch.randn(D))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gain * self.mlp(x) * self.gamma
+        return self.gain * super().forward(x) * self.gamma
 
 
-class ResidualExpert(nn.Module):
-    """x + f(x) inside the expert, so that the routing weights scale x too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
+class ResidualExpert(MLP):
+    """The routing weights scale x too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(x)
+        return x + super().forward(x)
 
 
-class ThreeLayers(nn.Module):
-    """An expert of three linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, 16), nn.Tanh(), nn.Linear(16, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+def three_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, 16), nn.Tanh(), nn.Linear(16, D))
 
 
-class OneLinear(nn.Module):
-    """An expert is one linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(D, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(x)
+def dropout_zero() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.0), nn.Linear(I, D), nn.Dropout(0.0))
 
 
 class GeGLU(nn.Module):
-    """One projection to 2I, split; gelu gate; biases; the up half first."""
-
     def __init__(self) -> None:
         super().__init__()
         self.proj_in, self.proj_out = nn.Linear(D, 2 * I), nn.Linear(I, D)
@@ -177,26 +112,10 @@ class GeGLU(nn.Module):
         return self.proj_out(up * F.gelu(gate))
 
 
-class LearnedActivation(nn.Module):
-    """PReLU with a slope per expert."""
-
+class LearnedActivation(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(D, I), nn.PReLU(init=float(torch.rand(()))), nn.Linear(I, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.act(self.fc1(x)))
-
-
-class DropoutZero(nn.Module):
-    """Dropout with p = 0, which people leave in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.0), nn.Linear(I, D), nn.Dropout(0.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+        self.act = nn.PReLU(init=float(torch.rand(())))
 
 
 class DropoutActive(nn.Module):
@@ -204,46 +123,33 @@ class DropoutActive(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given, self.net = (
-            nn.Dropout(0.2),
-            nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.3), nn.Linear(I, D)),
-        )
+        self.given = nn.Dropout(0.2)
+        self.net = nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.3), nn.Linear(I, D))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(self.net(self.given(x)), 0.1, self.training)
 
 
-class HalfFrozen(nn.Module):
-    """The first projection is frozen."""
-
+class HalfFrozen(MLP):
     def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP(act=nn.ReLU)
-        self.mlp.fc1.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x)
+        super().__init__(act=nn.ReLU)
+        self.fc1.requires_grad_(False)
 
 
 class SharedExpert(Mixture):
-    """An expert that every token visits is added, optionally behind a sigmoid gate."""
-
     def __init__(self, gated: bool = False) -> None:
         super().__init__()
         self.shared_expert = SwiGLU(hidden=2 * I)
         self.shared_expert_gate = nn.Linear(D, 1, bias=False) if gated else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         shared = self.shared_expert(flat)
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(self.shared_expert_gate(flat)) * shared
-        return (self.mix(flat) + shared).view(x.shape)
+        return super().mix(flat, weights, indices) + shared
 
 
 class SharedSameShape(Mixture):
-    """The shared expert has the same shape as a routed one, and stands in a list of its own."""
-
     def __init__(self) -> None:
         super().__init__(MLP)
         self.shared = nn.ModuleList([MLP(), MLP()])
@@ -252,31 +158,20 @@ class SharedSameShape(Mixture):
         return super().forward(x) + sum(expert(x) for expert in self.shared)
 
 
-class ZeroAndIdentityExperts(nn.Module):
-    """Expert ids past the real ones: the token itself, or nothing."""
-
+class ZeroAndIdentityExperts(Mixture):
     def __init__(self, identity: bool = True) -> None:
         super().__init__()
-        self.identity = identity
-        self.gate = TopKGate(num_experts=E + 2)
-        self.experts = experts(SwiGLU)
+        self.identity, self.gate = identity, TopKGate(num_experts=E + 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        out = super().mix(flat, weights, indices)
         if self.identity:
             token, slot = torch.where(indices >= E)
             out.index_add_(0, token, flat[token] * weights[token, slot, None])
-        return out.view(x.shape)
+        return out
 
 
 class ResidualMoE(Mixture):
-    """DeepSpeed's residual MoE: a dense MLP beside it and a learned mixing coefficient."""
-
     def __init__(self) -> None:
         super().__init__(MLP)
         self.mlp, self.coefficient = MLP(), nn.Linear(D, 2)
@@ -287,27 +182,17 @@ class ResidualMoE(Mixture):
 
 
 class Latent(Mixture):
-    """Experts live in a smaller space between two shared projections; the router sees the full one."""
+    """The router sees the full space."""
 
     def __init__(self, latent: int = 8) -> None:
-        super().__init__(None)
+        super().__init__(dim=latent)
         self.down, self.up = nn.Linear(D, latent, bias=False), nn.Linear(latent, D, bias=False)
-        self.experts = experts(SwiGLU, dim=latent, hidden=I)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        latent = self.down(flat)
-        out = torch.zeros_like(latent)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(latent[token]) * weights[token, slot, None])
-        return self.up(out).view(x.shape)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return self.up(super().mix(self.down(flat), weights, indices))
 
 
 class SharedPostNorm(Mixture):
-    """One RMSNorm for all experts' outputs, before the weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = RMSNorm(D)
@@ -317,8 +202,6 @@ class SharedPostNorm(Mixture):
 
 
 class NormAround(Mixture):
-    """Pre-norm and residual of the whole block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(D)
@@ -328,10 +211,7 @@ class NormAround(Mixture):
 
 
 class WeightBefore(Mixture):
-    """The routing weight scales the expert's input."""
-
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -339,56 +219,37 @@ class WeightBefore(Mixture):
         return out
 
 
-class WeightBetween(nn.Module):
-    """The routing weight scales the activation between the two projections; the second bias is not scaled."""
-
+class WeightBetween(Mixture):
     def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up = nn.ModuleList(nn.Linear(D, I, bias=bias) for _ in range(E))
         self.down = nn.ModuleList(nn.Linear(I, D, bias=bias) for _ in range(E))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
             hidden = F.gelu(self.up[e](flat[token])) * weights[token, slot, None]
             out.index_add_(0, token, self.down[e](hidden))
-        return out.view(x.shape)
+        return out
 
 
-class TiedUp(nn.Module):
-    """All experts share the up projection and own their down projection."""
-
+class TiedUp(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(lambda: nn.Linear(I, D))
         self.up = nn.Linear(D, I)
-        self.down = nn.ModuleList(nn.Linear(I, D) for _ in range(E))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for e, down in enumerate(self.down):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, down(F.relu(self.up(flat[token]))) * weights[token, slot, None])
-        return out.view(x.shape)
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.experts[e](F.relu(self.up(rows)))
 
 
 class SameExpertTwice(Mixture):
-    """Two entries of the list are one and the same module."""
-
     def __init__(self) -> None:
         super().__init__(MLP)
         self.experts[3] = self.experts[1]
 
 
 class ClampedInterleaved(nn.Module):
-    """gpt-oss: gate and up interleaved, clamped, alpha, up + 1, biases, (E, in, out)."""
-
     def __init__(self) -> None:
         super().__init__()
         self.alpha, self.limit = 1.702, 1.5
@@ -413,13 +274,10 @@ class ClampedInterleaved(nn.Module):
         return out.view(hidden_states.shape), scores
 
 
-class WiderOutput(nn.Module):
-    """The experts' output is wider than their input."""
-
+class WiderOutput(Mixture):
     def __init__(self, out: int = 28) -> None:
-        super().__init__()
-        self.gate, self.out = TopKGate(), out
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, out)) for _ in range(E))
+        super().__init__(lambda: nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, out)))
+        self.out = out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
@@ -432,8 +290,6 @@ class WiderOutput(nn.Module):
 
 
 class TwoMixtures(nn.Module):
-    """Two mixtures, one after the other, in one module with separate lists."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Mixture(MLP), Mixture(SwiGLU)
@@ -444,8 +300,6 @@ class TwoMixtures(nn.Module):
 
 
 class Conv1x1Expert(nn.Module):
-    """Vision style: an expert is two 1x1 convolutions over tokens seen as pixels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.conv2 = nn.Conv1d(D, I, 1), nn.Conv1d(I, D, 1)
@@ -462,11 +316,11 @@ VARIANTS = (
     variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
     variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert),
     variant("body_residual", Mixture, "x + f(x) inside the expert", make_expert=ResidualExpert),
-    variant("body_three_layers", Mixture, "three linear layers", make_expert=ThreeLayers),
-    variant("body_one_linear", Mixture, "one linear layer", make_expert=OneLinear),
+    variant("body_three_layers", Mixture, "three linear layers", make_expert=three_layers),
+    variant("body_one_linear", Mixture, "one linear layer", make_expert=nn.Linear, in_features=D, out_features=D),
     variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
     variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation),
-    variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=DropoutZero),
+    variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=dropout_zero),
     variant("body_dropout_active", Mixture, "dropout inside the expert", make_expert=DropoutActive),
     variant("body_half_frozen", Mixture, "first projection frozen", make_expert=HalfFrozen),
     variant("body_conv1x1", Mixture, "experts are 1x1 convolutions", "either", make_expert=Conv1x1Expert),

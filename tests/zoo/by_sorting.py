@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
@@ -41,37 +41,19 @@ class SplitByCounts(nn.Module):
         return zeros.index_add(0, batch_index, outputs).view(bsz, length, emb_size)
 
 
-class ArgsortSplitUnsort(nn.Module):
-    """argsort, split, cat, inverse permutation, weighted sum over k."""
-
-    def __init__(self, kind: type[nn.Module] = MLP) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(kind)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+class ArgsortSplitUnsort(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         order = torch.argsort(indices.reshape(-1), stable=True)
         counts = torch.bincount(indices.reshape(-1), minlength=E)
         permuted = flat[order // K]
         chunks = permuted.split(counts.tolist())
         out = torch.cat([expert(chunk) for expert, chunk in zip(self.experts, chunks, strict=True)])
         unsorted = out[torch.argsort(order)].view(-1, K, D)
-        return (unsorted * weights.unsqueeze(-1)).sum(1).view(x.shape)
+        return (unsorted * weights.unsqueeze(-1)).sum(1)
 
 
-class CumsumSlices(nn.Module):
-    """bincount, cumsum, and slices of the permuted tokens; results written into slices of a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+class CumsumSlices(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         flat_indices = indices.flatten()
         order = flat_indices.argsort()
         ends = torch.bincount(flat_indices, minlength=E).cumsum(0).tolist()
@@ -84,16 +66,11 @@ class CumsumSlices(nn.Module):
             start = end
         out = torch.zeros_like(sorted_out)
         out[order] = sorted_out
-        return (out.view(-1, K, D) * weights[..., None]).sum(dim=1).view_as(x)
+        return (out.view(-1, K, D) * weights[..., None]).sum(dim=1)
 
 
-class NumpyCounts(nn.Module):
+class NumpyCounts(Mixture):
     """DeepSeek remote code, `moe_infer`: counts as numpy, outputs concatenated, `new_x[idxs] = outs`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         orig_shape = x.shape
@@ -120,13 +97,8 @@ class NumpyCounts(nn.Module):
         return y.type(new_x.dtype).view(*orig_shape)
 
 
-class RepeatInterleaveMasks(nn.Module):
+class RepeatInterleaveMasks(Mixture):
     """DeepSeek remote code in training: every token repeated k times, one flat boolean mask an expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate(normalize=False)
-        self.experts = experts(SwiGLU)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         orig_shape = hidden_states.shape
@@ -140,19 +112,16 @@ class RepeatInterleaveMasks(nn.Module):
         return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1).view(*orig_shape)
 
 
-class GroupedMM(nn.Module):
+class GroupedMM(Mixture):
     """Sort, offsets by histogram and cumsum, `grouped_mm` on stacked weights, inverse permutation."""
 
     def __init__(self, function: str = "torch._grouped_mm", gated: bool = True) -> None:
-        super().__init__()
+        super().__init__(None)
         self.grouped_mm = torch._grouped_mm if function == "torch._grouped_mm" else F.grouped_mm
         self.gated = gated
-        self.gate = TopKGate()
         self.w1, self.w2 = weight(E, (2 if gated else 1) * I, D), weight(E, D, I)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         ids = indices.reshape(-1)
         order = torch.argsort(ids)
         counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
@@ -167,31 +136,24 @@ class GroupedMM(nn.Module):
         y = y * weights.reshape(-1)[order].unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
-        return y[inverse].view(-1, K, D).sum(dim=1).view(x.shape)
+        return y[inverse].view(-1, K, D).sum(dim=1)
 
 
-class GatheredBmm(nn.Module):
-    """Every routed token multiplies its own copy of the weights: `bmm` on `w[ids]`."""
-
+class GatheredBmm(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up, self.down = weight(E, D, I), weight(E, I, D)
         self.up_bias, self.down_bias = weight(E, I), weight(E, D)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         ids = indices.reshape(-1)
         rows = flat.repeat_interleave(K, dim=0).unsqueeze(1)
         h = F.gelu(torch.bmm(rows, self.up[ids]).squeeze(1) + self.up_bias[ids])
         y = torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1) + self.down_bias[ids]
-        return (y * weights.reshape(-1, 1)).view(-1, K, D).sum(1).view(x.shape)
+        return (y * weights.reshape(-1, 1)).view(-1, K, D).sum(1)
 
 
 class GatheredEinsum(nn.Module):
-    """gpt-fast Mixtral: weights gathered per token (T, k, I, D) and einsum."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
@@ -208,17 +170,8 @@ class GatheredEinsum(nn.Module):
         return torch.einsum("tai,ta->ti", expert_outs, expert_weights).view(x.shape)
 
 
-class SortedIndexAdd(nn.Module):
-    """Sorted tokens in slices, outputs times sorted weights, `index_add_` back without an inverse permutation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP, act=nn.SiLU)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+class SortedIndexAdd(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         sorted_experts, order = torch.sort(indices.flatten())
         token = torch.div(order, K, rounding_mode="floor")
         sorted_weights = weights.flatten()[order]
@@ -230,7 +183,7 @@ class SortedIndexAdd(nn.Module):
                 continue
             rows = token[begin:end]
             out.index_add_(0, rows, self.experts[e](flat[rows]) * sorted_weights[begin:end, None])
-        return out.view(x.shape)
+        return out
 
 
 class SliceWrites(nn.Module):
@@ -287,8 +240,6 @@ class SparseDispatcher:
 
 
 class WithSparseDispatcher(nn.Module):
-    """The Shazeer mixture of many PyTorch ports."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w_gate = weight(D, E)
@@ -304,17 +255,12 @@ class WithSparseDispatcher(nn.Module):
         return dispatcher.combine(outputs).view(x.shape)
 
 
-class TwoProjectionsPerLoop(nn.Module):
-    """Megablocks-like reference: bins from a histogram, first all up projections, then all down projections."""
-
+class TwoProjectionsPerLoop(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, top_experts = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, top_experts: torch.Tensor) -> torch.Tensor:
         bin_ids, indices = torch.sort(top_experts.flatten(), stable=True)
         bins = torch.bincount(bin_ids, minlength=E).cumsum(0)
         rows = flat[indices // K]
@@ -323,24 +269,30 @@ class TwoProjectionsPerLoop(nn.Module):
         hidden = F.gelu(torch.cat(hidden))
         out = [hidden[s:e] @ self.w2[i] for i, (s, e) in enumerate(zip(starts, bins.tolist(), strict=True))]
         out = torch.cat(out) * weights.flatten()[indices, None]
-        return torch.zeros_like(flat).index_add_(0, indices // K, out).view(x.shape)
+        return torch.zeros_like(flat).index_add_(0, indices // K, out)
 
 
 GROUPED = (torch.float32,)
 
 VARIANTS = (
     variant("sorted_split_counts", SplitByCounts, "split(counts.tolist()) twice, shared elementwise code between"),
-    variant("sorted_argsort_unsort", ArgsortSplitUnsort, "argsort, split, cat, inverse permutation"),
-    variant("sorted_argsort_unsort_gated", ArgsortSplitUnsort, "the same with gated experts", kind=SwiGLU),
+    variant("sorted_argsort_unsort", ArgsortSplitUnsort, "argsort, split, cat, inverse permutation", make_expert=MLP),
+    variant("sorted_argsort_unsort_gated", ArgsortSplitUnsort, "the same with gated experts"),
     variant("sorted_cumsum_slices", CumsumSlices, "bincount and cumsum slices, slice writes into empty_like"),
     variant("sorted_numpy_counts", NumpyCounts, "counts as a numpy array (moe_infer)"),
-    variant("sorted_repeat_masks", RepeatInterleaveMasks, "repeat_interleave and flat boolean masks"),
+    variant("sorted_repeat_masks", RepeatInterleaveMasks, "repeat_interleave and flat boolean masks", normalize=False),
     variant("sorted_torch_grouped_mm", GroupedMM, "torch._grouped_mm (no float64)", dtypes=GROUPED),
     variant("sorted_f_grouped_mm", GroupedMM, "nn.functional.grouped_mm", dtypes=GROUPED, function="F.grouped_mm"),
     variant("sorted_grouped_mm_ungated", GroupedMM, "grouped_mm, ungated relu experts", dtypes=GROUPED, gated=False),
     variant("sorted_gathered_bmm", GatheredBmm, "bmm over gathered per-token weights and biases"),
     variant("sorted_gathered_einsum", GatheredEinsum, "einsum over gathered per-token weights (gpt-fast)"),
-    variant("sorted_index_add", SortedIndexAdd, "searchsorted bounds, index_add_ of sorted outputs"),
+    variant(
+        "sorted_index_add",
+        SortedIndexAdd,
+        "searchsorted bounds, index_add_ of sorted outputs",
+        make_expert=MLP,
+        act=nn.SiLU,
+    ),
     variant("sorted_slice_writes", SliceWrites, "0-d tensor bounds, writes into slices of a zero buffer"),
     variant("sorted_sparse_dispatcher", WithSparseDispatcher, "the SparseDispatcher helper object of Shazeer ports"),
     variant("sorted_two_loops", TwoProjectionsPerLoop, "up projections in one loop, down projections in another"),

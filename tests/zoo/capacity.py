@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, experts
 from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
 
 
@@ -95,19 +95,14 @@ class GShardTop2(nn.Module):
         return torch.einsum("sec,ecm->sm", combine, outputs).reshape(x.shape)
 
 
-class PaddedBmm(nn.Module):
-    """Tokens scattered by (expert, position) into a padded (E, C, D) buffer, baddbmm, gathered back per slot."""
-
+class PaddedBmm(Mixture):
     def __init__(self, factor: float = 1.0) -> None:
-        super().__init__()
+        super().__init__(None)
         self.factor = factor
-        self.gate = TopKGate()
         self.w1, self.b1 = weight(E, D, I), weight(E, 1, I)
         self.w2, self.b2 = weight(E, I, D), weight(E, 1, D)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         ids = indices.reshape(-1)
         capacity = capacity_of(flat.shape[0], self.factor, top_k=K)
         one_hot = F.one_hot(ids, E)
@@ -119,12 +114,10 @@ class PaddedBmm(nn.Module):
         hidden = F.gelu(torch.baddbmm(self.b1, padded, self.w1))
         out = torch.baddbmm(self.b2, hidden, self.w2).view(-1, D)
         out = torch.cat([out, out.new_zeros(1, D)])[row] * (weights.reshape(-1) * keep).unsqueeze(-1)
-        return out.view(-1, K, D).sum(1).view(x.shape)
+        return out.view(-1, K, D).sum(1)
 
 
 class TutelStyle(nn.Module):
-    """Tutel's fast encode and decode in plain torch: lists of indices, locations and gates, one per choice."""
-
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
         self.factor = factor
@@ -199,8 +192,6 @@ class SwitchDropJitter(nn.Module):
 
 
 class SwitchDropToZero(nn.Module):
-    """Top-1 with a priority by cumsum; a dropped token gets zero (its residual is outside)."""
-
     def __init__(self, capacity: int = 2) -> None:
         super().__init__()
         self.capacity = capacity
@@ -218,18 +209,13 @@ class SwitchDropToZero(nn.Module):
         return probs.max(dim=-1).values.unsqueeze(-1) * next_states
 
 
-class PrioritisedTop2(nn.Module):
-    """Batch-prioritised: the most confident tokens queue first; the rest is dropped."""
-
+class PrioritisedTop2(Mixture):
     def __init__(self, factor: float = 0.8) -> None:
-        super().__init__()
+        super().__init__(None)
         self.factor = factor
-        self.gate = TopKGate()
         self.experts = experts(MLP)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         capacity = capacity_of(flat.shape[0], self.factor, top_k=K)
         importance = weights.max(dim=-1).values.argsort(descending=True)
         one_hot = F.one_hot(indices[importance], E).flatten(0, 1)
@@ -241,12 +227,10 @@ class PrioritisedTop2(nn.Module):
         for e, expert in enumerate(self.experts):
             token, slot = torch.where((indices == e) & (position < capacity))
             out[token] += expert(flat[token]) * weights[token, slot, None]
-        return out.view(x.shape)
+        return out
 
 
 class ExpertChoice(nn.Module):
-    """Every expert picks its `capacity` best tokens; a token may have none or all of the experts."""
-
     def __init__(self, stacked: bool = True, tokens_per_expert: int = 2) -> None:
         super().__init__()
         self.stacked, self.factor = stacked, tokens_per_expert

@@ -3,8 +3,6 @@
 Written without any code of the product, so that it can judge it.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

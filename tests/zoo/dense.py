@@ -6,18 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
-class ZeroGateMatrix(nn.Module):
-    """Every expert on every token, weighted by a gate matrix with zeros, summed one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
-
+class ZeroGateMatrix(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter_(-1, indices, weights)
@@ -28,8 +21,6 @@ class ZeroGateMatrix(nn.Module):
 
 
 class StackEinsum(nn.Module):
-    """Outputs stacked and contracted with the gates."""
-
     def __init__(self, threshold: bool = True) -> None:
         super().__init__()
         self.threshold = threshold
@@ -48,14 +39,7 @@ class StackEinsum(nn.Module):
         return torch.einsum("bse,bsed->bsd", gates, outputs)
 
 
-class ComputeAllGather(nn.Module):
-    """Outputs stacked, the k chosen ones gathered, weighted, summed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP, act=nn.ReLU)
-
+class ComputeAllGather(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         outputs = torch.stack([expert(x) for expert in self.experts], dim=2)
@@ -64,8 +48,6 @@ class ComputeAllGather(nn.Module):
 
 
 class StackedEinsum(nn.Module):
-    """einsum with stacked weights, dense combine with zeros."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = TopKGate()
@@ -79,20 +61,15 @@ class StackedEinsum(nn.Module):
         return torch.einsum("bsed,bse->bsd", outputs, combine)
 
 
-class StackedEinsumFused(nn.Module):
-    """The same with gated experts and the combine folded into the last einsum."""
-
+class StackedEinsumFused(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.w_gate, self.w_up, self.w_down = weight(E, I, D), weight(E, I, D), weight(E, D, I)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        combine = torch.zeros(flat.shape[0], E, dtype=x.dtype).scatter(1, indices, weights)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        combine = torch.zeros(flat.shape[0], E, dtype=flat.dtype).scatter(1, indices, weights)
         hidden = F.silu(torch.einsum("td,eid->tei", flat, self.w_gate)) * torch.einsum("td,eid->tei", flat, self.w_up)
-        return torch.einsum("tei,edi,te->td", hidden, self.w_down, combine).view(x.shape)
+        return torch.einsum("tei,edi,te->td", hidden, self.w_down, combine)
 
 
 class ScaledInputBmm(nn.Module):
@@ -115,14 +92,7 @@ class ScaledInputBmm(nn.Module):
         return routed_out.sum(dim=0), router_logits
 
 
-class MaskTimesExpert(nn.Module):
-    """ViTPose: every expert's output times (indices == e)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP, bias=False)
-
+class MaskTimesExpert(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         out = torch.zeros_like(x)
@@ -133,8 +103,6 @@ class MaskTimesExpert(nn.Module):
 
 
 class HardPickTop1(nn.Module):
-    """Top-1 without a weight: `torch.where` over the experts, so the router gets no gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, E)
@@ -175,8 +143,6 @@ class RepeatBmmDenseWeights(nn.Module):
 
 
 class AllExpertsSoftmax(nn.Module):
-    """The classic mixture: softmax over all experts, no top-k; the same as k = E."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(D, E)
@@ -192,15 +158,13 @@ VARIANTS = (
     variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
     variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
     variant("dense_stack_einsum_scatter", StackEinsum, "stack and einsum with a masked softmax", threshold=False),
-    variant("dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k"),
-    variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
     variant(
-        "dense_stacked_einsum_fused",
-        StackedEinsumFused,
-        "combine folded into a three-operand einsum",
+        "dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k", make_expert=MLP, act=nn.ReLU
     ),
+    variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
+    variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),
     variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
-    variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)"),
+    variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)", make_expert=MLP, bias=False),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
     variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
     variant("dense_softmax_all", AllExpertsSoftmax, "no top-k: dense by nature, the same as k = E", "either"),

@@ -3,8 +3,6 @@
 `python -m tests.zoo.explained` prints the page, `--write docs/model_types.md` puts it there.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import resource

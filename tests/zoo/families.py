@@ -4,8 +4,6 @@ Built from a config (`tests.zoo.family_configs`) with fixed seeds (nothing is do
 experts or more.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

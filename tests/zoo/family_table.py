@@ -3,8 +3,6 @@
 `python -m tests.zoo.family_table` prints the table, `--write docs/families.md` puts it there.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

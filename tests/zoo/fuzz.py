@@ -5,8 +5,6 @@
 A refusal that says "hexa_fx itself failed here" is printed with its seed, what was changed and the traceback. There should be none.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

@@ -7,8 +7,6 @@
 The log has a line a seed: outcome, detail, what was changed, seconds of processor time. It can be stopped at any time.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -6,8 +6,6 @@ A refused block and one whose guards make it run its own code are right; a wrong
 none, are not.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, hidden_states, variant, weight
 
 
 class NoGradInference(nn.Module):
-    """Repeats and masks in train mode; in eval mode sorted slices by numpy counts, all under no_grad."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts, self.shared = TopKGate(), experts(SwiGLU), SwiGLU()
@@ -49,54 +47,27 @@ class NoGradInference(nn.Module):
         return cache
 
 
-class Loop(nn.Module):
-    """Base: tokens, weights and what the outputs are added onto can be overridden."""
-
-    def __init__(self, make_expert: type[nn.Module] = SwiGLU) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(make_expert)
-
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out
-
-    def forward(self, x: torch.Tensor) -> Any:
-        flat = x.reshape(-1, D)
-        return self.mix(flat, *self.gate(flat), torch.zeros_like(flat)).view(x.shape)
-
-
-class FiniteAssert(Loop):
-    """Asserts that router scores are finite before it goes on."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
+class FiniteAssert(Mixture):
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = self.gate(flat)
         assert torch.isfinite(weights).all(), "NaN in the router"
         if torch.isnan(flat).any():
             raise ValueError("NaN in the input")
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+        return weights, indices
 
 
-class OntoShared(Loop):
-    """The expert outputs are added onto the shared expert's, in place."""
-
+class OntoShared(Mixture):
     def __init__(self) -> None:
         super().__init__()
         self.shared = MLP()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        return self.mix(flat, *self.gate(flat), self.shared(flat)).view(x.shape)
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.shared(flat)
 
 
-class OntoInput(Loop):
-    """The residual is what the expert outputs are added onto."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        return self.mix(flat, *self.gate(flat), flat.clone()).view(x.shape)
+class OntoInput(Mixture):
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.clone()
 
 
 class DetachedScaled(nn.Module):
@@ -104,13 +75,8 @@ class DetachedScaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.w_gate, self.w_up, self.w_down = (
-            weight(E, D),
-            weight(E, D, I),
-            weight(E, D, I),
-            weight(E, I, D),
-        )
-        self.shared = SwiGLU()
+        self.router, self.shared = weight(E, D), SwiGLU()
+        self.w_gate, self.w_up, self.w_down = weight(E, D, I), weight(E, D, I), weight(E, I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
@@ -128,11 +94,8 @@ class DetachedScaled(nn.Module):
 _DISTRIBUTIONS: dict[str, torch.distributions.Distribution] = {}
 
 
-class NoiseFromDistribution(Loop):
-    """Gumbel noise of a distribution that is made once and kept in a global."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
+class NoiseFromDistribution(Mixture):
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.gate.weight(flat)
         if self.training:
             if "gumbel" not in _DISTRIBUTIONS:
@@ -140,28 +103,20 @@ class NoiseFromDistribution(Loop):
                 _DISTRIBUTIONS["gumbel"] = torch.distributions.gumbel.Gumbel(zero, one)
             logits = logits + _DISTRIBUTIONS["gumbel"].rsample(logits.shape).to(logits)
         weights, indices = logits.softmax(-1).topk(K, dim=-1)
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+        return weights, indices
 
 
-class StraightThroughDispatch(nn.Module):
-    """One-hot dispatch whose ones carry the gradient of the combine weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(MLP)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        marks = F.one_hot(indices, E).to(x.dtype)
+class StraightThroughDispatch(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        marks = F.one_hot(indices, E).to(flat.dtype)
         positions = (marks.sum(1).cumsum(0) - 1).unsqueeze(1).expand_as(marks)
-        slots = F.one_hot((positions * marks).sum(-1).long(), len(flat)).to(x.dtype)
+        slots = F.one_hot((positions * marks).sum(-1).long(), len(flat)).to(flat.dtype)
         combine = torch.einsum("tk,tke,tkc->tec", weights, marks, slots)
-        dispatch = (combine > 0).to(x.dtype)
+        dispatch = (combine > 0).to(flat.dtype)
         dispatch = dispatch + combine - combine.detach()
         given = torch.einsum("tec,td->ecd", dispatch, flat)
         out = torch.stack([expert(rows) for expert, rows in zip(self.experts, given)])
-        return torch.einsum("tec,ecd->td", combine, out).view(x.shape)
+        return torch.einsum("tec,ecd->td", combine, out)
 
 
 class Result(NamedTuple):
@@ -171,19 +126,15 @@ class Result(NamedTuple):
     balance: torch.Tensor
 
 
-class NamedResult(Loop):
-    """Returns a named tuple."""
-
+class NamedResult(Mixture):
     def forward(self, x: torch.Tensor) -> Result:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        out = self.mix(flat, weights, indices, torch.zeros_like(flat))
+        out = self.mix(flat, weights, indices)
         return Result(out.view(x.shape), weights.sum(0).square().mean())
 
 
 class MultiplicativeBias(nn.Module):
-    """ST-MoE's expert: GEGLU times a vector that starts as ones."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.scale, self.down = nn.Linear(D, 2 * I), nn.Parameter(torch.ones(I)), nn.Linear(I, D)
@@ -218,40 +169,31 @@ class _GroupedExperts(nn.Module):
         return self.fc2(F.silu(gate) * up, counts)
 
 
-class ProjectionModules(nn.Module):
-    """Aria style: every projection of all experts is a module of its own, given the sorted tokens and their counts."""
-
+class ProjectionModules(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), _GroupedExperts()
+        super().__init__(None)
+        self.experts = _GroupedExperts()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         order = indices.view(-1).argsort(stable=True)
         out = self.experts(flat[order // K], torch.bincount(indices.view(-1), minlength=E))
         back = torch.zeros_like(out)
         back.index_copy_(0, order, out)
-        return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+        return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
 
 
-class MaskedTokens(Loop):
-    """Padding is cut out of the tokens by a mask, of which the example has only ones."""
-
+class MaskedTokens(Mixture):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        flat = flat * mask.reshape(-1, 1)
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+        return self.mix(flat * mask.reshape(-1, 1), weights, indices).view(x.shape)
 
 
-class MaskedWeights(Loop):
-    """Padding is cut out of the weights by a mask, of which the example has only ones."""
-
+class MaskedWeights(Mixture):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        return self.mix(flat, weights * mask.reshape(-1, 1), indices, torch.zeros_like(flat)).view(x.shape)
+        return self.mix(flat, weights * mask.reshape(-1, 1), indices).view(x.shape)
 
 
 def with_mask(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict]:
@@ -276,13 +218,11 @@ class _AddLoss(torch.autograd.Function):
         return gradient, torch.ones(1, dtype=ctx.dtype).squeeze(0)
 
 
-class LossThroughFunction(Loop):
-    """The balance loss enters through a custom backward."""
-
+class LossThroughFunction(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
-        out = self.mix(flat, weights, indices, torch.zeros_like(flat))
+        out = self.mix(flat, weights, indices)
         return _AddLoss.apply(out, weights.sum(0).square().mean()).view(x.shape)
 
 
@@ -295,9 +235,14 @@ VARIANTS = (
         "library_detached_scaled", DetachedScaled, "all experts on scaled tokens, detached, onto the shared expert"
     ),
     variant("library_distribution", NoiseFromDistribution, "noise of a torch.distributions object kept in a global"),
-    variant("library_straight_through_dispatch", StraightThroughDispatch, "ones of the dispatch carry a gradient"),
+    variant(
+        "library_straight_through_dispatch",
+        StraightThroughDispatch,
+        "ones of the dispatch carry a gradient",
+        make_expert=MLP,
+    ),
     variant("library_named_result", NamedResult, "returns a named tuple"),
-    variant("library_multiplicative_bias", Loop, "GEGLU with a multiplicative bias", make_expert=MultiplicativeBias),
+    variant("library_multiplicative_bias", Mixture, "GEGLU with a multiplicative bias", make_expert=MultiplicativeBias),
     variant("library_projection_modules", ProjectionModules, "a module for each projection of all experts"),
     variant(
         "library_masked_tokens", MaskedTokens, "padding mask on the tokens, all ones on the example", inputs=with_mask

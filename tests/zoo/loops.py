@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, experts
 from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
 
 
 class WherePlusAssign(nn.Module):
-    """Mistral's reference code: `torch.where(selected == i)` and `+=` on rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
@@ -62,30 +60,18 @@ class OneHotIndexAdd(nn.Module):
         return final.reshape(batch_size, sequence_length, hidden_dim), router_logits
 
 
-class SkipEmpty(nn.Module):
-    """`continue` when an expert got no token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP, act=nn.SiLU)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        weights, indices = self.gate(x)
-        out = torch.zeros_like(x)
+class SkipEmpty(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(flat)
         for i in range(E):
             token, slot = torch.where(indices == i)
             if token.numel() == 0:
                 continue
-            out.index_add_(0, token, self.experts[i](x[token]) * weights[token, slot].unsqueeze(-1))
-        return out.reshape(shape)
+            out.index_add_(0, token, self.experts[i](flat[token]) * weights[token, slot].unsqueeze(-1))
+        return out
 
 
 class BooleanMaskTop1(nn.Module):
-    """Top-1 with boolean masks, written into an empty buffer, the weight applied after."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, E)
@@ -102,14 +88,7 @@ class BooleanMaskTop1(nn.Module):
         return out * top_prob.unsqueeze(-1)
 
 
-class SlotsThenExperts(nn.Module):
-    """A double loop: over the k slots, then over the experts, with boolean masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP)
-
+class SlotsThenExperts(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, s, d = x.shape
         tokens = x.view(b * s, d)
@@ -151,14 +130,7 @@ class AnyMaskThroughView(nn.Module):
         return final_output
 
 
-class WriteThroughFlatView(nn.Module):
-    """The buffer is made in three dimensions and filled through a view of two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
-
+class WriteThroughFlatView(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
         flat_out, flat = out.view(-1, D), x.view(-1, D)
@@ -170,14 +142,7 @@ class WriteThroughFlatView(nn.Module):
         return out
 
 
-class IndexSelect(nn.Module):
-    """`index_select` in, out-of-place `index_add` back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate(normalize=False)
-        self.experts = experts(MLP, act=nn.Tanh)
-
+class IndexSelect(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, 1)
         weights, indices = self.gate(flat)
@@ -189,74 +154,47 @@ class IndexSelect(nn.Module):
         return out.unflatten(0, x.shape[:2])
 
 
-class ScatterAdd(nn.Module):
-    """Results go back by `scatter_add_` with an expanded index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU, bias=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+class ScatterAdd(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             where = torch.nonzero(indices == e)
             token, slot = where[:, 0], where[:, 1]
             y = self.experts[e](flat[token]) * weights[token, slot][:, None]
             out.scatter_add_(0, token[:, None].expand(-1, D), y)
-        return out.reshape(x.shape)
+        return out
 
 
-class UniqueExperts(nn.Module):
-    """Only experts that were hit: `torch.unique(...).tolist()`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+class UniqueExperts(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in torch.unique(indices).tolist():
             token, slot = torch.where(indices == e)
             out[token] += self.experts[e](flat[token]) * weights[token, slot, None]
-        return out.reshape(x.shape)
+        return out
 
 
-class DictOfExperts(nn.Module):
-    """Experts in a ModuleDict, named as Switch Transformers names them."""
-
+class DictOfExperts(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.experts = nn.ModuleDict({f"expert_{i}": MLP(act=nn.ReLU) for i in range(E)})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for i, (_, expert) in enumerate(self.experts.items()):
             token, slot = torch.where(indices == i)
             out[token] += expert(flat[token]) * weights[token, slot, None]
-        return out.reshape(x.shape)
+        return out
 
 
-class StackedGateUp(nn.Module):
+class StackedGateUp(Mixture):
     """Stacked weights (E, 2I, D) and (E, D, I) as transformers 5 keeps them, gate and up in one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.gate_up_proj = weight(E, 2 * I, D)
-        self.down_proj = weight(E, D, I)
+        super().__init__(None)
+        self.gate_up_proj, self.down_proj = weight(E, 2 * I, D), weight(E, D, I)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        flat = hidden_states.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         final = torch.zeros_like(flat)
         mask = F.one_hot(indices, num_classes=E).permute(2, 1, 0)
         for expert_idx in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
@@ -265,22 +203,17 @@ class StackedGateUp(nn.Module):
             gate, up = F.linear(flat[token], self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
             current = F.linear(F.silu(gate) * up, self.down_proj[expert_idx])
             final.index_add_(0, token, current * weights[token, position, None])
-        return final.reshape(hidden_states.shape)
+        return final
 
 
-class StackedInOut(nn.Module):
-    """Stacked weights (E, D, I) multiplied from the right, with biases, ungated."""
-
+class StackedInOut(Mixture):
     def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
         self.b1 = weight(E, I) if bias else None
         self.b2 = weight(E, D) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -291,43 +224,35 @@ class StackedInOut(nn.Module):
             if self.b2 is not None:
                 y = y + self.b2[e]
             out[token] += y * weights[token, slot, None]
-        return out.reshape(x.shape)
+        return out
 
 
 def relu_squared_expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return F.linear(F.relu(F.linear(x, up)).square(), down)
 
 
-class FunctionExperts(nn.Module):
-    """Experts are a function on a ParameterList each of up and down weights."""
-
+class FunctionExperts(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up = nn.ParameterList(weight(I, D) for _ in range(E))
         self.down = nn.ParameterList(weight(D, I) for _ in range(E))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             token, slot = torch.where(indices == e)
             out[token] += relu_squared_expert(flat[token], up, down) * weights[token, slot, None]
-        return out.reshape(x.shape)
+        return out
 
 
-class PackedSideBySide(nn.Module):
+class PackedSideBySide(Mixture):
     """Dbrx: all experts in one (E * I, D) weight, chunked before the loop."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.w1, self.v1, self.w2 = weight(E * I, D), weight(E * I, D), weight(E * I, D)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         w1, v1, w2 = (w.chunk(E, dim=0) for w in (self.w1, self.v1, self.w2))
         out = torch.zeros_like(flat)
         for e in range(E):
@@ -336,16 +261,11 @@ class PackedSideBySide(nn.Module):
                 continue
             h = F.silu(flat[token] @ w1[e].t()) * (flat[token] @ v1[e].t())
             out.index_add_(0, token, (h @ w2[e]) * weights[token, slot, None])
-        return out.reshape(x.shape)
+        return out
 
 
-class PermutedMaskNumel(nn.Module):
+class PermutedMaskNumel(Mixture):
     """DeepSeek-V3 of transformers 4.57: float mask, `numel() > 0`, accumulated in the weights' dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         flat = hidden_states.view(-1, D)
@@ -361,14 +281,7 @@ class PermutedMaskNumel(nn.Module):
         return final.type(hidden_states.dtype).view(*hidden_states.shape)
 
 
-class DictOfLists(nn.Module):
-    """Routing is turned into Python lists of token numbers first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP, act=nn.SiLU)
-
+class DictOfLists(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         assignment: dict[int, list[tuple[int, int]]] = {}
@@ -377,20 +290,12 @@ class DictOfLists(nn.Module):
                 assignment.setdefault(e, []).append((token, slot))
         out = torch.zeros_like(x)
         for e, places in assignment.items():
-            token = torch.tensor([t for t, _ in places])
-            slot = torch.tensor([s for _, s in places])
+            token, slot = torch.tensor([t for t, _ in places]), torch.tensor([s for _, s in places])
             out.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
         return out
 
 
-class TokenByToken(nn.Module):
-    """The naive tutorial: one token at a time, its experts one at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP)
-
+class TokenByToken(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         rows = []
@@ -399,36 +304,34 @@ class TokenByToken(nn.Module):
         return torch.stack(rows)
 
 
-class PerSlotGather(nn.Module):
-    """One output per slot, stacked, then weighted and summed over the slots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(SwiGLU)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        outputs = torch.zeros(flat.shape[0], K, D, dtype=x.dtype)
+class PerSlotGather(Mixture):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        outputs = torch.zeros(flat.shape[0], K, D, dtype=flat.dtype)
         for e, expert in enumerate(self.experts):
             mask = indices == e
             outputs[mask] = expert(flat[mask.nonzero()[:, 0]])
-        return (outputs * weights.unsqueeze(-1)).sum(dim=1).reshape(x.shape)
+        return (outputs * weights.unsqueeze(-1)).sum(dim=1)
 
 
 VARIANTS = (
     variant("loop_where_plus_assign", WherePlusAssign, "torch.where and += on rows (mistral reference style)"),
     variant("loop_onehot_index_add", OneHotIndexAdd, "one-hot mask and index_add_, returns router logits"),
     variant("loop_onehot_hit_only", OneHotIndexAdd, "the same over hit experts only", hit_only=True),
-    variant("loop_skip_empty", SkipEmpty, "continue when an expert is empty"),
+    variant("loop_skip_empty", SkipEmpty, "continue when an expert is empty", make_expert=MLP, act=nn.SiLU),
     variant("loop_boolean_mask_top1", BooleanMaskTop1, "top-1, boolean masks, weight after the loop"),
-    variant("loop_slots_then_experts", SlotsThenExperts, "double loop over slots and experts"),
+    variant("loop_slots_then_experts", SlotsThenExperts, "double loop over slots and experts", make_expert=MLP),
     variant("loop_any_mask_dense_gate", AnyMaskThroughView, "(idx == e).any(-1) with a dense gate matrix"),
     variant("loop_write_through_view", WriteThroughFlatView, "output written through a view of its buffer"),
-    variant("loop_index_select", IndexSelect, "index_select and out-of-place index_add"),
-    variant("loop_scatter_add", ScatterAdd, "scatter_add with an expanded index, biased gated experts"),
-    variant("loop_unique_tolist", UniqueExperts, "hit experts from unique().tolist()"),
+    variant(
+        "loop_index_select",
+        IndexSelect,
+        "index_select and out-of-place index_add",
+        make_expert=MLP,
+        act=nn.Tanh,
+        normalize=False,
+    ),
+    variant("loop_scatter_add", ScatterAdd, "scatter_add with an expanded index, biased gated experts", bias=True),
+    variant("loop_unique_tolist", UniqueExperts, "hit experts from unique().tolist()", make_expert=MLP),
     variant("loop_module_dict", DictOfExperts, "experts in a ModuleDict"),
     variant("loop_stacked_gate_up", StackedGateUp, "stacked (E, 2I, D) weights"),
     variant("loop_stacked_in_out_bias", StackedInOut, "stacked (E, D, I) weights with biases"),
@@ -443,6 +346,8 @@ VARIANTS = (
         "routing as Python lists: .tolist() and new tensors of them",
         "either",
         flat_tokens,
+        make_expert=MLP,
+        act=nn.SiLU,
     ),
-    variant("loop_token_by_token", TokenByToken, "one token at a time", inputs=flat_tokens),
+    variant("loop_token_by_token", TokenByToken, "one token at a time", inputs=flat_tokens, make_expert=MLP),
 )

@@ -11,32 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, experts
+from tests.zoo.common import MLP, Mixture, experts
 from tests.zoo.variant import D, E, I, K, Variant, hidden_states, variant, weight
 
 
-class Looped(nn.Module):
-    """Tokens by ``where``, the experts' outputs added up."""
+class Looped(Mixture):
+    """A plain gate, and outputs that are added up out of place."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(MLP)
         self.gate = nn.Linear(D, E)
-        self.experts = experts(MLP)
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.gate(flat).softmax(-1).topk(K, -1)
 
-    def start(self, flat: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(flat)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, ids = self.route(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = self.start(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+        for e in range(len(self.experts)):
+            token, slot = torch.where(ids == e)
+            out = out.index_add(0, token, self.expert(e, flat[token]) * weights[token, slot, None])
+        return out
 
 
 class OneNormalised(Looped):
@@ -76,19 +70,15 @@ class SharedAhead(Looped):
         super().__init__()
         self.gate = nn.Linear(D, E - 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, ids = self.route(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = self.experts[0](flat) + self.experts[1](flat)
         for number, expert in enumerate(self.experts[2:]):
             token, slot = torch.where(ids == number)
             out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+        return out
 
 
 class ScaledBefore(nn.Module):
-    """Tokens times their weights before the experts, in float32; biases laid out for sorted rows by ``repeat_interleave``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(D, E, bias=False)
@@ -176,8 +166,6 @@ class Products(torch.autograd.Function):
 
 
 class Conditioned(Looped):
-    """One condition for each sequence, (batch, 1, D), is added to its tokens."""
-
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         x = x + condition
         weights, ids = self.gate(x).softmax(-1).topk(K, -1)
@@ -266,8 +254,6 @@ class NoisyCapacity(Looped):
 
 
 class RoundedCapacity(Looped):
-    """Room for a few more tokens than the least, behind noise; cut only where an expert has more."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         logits = self.gate(flat)
@@ -286,8 +272,6 @@ class RoundedCapacity(Looped):
 
 
 class Switched(Looped):
-    """A clock behind a switch that is off, and a loss where somebody asks for gradients."""
-
     profile = False
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -305,52 +289,34 @@ class Adapted(Looped):
         super().__init__()
         self.where, self.adapters = where, experts(MLP, E if where == "each" else 1, hidden=E)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, ids = self.route(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            rows, adapter = flat[token], self.adapters[number % len(self.adapters)]
-            rows = rows + adapter(rows) if self.where == "given" else rows
-            found = expert(rows) if self.where in ("given", "given by") else expert(rows) + adapter(rows)
-            found = found + adapter(found) if self.where == "given by" else found
-            out.index_add_(0, token, found * weights[token, slot, None])
-        return out.view(x.shape)
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        adapter = self.adapters[e % len(self.adapters)]
+        if self.where == "given":
+            return self.experts[e](rows + adapter(rows))
+        found = self.experts[e](rows)
+        return found + adapter(found if self.where == "given by" else rows)
 
 
 class SharedFirst(Looped):
-    """A projection of all rows inside the loop, and an expert's own after it, as LoRA with one A."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.experts = nn.Linear(D, E, bias=False), nn.ModuleList(nn.Linear(E, D) for _ in range(E))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, ids = self.route(flat)
-        out = flat.sin()
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out = out.index_add(0, token, expert(self.first(flat[token])) * weights[token, slot, None])
-        return out.view(x.shape)
+    def start(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.sin()
+
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.experts[e](self.first(rows))
 
 
 class Several(Looped):
-    """Several routings over one list of experts."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.gates, self.norm = how, nn.ModuleList(nn.Linear(D, E) for _ in range(2)), nn.LayerNorm(D)
         self.towers = nn.ModuleList(MLP() for _ in range(2))
 
     def mixed(self, flat: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        weights, ids = scores.softmax(-1).topk(K, -1)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out
+        return self.mix(flat, *scores.softmax(-1).topk(K, -1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         flat = x.reshape(-1, D)
@@ -367,8 +333,6 @@ class Several(Looped):
 
 
 class StackedGates(nn.Module):
-    """A gate for each task in one tensor, beside stacked experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gates, self.up, self.down = weight(2, D, E), weight(E, D, I), weight(E, I, D)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture
 from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
 
 
-class Routed(nn.Module):
-    """A gate and a list of experts; what differs is how tokens reach them."""
-
-    def __init__(self, kind: type[nn.Module] = MLP) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(kind)
-
-
-class Added(Routed):
+class Added(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate(x)
         out = torch.zeros_like(x)
@@ -29,9 +19,7 @@ class Added(Routed):
         return out
 
 
-class Listed(Routed):
-    """Rows of one, ids as numbers, a list of results."""
-
+class Listed(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate(x)
         rows = []
@@ -40,7 +28,7 @@ class Listed(Routed):
         return torch.cat(rows)
 
 
-class Sequences(Routed):
+class Sequences(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         weights, index = self.gate(x)
@@ -53,7 +41,7 @@ class Sequences(Routed):
         return out
 
 
-class Zipped(Routed):
+class Zipped(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate(x)
         rows = [
@@ -63,21 +51,18 @@ class Zipped(Routed):
         return torch.stack(rows)
 
 
-class StackedOutputs(Routed):
-    """All outputs first, (T, k, D), then the weights."""
-
+class StackedOutputs(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate(x)
         outputs = torch.stack([torch.stack([self.experts[e](row) for e in ids]) for row, ids in zip(x, index)])
         return torch.einsum("tk,tkd->td", weights, outputs)
 
 
-class OfStacks(nn.Module):
+class OfStacks(Mixture):
     """Stacked weights of which every token picks its experts'."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up, self.down = weight(E, I, D), weight(E, D, I)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,8 +76,6 @@ class OfStacks(nn.Module):
 
 
 class Fused(OfStacks):
-    """The experts of a token in one einsum, weights and all."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate(x)
         rows = []
@@ -102,11 +85,13 @@ class Fused(OfStacks):
 
 
 VARIANTS = (
-    variant("one_token_added", Added, "out[t] += w * experts[i](x[t])", inputs=flat_tokens),
-    variant("one_token_listed", Listed, "ids by tolist, rows of one in a list", inputs=flat_tokens, kind=SwiGLU),
-    variant("one_token_sequences", Sequences, "over batch, sequence and slots"),
-    variant("one_token_zipped", Zipped, "over tokens, weights and ids together", inputs=flat_tokens),
-    variant("one_token_stacked_outputs", StackedOutputs, "(T, k, D) outputs, then the weights", inputs=flat_tokens),
+    variant("one_token_added", Added, "out[t] += w * experts[i](x[t])", inputs=flat_tokens, make_expert=MLP),
+    variant("one_token_listed", Listed, "ids by tolist, rows of one in a list", inputs=flat_tokens),
+    variant("one_token_sequences", Sequences, "over batch, sequence and slots", make_expert=MLP),
+    variant("one_token_zipped", Zipped, "over tokens, weights and ids together", inputs=flat_tokens, make_expert=MLP),
+    variant(
+        "one_token_stacked_outputs", StackedOutputs, "(T, k, D) outputs first", inputs=flat_tokens, make_expert=MLP
+    ),
     variant("one_token_fused", Fused, "one einsum for a token's experts", inputs=flat_tokens),
     variant("one_token_of_stacks", OfStacks, "weights[id] of single tokens", inputs=flat_tokens),
 )

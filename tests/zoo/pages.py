@@ -1,7 +1,5 @@
 """The command line of scripts that make a page of docs."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `python -m tests.zoo.pattern_table` prints it, `--write docs/patterns.md` puts it there.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import logging

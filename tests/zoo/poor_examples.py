@@ -1,7 +1,5 @@
 """Examples on which tokens cannot be told apart: what people give first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether rewritten forwards ran, block by block, by the report's counts: what it calls rewritten need not be what runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

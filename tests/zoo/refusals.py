@@ -1,6 +1,6 @@
 """Blocks that look like a Mixture of Experts but break one of its rules: a rewrite would be wrong.
 
-The base is the same loop as in `bodies`; each class changes one thing.
+Each class changes one thing of the loop in `common`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.bodies import Mixture
-from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
-class BatchNormExpert(nn.Module):
-    """BatchNorm over the expert's tokens."""
-
+class BatchNormExpert(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.norm, self.fc2 = nn.Linear(D, I), nn.BatchNorm1d(I), nn.Linear(I, D)
+        self.norm = nn.BatchNorm1d(I)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] < 2:  # BatchNorm wants two values in train mode
@@ -27,43 +24,23 @@ class BatchNormExpert(nn.Module):
         return self.fc2(F.relu(self.norm(self.fc1(x))))
 
 
-class SoftmaxOverTokens(nn.Module):
-    """Softmax over dimension 0, the tokens of the expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, I), nn.Linear(I, D)
-
+class SoftmaxOverTokens(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(torch.softmax(self.fc1(x), dim=0))
 
 
-class CumsumOverTokens(nn.Module):
-    """A running sum over the expert's tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
+class CumsumOverTokens(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x.cumsum(dim=0))
+        return super().forward(x.cumsum(dim=0))
 
 
-class CenteredTokens(nn.Module):
-    """The mean over the expert's tokens is subtracted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = SwiGLU()
-
+class CenteredTokens(SwiGLU):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.mlp(x)
+        h = super().forward(x)
         return h - h.sum(dim=0, keepdim=True) / max(1, h.shape[0])
 
 
 class SelfAttentionExpert(nn.Module):
-    """The expert's tokens attend to one another."""
-
     def __init__(self) -> None:
         super().__init__()
         self.query, self.value = nn.Linear(D, I), nn.Linear(D, D)
@@ -73,66 +50,33 @@ class SelfAttentionExpert(nn.Module):
         return torch.softmax(q @ q.t() / I**0.5, dim=-1) @ self.value(x)
 
 
-class ReversedTokens(nn.Module):
-    """The order of the expert's tokens is reversed on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP(act=nn.ReLU)
-
+class ReversedTokens(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x.flip(0))
+        return super().forward(x.flip(0))
 
 
-class RolledTokens(nn.Module):
-    """Each token also sees its neighbour in the expert's queue (a token shift)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
+class RolledTokens(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(0.5 * x + 0.5 * torch.roll(x, 1, dims=0))
+        return super().forward(0.5 * x + 0.5 * torch.roll(x, 1, dims=0))
 
 
-class PositionInQueue(nn.Module):
-    """The expert adds the token's place in its queue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
+class PositionInQueue(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x + 0.1 * torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(-1))
+        return super().forward(x + 0.1 * torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(-1))
 
 
-class CountScaled(nn.Module):
-    """The output is divided by how many tokens the expert got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MLP()
-
+class CountScaled(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x) / (1 + x.shape[0])
+        return super().forward(x) / (1 + x.shape[0])
 
 
-class DropoutExpert(nn.Module):
-    """Active dropout inside the expert, of a kind that is not drawn expert after expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.AlphaDropout(0.3), nn.Linear(I, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+def alpha_dropout() -> nn.Module:
+    """Dropout of a kind that is not drawn expert after expert."""
+    return nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.AlphaDropout(0.3), nn.Linear(I, D))
 
 
 class MaxCombine(Mixture):
-    """A token gets the elementwise maximum over its experts."""
-
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.full_like(flat, -1e4)
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -142,10 +86,9 @@ class MaxCombine(Mixture):
 
 
 class OverwriteCombine(Mixture):
-    """`out[token] = y`: with k = 2 the expert of the higher number wins."""
+    """With k = 2 the expert of the higher number wins."""
 
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -154,10 +97,9 @@ class OverwriteCombine(Mixture):
 
 
 class Chained(Mixture):
-    """Experts see the output of earlier experts: the buffer they read is the one they write."""
+    """The buffer that they read is the one that they write."""
 
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         h = flat.clone()
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -166,8 +108,6 @@ class Chained(Mixture):
 
 
 class GateOnOutputs(nn.Module):
-    """The gate is computed from the experts' own outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts, self.score = experts(MLP), nn.Linear(D, 1)
@@ -180,18 +120,13 @@ class GateOnOutputs(nn.Module):
 
 
 class ConfidenceWeighted(Mixture):
-    """The routing weight is multiplied by a norm of the expert's output."""
-
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         y = self.experts[e](x)
         return y * y.pow(2).sum().sqrt()
 
 
 class NonlinearCombine(Mixture):
-    """Squares are summed and the root is taken."""
-
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
@@ -201,8 +136,6 @@ class NonlinearCombine(Mixture):
 
 
 class DataBranch(Mixture):
-    """A host branch on the mean of the input."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.mean() > 0:
             x = x * 2
@@ -210,8 +143,6 @@ class DataBranch(Mixture):
 
 
 class OutputBranch(Mixture):
-    """A host branch on the size of an expert's output."""
-
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         y = self.experts[e](x)
         if y.numel() and y.abs().max() > 0.3:
@@ -220,12 +151,9 @@ class OutputBranch(Mixture):
 
 
 class SizeBranch(Mixture):
-    """Beyond 20 tokens only the first expert of a token counts."""
-
-    def mix(self, flat: torch.Tensor) -> torch.Tensor:
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if flat.shape[0] <= 20:
-            return super().mix(flat)
-        weights, indices = self.gate(flat)
+            return super().mix(flat, weights, indices)
         out = torch.zeros_like(flat)
         for e in range(E):
             token = torch.where(indices[:, 0] == e)[0]
@@ -234,8 +162,6 @@ class SizeBranch(Mixture):
 
 
 class StepParity(Mixture):
-    """Every second call in a row routes with other weights."""
-
     def __init__(self) -> None:
         super().__init__(MLP)
         self.calls = 0
@@ -245,51 +171,30 @@ class StepParity(Mixture):
         return super().forward(x) * (1.0 if self.calls % 2 else 0.5)
 
 
-class DifferentWidths(nn.Module):
-    """Experts of different widths."""
-
+class DifferentWidths(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.experts = nn.ModuleList(MLP(hidden=h) for h in (16, 20, 24, 20, 28))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
 
-
-class DifferentActivations(DifferentWidths):
-    """One expert of five has another activation."""
-
+class DifferentActivations(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.experts = experts(MLP)
+        super().__init__(MLP)
         self.experts[2].act = nn.ReLU()
 
 
-class DifferentStructures(DifferentWidths):
-    """Gated and ungated experts side by side."""
-
+class DifferentStructures(Mixture):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(None)
         self.experts = nn.ModuleList([MLP(), SwiGLU(), MLP(), SwiGLU(), MLP()])
 
 
 class ScaledByNumber(Mixture):
-    """The expert's number multiplies its output: same parameters, another constant each."""
-
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         return self.experts[e](x) * (1.0 + 0.25 * e)
 
 
 class SoftMoE(nn.Module):
-    """Soft MoE: every slot is a weighted average of all tokens."""
-
     def __init__(self, slots: int = 2) -> None:
         super().__init__()
         self.slots = slots
@@ -317,11 +222,6 @@ class StraightThrough(Mixture):
 
 
 class LeakedHidden(Mixture):
-    """The activations inside the experts are also used for a sparsity loss."""
-
-    def __init__(self) -> None:
-        super().__init__(MLP)
-
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat = x.reshape(-1, D)
         weights, indices = self.gate(flat)
@@ -335,8 +235,6 @@ class LeakedHidden(Mixture):
 
 
 class ProductOfExperts(nn.Module):
-    """log-sum-exp over the experts with the gates as log weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts = nn.Linear(D, E), experts(MLP)
@@ -348,8 +246,6 @@ class ProductOfExperts(nn.Module):
 
 
 class CenteringMatrix(Mixture):
-    """Tokens are centred over the batch by each expert after gathering, written as a matrix product."""
-
     def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
         n = x.shape[0]
         centering = torch.eye(n, dtype=x.dtype) - torch.full((n, n), 1.0 / max(1, n), dtype=x.dtype)
@@ -357,8 +253,6 @@ class CenteringMatrix(Mixture):
 
 
 class Committee(nn.Module):
-    """An ensemble, not a mixture: all members on all tokens, averaged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.members = experts(MLP)
@@ -367,15 +261,11 @@ class Committee(nn.Module):
         return torch.stack([member(x) for member in self.members]).mean(dim=0)
 
 
-class ResidualStack(nn.Module):
-    """A plain stack of equal layers: not a mixture at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = experts(MLP)
+class ResidualStack(Committee):
+    """Not a mixture at all."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
+        for layer in self.members:
             x = x + layer(x)
         return x
 
@@ -411,10 +301,10 @@ VARIANTS = (
     variant("refuse_different_activations", DifferentActivations, "one expert with another activation", "either"),
     variant("refuse_different_structures", DifferentStructures, "gated and ungated experts", "either"),
     variant("refuse_scaled_by_number", ScaledByNumber, "a constant per expert", "either"),
-    variant("refuse_dropout_active", Mixture, "alpha dropout inside the expert", "either", make_expert=DropoutExpert),
+    variant("refuse_dropout_active", Mixture, "alpha dropout inside the expert", "either", make_expert=alpha_dropout),
     variant("refuse_soft_moe", SoftMoE, "slots are averages of all tokens", REFUSED),
     variant("refuse_straight_through", StraightThrough, "straight-through gates: gradients differ", REFUSED),
-    variant("refuse_leaked_hidden", LeakedHidden, "hidden activations used outside", REFUSED),
+    variant("refuse_leaked_hidden", LeakedHidden, "hidden activations used outside", REFUSED, make_expert=MLP),
     variant("refuse_product_of_experts", ProductOfExperts, "log-sum-exp over experts", REFUSED),
     variant("refuse_committee", Committee, "an ensemble averaged: dense by nature", "either"),
     variant("refuse_residual_stack", ResidualStack, "a stack of equal layers", REFUSED),

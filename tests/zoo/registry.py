@@ -1,7 +1,5 @@
 """Every model of the zoo, in one tuple."""
 
-from __future__ import annotations
-
 from tests.zoo import (
     bodies,
     by_sorting,

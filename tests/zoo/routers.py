@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, SwiGLU, experts
+from tests.zoo.common import MLP, Mixture, SwiGLU, experts
 from tests.zoo.variant import D, E, I, K, hidden_states, of_width, variant
 
 
-class Routed(nn.Module):
-    """Base: `route(flat)` gives weights and indices (T, k); the rest is the same loop."""
+class Routed(Mixture):
+    """`route(flat)` gives weights and indices (T, k); the rest is the same loop."""
 
     def __init__(self, num_experts: int = E, top_k: int = K, dim: int = D, hidden: int = I) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.num_experts, self.top_k, self.dim = num_experts, top_k, dim
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = experts(SwiGLU, num_experts, dim=dim, hidden=hidden)
@@ -26,30 +26,14 @@ class Routed(nn.Module):
         weights, indices = F.softmax(self.router(flat), dim=-1).topk(self.top_k, dim=-1)
         return weights, indices
 
-    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out
-
-    def forward(self, x: torch.Tensor) -> Any:
-        flat = x.reshape(-1, self.dim)
-        weights, indices = self.route(flat)
-        return self.mix(flat, weights, indices).view(x.shape)
-
 
 class Sigmoid(Routed):
-    """Independent sigmoid scores, normalised over the chosen ones."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = self.router(flat).sigmoid().topk(self.top_k, dim=-1)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20), indices
 
 
 class GroupLimited(Routed):
-    """DeepSeek-V2: the best groups first, then the best experts inside them."""
-
     groups, top_groups = 3, 2
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +48,6 @@ class GroupLimited(Routed):
 
 
 class BiasCorrected(Routed):
-    """DeepSeek-V3: a bias buffer chooses, the unbiased sigmoid score weighs; float32 router."""
-
     def __init__(self, start: float = 0.3) -> None:
         super().__init__(num_experts=6)
         self.register_buffer("e_score_correction_bias", start * torch.randn(6))
@@ -83,8 +65,6 @@ class BiasCorrected(Routed):
 
 
 class BalancingBias(Routed):
-    """Loss-free balancing: in train mode the bias buffer and a counter are updated in place in forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bias", torch.zeros(E))
@@ -102,8 +82,6 @@ class BalancingBias(Routed):
 
 
 class JitterNoise(Routed):
-    """Uniform jitter on the router's input in train mode."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.training:
             flat = flat * torch.empty_like(flat).uniform_(0.9, 1.1)
@@ -112,8 +90,6 @@ class JitterNoise(Routed):
 
 
 class JitterInPlace(Routed):
-    """Mixtral with input jitter: the hidden states themselves are multiplied in place, for the experts too."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x * 1.0
         if self.training:
@@ -122,8 +98,6 @@ class JitterInPlace(Routed):
 
 
 class NoisyTopK(Routed):
-    """Shazeer: trainable noise on the logits in train mode."""
-
     def __init__(self) -> None:
         super().__init__()
         self.noise = nn.Linear(D, E, bias=False)
@@ -137,15 +111,11 @@ class NoisyTopK(Routed):
 
 
 class WithLogits(Routed):
-    """Returns (output, router logits)."""
-
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.router(x.reshape(-1, self.dim))
 
 
 class BalanceLoss(Routed):
-    """Returns the Switch balance loss beside the output."""
-
     def forward(self, x: torch.Tensor) -> Any:
         flat = x.reshape(-1, self.dim)
         probs = self.router(flat).softmax(dim=-1)
@@ -165,8 +135,6 @@ class MoEOutput:
 
 
 class ZLossDict(Routed):
-    """Router z-loss and counts in a dict."""
-
     def forward(self, x: torch.Tensor) -> Any:
         flat = x.reshape(-1, self.dim)
         logits = self.router(flat)
@@ -185,8 +153,6 @@ class ZLossRecord(ZLossDict):
 
 
 class LossOnSelf(Routed):
-    """Keeps the balance loss as an attribute, to be read after forward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.dim)
         probs = self.router(flat).softmax(dim=-1)
@@ -196,32 +162,24 @@ class LossOnSelf(Routed):
 
 
 class Top1Unnormalised(Routed):
-    """k = 1 by max; the weight is the probability itself."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = self.router(flat).softmax(dim=-1).max(dim=-1)
         return weights[:, None], indices[:, None]
 
 
 class Top1WeightOne(Routed):
-    """k = 1 with the weight normalised: it is 1 for every token, and the router gets a zero gradient."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = self.router(flat).softmax(dim=-1).topk(1, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True), indices
 
 
 class Detached(Routed):
-    """The weights carry no gradient to the router."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = super().route(flat)
         return weights.detach(), indices
 
 
 class Cosine(Routed):
-    """Cosine router with a learned temperature."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.3))
@@ -234,16 +192,12 @@ class Cosine(Routed):
 
 
 class MLPRouter(Routed):
-    """A router of two layers, with biases."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Sequential(nn.Linear(D, 9), nn.Tanh(), nn.Linear(9, E))
 
 
 class TopP(Routed):
-    """Weights under a threshold are set to zero: those slots count for nothing but are still computed."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, indices = super().route(flat)
         return weights.masked_fill(weights < 0.25, 0.0), indices
@@ -263,8 +217,6 @@ class SparseMixer(Routed):
 
 
 class PaddingMask(Routed):
-    """A keyword argument says which tokens are padding; their weights are zero."""
-
     def forward(self, x: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         flat = x.reshape(-1, self.dim)
         weights, indices = self.route(flat)
@@ -274,8 +226,6 @@ class PaddingMask(Routed):
 
 
 class HashRouter(Routed):
-    """No learned gate: the expert is the token id modulo the number of experts."""
-
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.dim)
         indices = (input_ids.reshape(-1, 1) * 7 + 3) % E
@@ -283,23 +233,17 @@ class HashRouter(Routed):
 
 
 class GivenRouting(Routed):
-    """An experts module: routing is an argument."""
-
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         return self.mix(x, top_k_weights, top_k_index)
 
 
 class TaskRouter(Routed):
-    """The router reads another tensor than the experts."""
-
     def forward(self, x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
         weights, indices = self.route(task.reshape(-1, self.dim))
         return self.mix(x.reshape(-1, self.dim), weights, indices).view(x.shape)
 
 
 class SequenceRouter(Routed):
-    """One decision a sequence, from its mean: every token of it goes to the same experts."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.route(x.mean(dim=1))
         weights, indices = (t.repeat_interleave(x.shape[1], dim=0) for t in (weights, indices))
@@ -307,8 +251,6 @@ class SequenceRouter(Routed):
 
 
 class Float32Router(Routed):
-    """The router runs in float32 and the weights are cast back."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = F.linear(flat.float(), self.router.weight.float())
         weights, indices = torch.topk(torch.softmax(logits, dim=-1, dtype=torch.float32), self.top_k, dim=-1)
@@ -316,8 +258,6 @@ class Float32Router(Routed):
 
 
 class RandomRouting(Routed):
-    """Experts drawn by `torch.multinomial` from the probabilities in train mode."""
-
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probs = self.router(flat).softmax(dim=-1)
         if self.training:

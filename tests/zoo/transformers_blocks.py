@@ -5,8 +5,6 @@ Whole models of some families are in `tests.zoo.families`. `python -m tests.zoo.
 `--write docs/transformers_blocks.md` puts it there.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

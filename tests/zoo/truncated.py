@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, experts
 from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
 
 Choice = tuple[torch.Tensor, torch.Tensor]
@@ -42,13 +42,11 @@ class SparseGates(nn.Module):
         return updates.view(x.shape)
 
 
-class Cut(nn.Module):
-    """A loop over experts; what differs is how each finds its tokens."""
+class Cut(Mixture):
+    """What differs is how each expert finds its tokens."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
-        self.experts = experts(MLP)
+        super().__init__(MLP)
 
     def capacity(self, x: torch.Tensor) -> int:
         return max(1, math.ceil(0.7 * K * x.shape[0] / E))
@@ -97,8 +95,6 @@ class KeepOfQueue(Cut):
 
 
 class BestFirst(Cut):
-    """The tokens with the largest weights are kept."""
-
     def chosen(self, index: torch.Tensor, weights: torch.Tensor, capacity: int) -> Iterator[Choice]:
         for number in range(E):
             token, slot = torch.where(index == number)
@@ -108,12 +104,9 @@ class BestFirst(Cut):
             yield token, slot
 
 
-class CutSlices(nn.Module):
-    """Tokens sorted by expert; a boolean says which of the sorted rows are in time."""
-
+class CutSlices(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up, self.down = weight(E, D, I), weight(E, I, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,8 +125,6 @@ class CutSlices(nn.Module):
 
 
 class PassesOn(Cut):
-    """Top-1; tokens over capacity stay as they are."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.gate.weight(x).softmax(-1).max(-1)
         out = x.clone()

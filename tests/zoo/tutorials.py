@@ -9,16 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.zoo.common import MLP, TopKGate, experts
-from tests.zoo.library_styles import Loop
+from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, hidden_states, variant, weight
 
 WORDS = 50
 
 
 class NamedExperts(nn.Module):
-    """Experts in a dictionary under the names of their subjects; masks on (batch, seq); rows put back by masked_scatter."""
-
     SUBJECTS = ("code", "math", "chat", "law")
 
     def __init__(self) -> None:
@@ -39,13 +36,7 @@ class NamedExperts(nn.Module):
         return y
 
 
-class MaskedScatter(nn.Module):
-    """masked_select and masked_scatter_ on full masks, a buffer for every slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(MLP)
-
+class MaskedScatter(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         out = torch.zeros_like(x)
@@ -58,17 +49,13 @@ class MaskedScatter(nn.Module):
         return out
 
 
-class Padded(nn.Module):
-    """Sorted tokens padded to one tensor for baddbmm, and put back in order."""
-
+class Padded(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = TopKGate(), weight(E, D, I), weight(E, I, D)
+        super().__init__(None)
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
         self.bias = nn.Parameter(torch.zeros(E, 1, I))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         order = indices.flatten().argsort(stable=True)
         counts = indices.flatten().bincount(minlength=E).tolist()
         padded = pad_sequence(list(flat[order // K].split(counts)), batch_first=True)
@@ -76,12 +63,10 @@ class Padded(nn.Module):
         y = torch.cat([y[e, :count] for e, count in enumerate(counts)])
         back = torch.empty_like(y)
         back[order] = y
-        return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1).view_as(x)
+        return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
 
 
 class LoraMixture(nn.Module):
-    """Low-rank experts on one base layer, all computed, weights scattered to all experts."""
-
     def __init__(self, rank: int = 4) -> None:
         super().__init__()
         self.base, self.gate = nn.Linear(D, D), TopKGate()
@@ -94,13 +79,7 @@ class LoraMixture(nn.Module):
         return self.base(x) + 2.0 * torch.einsum("bteo,bte->bto", torch.einsum("bter,eor->bteo", low, self.b), gates)
 
 
-class OneHotGates(nn.Module):
-    """Weights times one-hot choices; experts that have no weight are skipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(MLP)
-
+class OneHotGates(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, indices = self.gate(x)
         gates = torch.einsum("btk,btke->bte", weights, F.one_hot(indices, E).to(x.dtype))
@@ -113,8 +92,6 @@ class OneHotGates(nn.Module):
 
 
 class HashTable(nn.Module):
-    """The expert of every word stands in a table; no routing weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.experts = nn.LayerNorm(D), experts(MLP)
@@ -134,7 +111,7 @@ def words_and_states(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tup
     return (x, torch.randint(0, WORDS, (batch, seq), generator=generator)), kwargs
 
 
-class LoadLoss(Loop):
+class LoadLoss(Mixture):
     """Noisy top-k with importance and load losses by a normal distribution (Shazeer et al.)."""
 
     def __init__(self) -> None:
@@ -158,43 +135,38 @@ class LoadLoss(Loop):
             inside, outside = ((clean - top[:, [k]]) / spread for k in (K, K - 1))
             load = torch.where(logits > top[:, [K]], normal.cdf(inside), normal.cdf(outside)).sum(0)
         loss = sum(v.float().var() / (v.float().mean() ** 2 + 1e-10) for v in (gates.sum(0), load))
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape), loss
+        return self.mix(flat, weights, indices).view(x.shape), loss
 
 
-class WarmUp(Loop):
-    """Softer logits while a counter that the trainer sets is small: a condition on a buffer."""
+class WarmUp(Mixture):
+    """Softer logits while a counter that the trainer sets is small."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.gate.weight(flat)
         if self.step < 100:
             logits = logits / 2
         weights, indices = logits.softmax(-1).topk(K)
-        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+        return weights, indices
 
 
 class CountedWarmUp(WarmUp):
-    """The block counts by itself, before it asks."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.step += 1
         return super().forward(x)
 
 
-class Pixels(Loop):
-    """Images (batch, channels, height, width): every pixel is a token."""
-
+class Pixels(Mixture):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(1, D)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x).flatten(2).transpose(1, 2).reshape(-1, D)
-        y = self.mix(tokens, *self.gate(tokens), torch.zeros_like(tokens))
+        y = self.mix(tokens, *self.gate(tokens))
         return x + y.view(x.shape[0], -1, D).transpose(1, 2).view_as(x)
 
 
@@ -205,8 +177,6 @@ def images(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[A
 
 
 class PixelConvolutions(nn.Module):
-    """The same with 1x1 convolutions as experts, all computed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Conv2d(D, E, 1)
@@ -218,26 +188,20 @@ class PixelConvolutions(nn.Module):
         return sum(gates[:, [e]] * expert(x) for e, expert in enumerate(self.experts))
 
 
-class TiedTransposed(nn.Module):
-    """Every expert's second matrix is its first, transposed."""
-
+class TiedTransposed(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.w = TopKGate(), weight(E, D, I)
+        super().__init__(None)
+        self.w = weight(E, D, I)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for e in range(E):
             token, slot = torch.where(indices == e)
             out.index_add_(0, token, F.gelu(flat[token] @ self.w[e]) @ self.w[e].t() * weights[token, slot, None])
-        return out.view_as(x)
+        return out
 
 
 class TwoLevels(nn.Module):
-    """A group is chosen, then an expert by the group's own gate."""
-
     def __init__(self, groups: int = 2, members: int = 3) -> None:
         super().__init__()
         self.outer = nn.Linear(D, groups)
@@ -258,8 +222,6 @@ class TwoLevels(nn.Module):
 
 
 class MostProbableFirst(nn.Module):
-    """A full expert keeps the tokens that want it most; the others pass through."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.experts = nn.Linear(D, E), experts(MLP)
@@ -277,8 +239,6 @@ class MostProbableFirst(nn.Module):
 
 
 class Nested(nn.Module):
-    """Every expert's tokens in one nested tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(D, E), weight(E, D, I), weight(E, I, D)
@@ -293,8 +253,6 @@ class Nested(nn.Module):
 
 
 class Vmapped(nn.Module):
-    """All experts at once by torch.func.vmap over stacked weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = TopKGate(), weight(E, I, D), weight(E, D, I)
@@ -306,9 +264,7 @@ class Vmapped(nn.Module):
         return (chosen * weights.unsqueeze(-1)).sum(-2)
 
 
-class OneOddOfMany(Loop):
-    """So many experts that the example misses the one that has another activation."""
-
+class OneOddOfMany(Mixture):
     def __init__(self, count: int = 48) -> None:
         super().__init__()
         self.gate = TopKGate(num_experts=count)
@@ -318,8 +274,13 @@ class OneOddOfMany(Loop):
 
 VARIANTS = (
     variant("loop_named_experts", NamedExperts, "experts under names in a ModuleDict, masked_scatter"),
-    variant("loop_masked_scatter", MaskedScatter, "masked_select and masked_scatter_"),
-    variant("loop_one_hot_gates", OneHotGates, "weights times one-hot choices, skipped where none is above 0"),
+    variant("loop_masked_scatter", MaskedScatter, "masked_select and masked_scatter_", make_expert=MLP),
+    variant(
+        "loop_one_hot_gates",
+        OneHotGates,
+        "weights times one-hot choices, skipped where none is above 0",
+        make_expert=MLP,
+    ),
     variant("sorted_pad_sequence", Padded, "pad_sequence and baddbmm, bias starts at zero"),
     variant("dense_lora_mixture", LoraMixture, "low-rank experts on one base layer"),
     variant("router_hash_table", HashTable, "the expert of every word in a buffer", inputs=words_and_states),

@@ -6,16 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.common import MLP, Mixture, TopKGate
 from tests.zoo.variant import D, E, I, K, flat_tokens, hidden_states, variant, weight
 
 
-class IndexSelect(nn.Module):
-    """The weights of every routed row, gathered by ``index_select``."""
-
+class IndexSelect(Mixture):
     def __init__(self) -> None:
-        super().__init__()
-        self.gate = TopKGate()
+        super().__init__(None)
         self.up, self.down = weight(E, I, D), weight(E, D, I)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,13 +24,12 @@ class IndexSelect(nn.Module):
         return (y.view(len(x), K, D) * weights.unsqueeze(-1)).sum(1)
 
 
-class Looped(nn.Module):
+class Looped(Mixture):
     """A plain loop, of which the others change one step each."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(MLP)
         self.gate = nn.Linear(D, E, bias=False)
-        self.experts = experts(MLP)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, index = self.gate(x).softmax(-1).topk(K)
@@ -58,8 +54,6 @@ class AtMostAsManyAsTokens(Looped):
 
 
 class TwoHeads(Looped):
-    """Two gates choose on their own, so that both may choose the same expert."""
-
     def __init__(self) -> None:
         super().__init__()
         self.other = nn.Linear(D, E, bias=False)
@@ -148,8 +142,6 @@ class LimitedSwiGLU(nn.Module):
 
 
 class Windows(nn.Module):
-    """Windows of seven tokens, whatever the sentences' length; the router sees windows or all tokens."""
-
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
         self.flat, self.gate = flat, nn.Linear(D, E, bias=False)

@@ -1,7 +1,5 @@
 """What one model of the zoo is, and small helpers to state it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

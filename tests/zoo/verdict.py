@@ -1,7 +1,5 @@
 """What became of a mutant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 `python -m tests.zoo.whole_models` prints the table, `--write docs/whole_models.md` puts it there.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import pathlib
