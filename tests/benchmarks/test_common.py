@@ -1,7 +1,5 @@
 """How the GPU benchmarks take times, on a simulated card whose clock swings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

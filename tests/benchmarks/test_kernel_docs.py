@@ -1,7 +1,5 @@
 """Tables of README.md, docs/how_fast.md and docs/kernels.md, and the plot, are what was recorded; a missed goal is set in bold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shares of hidden communication, from events as a profiler writes them."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import partition_trace as trace

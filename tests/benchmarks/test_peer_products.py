@@ -1,7 +1,5 @@
 """Peers of single products get the operands that ours have, and must return what float32 gives."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The comparison of those who notice a lost rank: what counts as naming it, and one job over Gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.rank_failure import NAMED, measure

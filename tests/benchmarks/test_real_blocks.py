@@ -1,7 +1,5 @@
 """The models of real widths that are measured: each has a small form, with which scripts are tried without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The scripts behind docs/swin_moe.md: each experiment, tiny, over Gloo, and what is made of records."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import tarfile
@@ -23,20 +21,23 @@ from benchmarks.swin_moe.model import swin_config
 CPU = torch.device("cpu")
 
 
+def options(folder, **given):
+    usual = {"device": "cpu", "timeout": 60.0, "tiny": True, "end": float("inf"), "tag": "", "world": 2, "top_k": []}
+    return argparse.Namespace(**usual | {"out": folder, "variant": None, "case_seconds": 300.0} | given)
+
+
+def write(folder, name, *records, command=""):
+    """The records of an experiment."""
+    document = {"environment": {"command": command}, "records": list(records)}
+    (folder / f"swin_{name}.json").write_text(json.dumps(document))
+
+
+def failing(*_):
+    raise RuntimeError("CUDA error")
+
+
 def test_every_experiment_runs_tiny(tmp_path):
-    options = argparse.Namespace(
-        device="cpu",
-        timeout=60.0,
-        tiny=True,
-        out=tmp_path,
-        end=float("inf"),
-        tag="",
-        world=2,
-        variant=None,
-        top_k=[],
-        case_seconds=300.0,
-    )
-    launch(("smoke",), options)
+    launch(("smoke",), options(tmp_path))
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     names = ("ablation_latency", "ablation_memory", "convergence", "crossover", "heterogeneity", "latency", "memory")
     assert sorted(found) == [f"swin_{name}" for name in names]
@@ -73,7 +74,7 @@ def test_pictures_and_tables_come_out_of_any_results(tmp_path):
         {"name": "loop", **row, "skipped": "out of time"},
     ]
     for experiment in ("memory", "latency"):
-        (tmp_path / f"swin_{experiment}.json").write_text(json.dumps({"environment": {}, "records": records}))
+        write(tmp_path, experiment, *records)
     text = docs.memory(tmp_path)
     assert "| Tutel |" not in text
     assert "| failed |" in text
@@ -87,82 +88,27 @@ def test_pictures_and_tables_come_out_of_any_results(tmp_path):
     assert drawn == ["swin_latency.png", "swin_latency.svg", "swin_memory.png", "swin_memory.svg"]
 
 
-def test_what_was_claimed_is_judged_by_the_records(tmp_path):
-    def write(name, *records):
-        (tmp_path / f"swin_{name}.json").write_text(json.dumps({"environment": {}, "records": records}))
-
+def test_what_was_not_run_is_said(tmp_path):
+    """What the records give is in the page, which `test_the_page_holds_the_tables_of_the_recorded_results` compares."""
     assert all(say(tmp_path) == ("not run", "") for say in claims.CLAIMS.values())
-    peak = {"data": (7.0, 8.0), "padded": (9.0, 10.0), "padded-cf1": (8.0, 8.5), "grouped": (8.0, 8.5)}
-    cases = [
-        {"name": name, "scale": "base", "top_k": k, "peak_gib": gib, "before_gib": 0.25}
-        for name, values in peak.items()
-        for k, gib in zip((1, 8), values)
-    ]
-    write("memory", *cases)
-    reached, said = claims.memory(tmp_path)
-    assert reached == "in part"
-    assert said.startswith(
-        "below padded capacity 1.25 (Tutel's formulation) by 20 % at k = 8, 20 % at k = 8, 10 % from k = 8"
-    )
-    assert "below torch grouped_mm, dropless (dMoE's) by 6 % at k = 8, 6 % at k = 8, not everywhere by 10 %" in said
-    assert claims.growth(tmp_path) == ("**yes**", "Base data-centric +1.00 GiB (paper +1.5 GB)")
-    assert claims.held(tmp_path) == (
-        "Base: measured for k = 1 and 8, not for k = 2, 3, 4, 5, 6 and 7; "
-        "up to 0.25 GiB of the case before were held when a case started."
-    )
+    assert brief.brief(tmp_path) == brief.floor(tmp_path) == "not run"
     row = {"scale": "base", "top_k": 4}
-    write("latency", {"name": "data", **row, "step_s": 0.1}, {"name": "padded", **row, "step_s": 0.16})
+    write(tmp_path, "latency", {"name": "data", **row, "step_s": 0.1}, {"name": "padded", **row, "step_s": 0.16})
     assert claims.latency(tmp_path) == ("**yes**", "padded capacity 1.25 (Tutel's formulation) 1.60 times ours")
-    variants = {"data": 10.0, "data, no shared cache": 9.0, "data, no overlap": 10.1, "data, no fused kernel": 10.2}
-    write("ablation_memory", *({"variant": name, "peak_gib": gib} for name, gib in variants.items()))
-    assert claims.ablation(tmp_path) == (
-        "in part",
-        "1 of 3 as in the paper; the other way: data, no shared cache (memory -10.0 %); "
-        "too little to say: data, no overlap (memory +1.0 %)",
-    )
     curve = [{"share": share, "step_s": step} for share, step in ((0.3, 3.0), (0.5, 2.0), (0.6, 1.0))]
     unequal = {"name": "model", "case": 0, "multiprocessors": [72, 132], "predicted_share": 0.44, "runs": curve}
-    write("heterogeneity", unequal)
+    write(tmp_path, "heterogeneity", unequal)
     lost = "model-centric at 72 : 132, where the predicted share costs 100.0 % more than the fastest"
     assert claims.heterogeneity(tmp_path) == ("**no**", f"0 of 1 curves; not {lost}")
     losses = {"eager": 1.0, "hexa_fx": 1.01, "grouped_mm": 1.02, "eager, float32": 1.0, "hexa_fx, float32": 1.5}
-    write("convergence", *({"name": name, "losses": [loss] * 5} for name, loss in losses.items()))
+    write(tmp_path, "convergence", *({"name": name, "losses": [loss] * 5} for name, loss in losses.items()))
     assert claims.convergence(tmp_path)[0] == "in part"
     assert claims.claims(tmp_path).count("\n") == 7
 
 
-def test_in_short_follows_from_the_records(tmp_path):
-    assert brief.brief(tmp_path) == brief.floor(tmp_path) == "not run"
-    names = {"data": 1.0, "model": 1.2, "padded": 1.5, "padded-cf1": 1.1, "grouped": 2.0, "none": 0.8}
-    cases = [
-        {
-            "name": name,
-            "scale": "base",
-            "top_k": k,
-            "peak_gib": 10 * size,
-            "step_s": size / 10,
-            "largest_batch": int(200 / size),
-        }
-        for name, size in names.items()
-        for k in (1, 4)
-    ]
-    slow = {"name": "none", "scale": "base", "top_k": 8, "peak_gib": 8.0, "step_s": 0.2}
-    for experiment in ("memory", "latency"):
-        document = {"environment": {}, "records": [*cases, slow]}
-        (tmp_path / f"swin_{experiment}.json").write_text(json.dumps(document))
-    said = brief.brief(tmp_path)
-    assert "peaks 20 to 33 % lower than with experts padded to capacity 1.25, and -9 to 50 % lower than" in said
-    assert "a batch that is 50 % larger than with padding to 1.25, and 10 % larger than with padding to 1.0" in said
-    assert "with padding takes 1.10 to 1.50 times as long at top-1" in said
-    assert "one with grouped matmul 2.00 times, and a model-centric one 1.20 times" in said
-    floor = brief.floor(tmp_path)
-    assert "took 80 to 80 ms in 2 of 3 cases, and 200 ms in the rest" in floor
-    assert floor.endswith("hexa_fx would have to take 100 ms.")
-
-
 def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
     """Sets of ranks that die in a case, die between cases, hang, and end well."""
-    options = argparse.Namespace(out=tmp_path, tag="_t", tiny=True, world=2, variant=None, device="cpu")
+    given = options(tmp_path, tag="_t")
     (tmp_path / "swin_memory_t.json").write_text("{}")  # of an earlier run
     ran = []
 
@@ -172,7 +118,7 @@ def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
 
             def run(k=k):
                 ran.append(k)
-                return {"step_s": 1.0} if k in (0, 3) else (_ for _ in ()).throw(RuntimeError("CUDA error"))
+                return {"step_s": 1.0} if k in (0, 3) else failing()
 
             try:
                 bench.case("memory", {"name": "data", "top_k": k}, run)
@@ -181,14 +127,14 @@ def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
         return None
 
     monkeypatch.setattr(main, "one_set", dies)
-    main.launch(("memory",), options)
+    main.launch(("memory",), given)
     records = json.loads((tmp_path / "swin_memory_t.json").read_text())["records"]
     assert ran == [0, 1, 2]  # nothing runs twice, and a contestant that failed twice is left out
     assert [r.get("error") for r in records] == [None, "CUDA error", "CUDA error", None]
     assert "failed 2 times" in records[3]["skipped"]
     started = []
     monkeypatch.setattr(main, "one_set", lambda *_: started.append(1) or "no GPU")
-    main.launch(("memory",), options)
+    main.launch(("memory",), given)
     assert len(started) == 2  # dying before the first case will not change by trying again and again
 
 
@@ -207,33 +153,18 @@ def test_of_a_trace_the_error_is_told():
 
 def test_ranks_are_watched(tmp_path):
     """Real ranks: there is no variant 99, so they end well; variant 0 trains while an old case is said to be under way."""
-    options = argparse.Namespace(
-        device="cpu",
-        timeout=60.0,
-        tiny=True,
-        out=tmp_path,
-        end=0.0,
-        tag="",
-        world=1,
-        variant=99,
-        case_seconds=60.0,
-        top_k=(),
-    )
+    given = options(tmp_path, end=0.0, world=1, variant=99, case_seconds=60.0)
     journal = Journal(tmp_path, "", ("convergence",))
     journal.clear()
-    assert main.one_set(1, ("convergence",), options, journal) is None  # no variants: nothing to do
+    assert main.one_set(1, ("convergence",), given, journal) is None  # no variants: nothing to do
     journal.begin("convergence", {"name": "eager"})
     stale = {**json.loads(journal.running.read_text()), "since": 0}
     journal.running.write_text(json.dumps(stale))
-    options.variant = 0
-    assert main.one_set(1, ("convergence",), options, journal) == "no end after 60 s"
+    given.variant = 0
+    assert main.one_set(1, ("convergence",), given, journal) == "no end after 60 s"
     assert journal.record_failure("hung")
     assert not journal.record_failure("nothing is under way")
     assert journal.records()["convergence"] == [{"name": "eager", "error": "hung", "fatal": True}]
-
-
-def document(command, *records):
-    return {"environment": {"command": command}, "records": list(records)}
 
 
 def test_results_are_taken_over_case_by_case(tmp_path):
@@ -241,20 +172,16 @@ def test_results_are_taken_over_case_by_case(tmp_path):
     work, results = tmp_path / "work", tmp_path / "results"
     work.mkdir(), results.mkdir()
 
-    def write(folder, name, *made):
-        (folder / name).write_text(json.dumps(document(*made)))
-
     rows = [{"name": "data", "scale": "base", "top_k": k, "step_s": 1.0} for k in (1, 2, 4)]
-    write(
-        results, "swin_memory_base.json", "first", *rows, {"name": "tutel", "scale": "base", "top_k": 1, "skipped": "x"}
-    )
+    absent = {"name": "tutel", "scale": "base", "top_k": 1, "skipped": "x"}
+    write(results, "memory_base", *rows, absent, command="first")
     again, fails = {**rows[0], "step_s": 2.0}, {"name": "data", "scale": "base", "top_k": 4, "error": "boom"}
     late, more = {**fails, "top_k": 2, "skipped": "out of time"}, {**rows[0], "top_k": 5}
     del late["error"]
     installed = {"name": "tutel", "scale": "base", "top_k": 1, "step_s": 3.0}
-    write(work, "swin_memory_base.json", "second", again, fails, late, more, installed)
-    write(work, "swin_convergence_v0.json", "v0", {"name": "eager", "top_k": 2, "losses": [1.0]})
-    write(work, "swin_convergence_v1.json", "v1", {"name": "hexa_fx", "error": "boom"})
+    write(work, "memory_base", again, fails, late, more, installed, command="second")
+    write(work, "convergence_v0", {"name": "eager", "top_k": 2, "losses": [1.0]}, command="v0")
+    write(work, "convergence_v1", {"name": "hexa_fx", "error": "boom"}, command="v1")
     with tarfile.open(tmp_path / "swin.tar", "w") as archive:
         for path in work.iterdir():
             archive.add(path, path.name)
@@ -267,7 +194,7 @@ def test_results_are_taken_over_case_by_case(tmp_path):
     records = found["swin_convergence.json"]["records"]
     assert [r["name"] for r in records] == ["eager", "hexa_fx"]
     assert records[0]["environment"] == {"command": "v0"}
-    write(work, "swin_convergence_v1.json", "v1 again", {"name": "hexa_fx", "top_k": 2, "losses": [1.0]})
+    write(work, "convergence_v1", {"name": "hexa_fx", "top_k": 2, "losses": [1.0]}, command="v1 again")
     (work / "swin_memory_base.json").unlink(), (work / "swin_convergence_v0.json").unlink()
     collect(work, results)
     trained = json.loads((results / "swin_convergence.json").read_text())
@@ -279,10 +206,9 @@ def test_results_are_taken_over_case_by_case(tmp_path):
 
 
 def test_taking_over_the_same_run_twice_changes_nothing():
-    once = merged(
-        {"environment": {}, "records": []}, document("a", {"name": "data", "case": 0}, {"name": "data", "case": 1})
-    )
-    assert merged(once, document("a", *once["records"])) == once
+    made = {"environment": {"command": "a"}, "records": [{"name": "data", "case": case} for case in (0, 1)]}
+    once = merged({"environment": {}, "records": []}, made)
+    assert merged(once, made | {"records": once["records"]}) == once
     assert len(once["records"]) == 2
 
 
@@ -312,7 +238,7 @@ def test_hexa_follows_the_eager_loss_curve():
 
 def test_records_say_what_failed(tmp_path):
     bench = Bench(0, 1, CPU, tmp_path)
-    assert "boom" in bench.case("x", {"name": "a"}, lambda: (_ for _ in ()).throw(RuntimeError("boom")))["error"]
+    assert "CUDA error" in bench.case("x", {"name": "a"}, failing)["error"]
     late = replace(bench, deadline=0.0)
     assert late.case("x", {"name": "b"}, dict)["skipped"] == "out of time"
     assert len(json.loads((Path(tmp_path) / "swin_x.json").read_text())["records"]) == 2

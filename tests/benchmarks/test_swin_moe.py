@@ -1,7 +1,5 @@
 """The model behind docs/swin_moe.md, and every baseline against it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

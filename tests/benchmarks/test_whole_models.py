@@ -1,7 +1,5 @@
 """The benchmark of whole models runs without a GPU, and says what it could not run."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest
