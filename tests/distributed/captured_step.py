@@ -4,8 +4,6 @@ Replays with other tokens, other targets, other weights and random numbers must 
 host. Without a GPU nothing is recorded and everything else is the same.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

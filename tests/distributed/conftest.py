@@ -1,7 +1,5 @@
 """Makes this folder's helpers importable by name, also in the processes that tests start."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@
 its processes are scripts of their own, judged by exit codes and by what they print.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import multiprocessing as mp
@@ -26,17 +24,9 @@ from typing import Any
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "pytest",
-        "torch.distributed.fsdp",
-        "torch.optim",
-        "torch._dynamo",
-        "hexa_fx.passes.partition.apply",
-        "hexa_fx.distributed.checkpoint",
-        "hexa_fx.distributed.gradients",
-        "hexa_fx.api",
-        "transformers.models.mixtral.modeling_mixtral",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "models",
+        *("pytest", "torch.distributed.fsdp", "torch.optim", "torch._dynamo", "hexa_fx.passes.partition.apply"),
+        *("hexa_fx.distributed.checkpoint", "hexa_fx.distributed.gradients", "hexa_fx.api", "models"),
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("mixtral", "qwen3_moe")),
     ]
 )
 

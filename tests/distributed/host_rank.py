@@ -4,8 +4,6 @@
 within a host, with replicas on the other, against one over both.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -1,7 +1,5 @@
 """One rank of a training under FSDP2 x hexa against one device: ``mesh_rank.py STORE RANK WORLD BACKEND STRATEGY even|uneven``."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """A small model of MoE layers around the canonical operator, whole on one process or partitioned."""
 
-from __future__ import annotations
-
 import types
 from dataclasses import dataclass
 from typing import Any

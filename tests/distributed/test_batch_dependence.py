@@ -1,7 +1,5 @@
 """Blocks that drop tokens by how many there are: said where their batch is shared out over ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import run

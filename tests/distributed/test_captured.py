@@ -1,7 +1,5 @@
 """A partitioned step captured in a CUDA graph, collectives included."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,13 +1,11 @@
 """Save under one plan; load under another, on another number of ranks, or on one device. Optimizer state too."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch
 from harness import run, start
-from models import KINDS, MODES, SPLITS, D, Net, batch, cut, install, largest, loss_sum, make_plan, own
+from models import KINDS, MODES, D, Net, batch, cut, install, largest, loss_sum, make_plan, own
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hexa_fx.distributed import checkpoint
@@ -298,9 +296,3 @@ def test_a_crash_while_loading_is_an_error(tmp_path):
     assert kind == "error"
     assert "RankError" in text
     assert "failed in reading a checkpoint on rank 0" in text
-
-
-def test_splits_of_this_file_cover_empty_shards():
-    assert 0 in SPLITS[4]["zeros"][0]
-    with pytest.raises(KeyError):
-        SPLITS[3]

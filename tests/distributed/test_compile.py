@@ -1,7 +1,5 @@
 """torch.compile of partitioned models: in one graph, equal to what runs without it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that somebody else dispatched: transformers' expert parallelism, and the all-to-all of `examples/`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

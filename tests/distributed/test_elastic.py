@@ -1,7 +1,5 @@
 """One training run over several plans: exchanged while it runs, and continued by other numbers of ranks from checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

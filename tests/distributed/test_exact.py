@@ -1,7 +1,5 @@
 """Outputs and all gradients of a partitioned model equal those of one process on the global batch, in float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

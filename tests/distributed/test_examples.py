@@ -1,7 +1,5 @@
 """The scripts of examples/ for several processes, on two ranks that are told what torchrun tells its own."""
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

@@ -1,7 +1,5 @@
 """``DistributedConfig(ep_implementation="hexa")``: slices of every expert, loaded by from_pretrained, against one process."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

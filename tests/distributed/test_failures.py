@@ -1,7 +1,5 @@
 """Wrong plans, missing ranks and crashes: an error that says what happened, on every surviving rank, in time."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from contextlib import contextmanager

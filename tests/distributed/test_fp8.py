@@ -1,7 +1,5 @@
 """Blocks that multiply in FP8 and are spread over devices: a step against one process in float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import run

@@ -1,7 +1,5 @@
 """FSDP2: an optimized model under `fully_shard`, by hand and as planned, compared with the whole original on one device."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any
@@ -21,28 +19,13 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
-
-
-class Block(nn.Module):
-    """Experts as a list, whose weights an optimized block keeps side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+from tests.zoo.common import MLP, Looped
 
 
 def listed() -> tuple[nn.Module, object, object]:
+    """Experts as a list, whose weights an optimized block keeps side by side."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Block(), Block()).double()
+    model = nn.Sequential(nn.Linear(8, 8), *(Looped(lambda: MLP(8, 12), 8) for _ in range(2))).double()
     data = [torch.randn(9, 8, dtype=torch.float64) for _ in range(2)]
     return model, data, lambda m, x: m(x).square().mean()
 
@@ -256,7 +239,7 @@ def forgotten(rank: int, world: int) -> float:
     def fail(*_: Any) -> None:
         raise ValueError("while it is recorded")
 
-    handle = sharded[2].gate.register_forward_pre_hook(fail)
+    handle = sharded[2].router.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="while it is recorded"):
         sharded(data[rank])
     handle.remove()

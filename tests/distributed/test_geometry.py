@@ -1,7 +1,5 @@
 """Slices, packed rows and their way back, for every layout."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`PartitionSession.graphed`: replays do what steps do. Here a stand-in records on the host; test_captured.py has CUDA graphs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """`hexa_fx.graphed` on one device: a no-op on a CPU, and replays of a stand-in for CUDA graphs, which tests/gpu has."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

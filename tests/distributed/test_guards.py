@@ -1,7 +1,5 @@
 """Cases that would be wrong without a sound: with the guard they raise or are exact, without it the test fails."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 `benchmarks/partition_host.py` measures the time. These counts are exact, so that what was removed does not come back.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

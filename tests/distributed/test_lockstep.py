@@ -1,7 +1,5 @@
 """Ranks that do not make the same forwards and backwards: a sentence on all of them, before anything else pairs up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

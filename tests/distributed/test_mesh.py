@@ -1,10 +1,9 @@
 """The partition as one axis of a mesh: with FSDP2, HSDP and DDP on data axes and pipeline stages outside, against one device."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from tests.zoo.common import MLP, Looped
 
 WIDTH, CHANNELS, EXPERTS = 8, 12, 4
 DEVICE = os.environ.get("MESH_DEVICE", "cpu")
@@ -36,49 +36,35 @@ EVEN, FIRST, ALL = None, (1.0, 3.0), (1.0, 1000.0)
 CONFIG = hexa_fx.HexaConfig(verify=False)
 
 
-class Stacked(nn.Module):
+class Stacked(Looped):
     """Gate and up in one weight, so that a rank's share of it is two pieces."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        super().__init__(None, WIDTH, EXPERTS)
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * CHANNELS, WIDTH) * 0.3)
         self.bias = nn.Parameter(torch.randn(EXPERTS, 2 * CHANNELS) * 0.3)
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, CHANNELS) * 0.3)
         self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e in range(EXPERTS):
-            token, slot = torch.where(index == e)
-            gate, up = (x[token] @ self.gate_up[e].t() + self.bias[e]).chunk(2, -1)
-            y = (nn.functional.silu(gate) * up) @ self.down[e].t() + self.down_bias[e]
-            out.index_add_(0, token, y * weights[token, slot, None])
-        return out
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        gate, up = (rows @ self.gate_up[e].t() + self.bias[e]).chunk(2, -1)
+        return (nn.functional.silu(gate) * up) @ self.down[e].t() + self.down_bias[e]
 
 
-class Separate(nn.Module):
+class Separate(Looped):
     """Three weights, each with the intermediate size in one piece, as torchtitan stores them."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        super().__init__(None, WIDTH, EXPERTS)
         self.w1, self.w3 = (nn.Parameter(torch.randn(EXPERTS, CHANNELS, WIDTH) * 0.3) for _ in range(2))
         self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, CHANNELS) * 0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e in range(EXPERTS):
-            token, slot = torch.where(index == e)
-            h = nn.functional.silu(x[token] @ self.w1[e].t()) * (x[token] @ self.w3[e].t())
-            out.index_add_(0, token, (h @ self.w2[e].t()) * weights[token, slot, None])
-        return out
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return (nn.functional.silu(rows @ self.w1[e].t()) * (rows @ self.w3[e].t())) @ self.w2[e].t()
 
 
 class Layer(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.mix, self.moe = nn.Linear(WIDTH, WIDTH), kind()
 
@@ -86,26 +72,12 @@ class Layer(nn.Module):
         return x + self.moe(torch.tanh(self.mix(x)))
 
 
-class Listed(nn.Module):
+def listed() -> nn.Module:
     """One module an expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, CHANNELS), nn.GELU(), nn.Linear(CHANNELS, WIDTH)) for _ in range(EXPERTS)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(index == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+    return Looped(lambda: MLP(WIDTH, CHANNELS), WIDTH, EXPERTS)
 
 
-KINDS: dict[str, type[nn.Module]] = {"stacked": Stacked, "separate": Separate, "listed": Listed}
+KINDS: dict[str, Callable[[], nn.Module]] = {"stacked": Stacked, "separate": Separate, "listed": listed}
 
 
 def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -1,7 +1,5 @@
 """`hexa_fx.optimize_` with a mesh on unmodified transformers models: every strategy, every kind of capacities."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -30,6 +28,7 @@ from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from tests.zoo.common import Looped
 
 pytest.importorskip("transformers")
 
@@ -89,10 +88,14 @@ MIXED = {"model.layers.0.mlp": "data", "model.layers.1.mlp": "model"}
         ("mixtral", "data", None),
         ("mixtral", "model", None),
         ("qwen3", "model", (3.0, 1.0)),
+        pytest.param("mixtral", "model", (1.0, 2.0, 1.5, 2.0), marks=pytest.mark.slow),
+        pytest.param("qwen3", "data", (1.0, 2.0, 1.5, 2.0), marks=pytest.mark.slow),
+        pytest.param("qwen3", "auto", (1.0, 2.0), marks=pytest.mark.slow),
     ],
 )
 def test_one_step_equals_one_process(name, strategy, capacities):
-    for worst, plan, report, text, code in run(2, one_step, name, strategy, capacities):
+    world = len(capacities) if isinstance(capacities, tuple) else 2
+    for worst, plan, report, text, code in run(world, one_step, name, strategy, capacities):
         for layer, shown in zip(plan.layers, code):
             if layer.mode == "fsdp":
                 continue
@@ -223,15 +226,6 @@ def test_profile_devices_is_at_the_top():
 # --- experts that are stored otherwise -------------------------------------------------------------------------------
 
 
-class Router(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(16, 4, bias=False)
-
-    def route(self, x):
-        return torch.topk(torch.softmax(self.gate(x), -1), 2, -1)
-
-
 class Expert(nn.Module):
     def __init__(self, bias):
         super().__init__()
@@ -241,63 +235,36 @@ class Expert(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-class Listed(Router):
-    """One module an expert, as most code on the hub has it."""
-
-    def __init__(self, bias=False):
-        super().__init__()
-        self.experts = nn.ModuleList([Expert(bias) for _ in range(4)])
-
-    def forward(self, x):
-        weights, index = self.route(x)
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(index == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
-
-
-class Stored(Router):
+class Stored(Looped):
     """Up before gate in one weight: as halves, or alternating; the gate is read through a slice."""
 
     def __init__(self, how):
-        super().__init__()
+        super().__init__(None, 16)
         self.how = how
         self.first = nn.Parameter(torch.randn(4, 16, 48) * 0.2)
         self.bias = nn.Parameter(torch.randn(4, 48) * 0.2)
         self.down = nn.Parameter(torch.randn(4, 24, 16) * 0.2)
 
-    def forward(self, x):
-        weights, index = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(4):
-            token, slot = torch.where(index == e)
-            h = x[token] @ self.first[e] + self.bias[e]
-            up, gate = h.chunk(2, -1) if self.how == "halves" else (h[..., ::2], h[..., 1::2])
-            out.index_add_(0, token, ((nn.functional.silu(gate) * up) @ self.down[e]) * weights[token, slot, None])
-        return out
+    def expert(self, e, rows):
+        h = rows @ self.first[e] + self.bias[e]
+        up, gate = h.chunk(2, -1) if self.how == "halves" else (h[..., ::2], h[..., 1::2])
+        return (nn.functional.silu(gate) * up) @ self.down[e]
 
 
-class Flat(Router):
+class Flat(Looped):
     """All experts below each other in one matrix, as megablocks stores them."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(None, 16)
         self.w1, self.w2 = (nn.Parameter(torch.randn(4 * 24, 16) * 0.2) for _ in range(2))
 
-    def forward(self, x):
-        weights, index = self.route(x)
-        out = torch.zeros_like(x)
-        for e in range(4):
-            token, slot = torch.where(index == e)
-            h = nn.functional.gelu(x[token] @ self.w1.view(4, 24, 16)[e].t())
-            out.index_add_(0, token, (h @ self.w2.view(4, 24, 16)[e]) * weights[token, slot, None])
-        return out
+    def expert(self, e, rows):
+        return nn.functional.gelu(rows @ self.w1.view(4, 24, 16)[e].t()) @ self.w2.view(4, 24, 16)[e]
 
 
 KINDS = {
-    "listed": lambda: Listed(),
-    "listed-bias": lambda: Listed(True),
+    "listed": lambda: Looped(lambda: Expert(False), 16),  # one module an expert, as most code on the hub has it
+    "listed-bias": lambda: Looped(lambda: Expert(True), 16),
     "halves": lambda: Stored("halves"),
     "alternating": lambda: Stored("alternating"),
     "flat": lambda: Flat(),

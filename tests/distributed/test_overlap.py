@@ -1,7 +1,5 @@
 """The scheduling pass on whole-model graphs: what moves where, that it stays exact, and that it refuses contradictions."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

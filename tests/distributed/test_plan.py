@@ -1,7 +1,5 @@
 """Planning without processes: allocation, cost model, plans as values."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Over how many devices to split experts, and where data parallelism takes over."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight gradients that are summed while backward goes on: only where autograd would have done nothing but add."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import run

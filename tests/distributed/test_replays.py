@@ -4,8 +4,6 @@ Weights of a data-centric layer are views of a slot that other layers overwrite,
 backward those of the slot that was gathered again.
 """
 
-from __future__ import annotations
-
 import tempfile
 from itertools import pairwise
 from pathlib import Path

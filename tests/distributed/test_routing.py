@@ -1,7 +1,5 @@
 """Routing recorded and replayed over a partition, against one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

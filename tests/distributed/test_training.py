@@ -1,7 +1,5 @@
 """Partitioned layers inside training as people do it: accumulation, clipping, DDP, FSDP2, checkpointing, autocast."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,19 +1,15 @@
-"""Unmodified transformers models: optimized, partitioned, trained, equal to one process."""
-
-from __future__ import annotations
+"""Unmodified transformers models, exported and scheduled as one graph. test_optimize.py has their layers one by one."""
 
 import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run
-from models import cut, held, largest
+from models import cut, largest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.distributed.collectives import all_gather_v
-from hexa_fx.distributed.data import split_batch
-from hexa_fx.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
+from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.passes.partition.apply import apply_partition
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
@@ -59,61 +55,6 @@ def loss_of(model, ids):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def five_steps(rank, world, name, strategy, capacities):
-    model, whole = build(name), build(name)
-    generator = torch.Generator().manual_seed(1)
-
-    def data(rows):
-        return torch.randint(0, 40, (rows, 6), generator=generator)
-
-    config = PartitionConfig(batch=5, tile=4, slots=2)
-    session = optimized(model, data(4), strategy=strategy, capacities=capacities, config=config)
-    ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    pairs = []
-    for _ in range(5):
-        for _ in range(2):
-            ids = data(5)
-            mine = split_batch(ids, session.plan, rank)
-            loss = weighted_loss(session, loss_of(model, mine), len(mine))
-            (loss / 2).backward()
-            reference = loss_of(whole, ids)
-            (reference / 2).backward()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            pairs.append((total, reference.detach()))
-        sync_gradients(model, session)
-        pairs.append((clip_grad_norm_(model, session, 1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)))
-        ours.step(), theirs.step()
-        ours.zero_grad(), theirs.zero_grad()
-    names = dict(whole.named_parameters())
-    pairs += [(held(session, n, p.detach()), cut(session, n, names[n])) for n, p in model.named_parameters()]
-    assert [n for n, _ in model.named_parameters()] == list(names)
-    return largest(pairs), session.plan.describe()
-
-
-_slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy", "capacities"),
-    [
-        ("mixtral", "data", (1.0, 2.0)),
-        ("qwen3", "model", (1.0, 2.0)),
-        pytest.param("mixtral", "model", (1.0, 2.0), marks=_slow),
-        pytest.param("mixtral", "auto", (1.0, 2.0), marks=_slow),
-        pytest.param("qwen3", "data", (1.0, 2.0), marks=_slow),
-        pytest.param("qwen3", "auto", (1.0, 2.0), marks=_slow),
-        pytest.param("mixtral", "model", (1.0, 2.0, 1.5, 2.0), marks=_slow),
-        pytest.param("qwen3", "data", (1.0, 2.0, 1.5, 2.0), marks=_slow),
-    ],
-)
-def test_five_training_steps(name, strategy, capacities):
-    for worst, text in run(len(capacities), five_steps, name, strategy, capacities, timeout=60):
-        assert worst < 1e-9
-        assert "layers.0" in text
-
-
 def exported(rank, world, slots, strategy):
     """The optimized model as one graph, from torch.export, each rank with its own batch size."""
     import hexa_fx
@@ -151,7 +92,9 @@ def exported(rank, world, slots, strategy):
     return largest(pairs), session.plan.batch, len(pairs), starts[0] < attention[0], first.gathers, first.critical_path
 
 
-@pytest.mark.parametrize(("slots", "strategy"), [(2, "data"), pytest.param(1, "data", marks=_slow), (1, "model")])
+@pytest.mark.parametrize(
+    ("slots", "strategy"), [(2, "data"), pytest.param(1, "data", marks=pytest.mark.slow), (1, "model")]
+)
 def test_exported_model_is_scheduled_as_a_whole(slots, strategy):
     for worst, sizes, compared, early, gathers, path in run(2, exported, slots, strategy, timeout=60):
         assert sizes == (3, 2)

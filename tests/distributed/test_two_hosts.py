@@ -3,8 +3,6 @@
 One model is trained, equal to one process, and links are as slow as the planner is told.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces, a slow link between them, a torchrun agent in each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
