@@ -1,7 +1,5 @@
 """A headless Chromium for tests."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """One optimized model for all tests that only look at it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -9,12 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from torch import nn
 
 import hexa_fx
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """Small models for tests of what people look at."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Every refusal tells what helps, and none gets advice that is about something else."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What notebooks show of graphs and plans, and the gallery."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 

@@ -1,7 +1,5 @@
 """The page of graphs in a real browser: both graphs are drawn, linked, and one click from the CUDA text."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """A model that is spread over devices: its plan, its exchanges and its graph with collectives can be seen too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

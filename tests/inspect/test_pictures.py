@@ -1,7 +1,5 @@
 """What is drawn, and where: loops once, nothing over anything else, every arrow between boxes that are there."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 

@@ -1,7 +1,5 @@
 """The report: numbers that can be worked out by hand, and every form of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Snapshots: one a pass, with the right counts, types, roles and links; and they never keep a block from being rewritten."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 import hexa_fx
-from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection import inspector, stages
 from hexa_fx.inspection.operators import op_name
@@ -104,11 +101,6 @@ def test_readable_code_shows_types_and_the_users_lines(graphs, capsys):
     line = next(line for line in text.splitlines() if "index_add_(0" in line)
     assert "# f32[14, 8]  models.py:" in line
     assert "= None" not in text
-
-
-def test_an_unknown_stage_is_named_with_those_there_are(graphs):
-    with pytest.raises(InputError, match=r"layers\.0 has no stage 'lowered'; it has capture, rewrite"):
-        graphs.stage("lowered")
 
 
 def test_an_unknown_block_is_named_with_those_there_are(optimized):

@@ -1,7 +1,5 @@
 """Graphs for people, and what is measured for them, put nothing into the user's modules."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

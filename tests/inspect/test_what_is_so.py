@@ -1,14 +1,11 @@
 """The report says neither more nor less than what is so: every sentence here was once an overstatement."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
 import importlib
 import pickle
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +15,6 @@ from torch import nn
 import hexa_fx
 from hexa_fx.inspection.report_page import report_page
 from hexa_fx.ir import Small
-from hexa_fx.progress import Bar
 from hexa_fx.report import OptimizationReport
 
 QUICK = hexa_fx.HexaConfig(verify=False)
@@ -176,23 +172,6 @@ def test_an_experts_implementation_that_is_set_later_takes_effect_and_is_counted
         torch.testing.assert_close(model(ids).logits, registered(ids).logits)
     assert not caplog.records, "the operators are what is wanted"
     assert "calls: 1 rewritten, 2 by its own code (its experts run on hexa_fx's operators already)" in str(model.report)
-
-
-def test_progress_inside_a_single_block(models, monkeypatch) -> None:
-    said: list[str] = []
-
-    class Seen(Bar):
-        def say(self, doing: str) -> None:
-            said.append(doing)
-
-    @contextmanager
-    def shown(what: str, total: int):
-        yield Seen(what, total, True)
-
-    monkeypatch.setattr("hexa_fx.analysis.progress", shown)
-    hexa_fx.explain(models.make().layers[0], models.INPUT)
-    assert said[0] == "the model runs on the example inputs"
-    assert {f"the model: {name} (train)" for name in ("capture", "detect", "rewrite", "verify")} <= {*said}
 
 
 def test_a_report_outlives_its_model(models) -> None:
