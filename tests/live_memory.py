@@ -1,7 +1,5 @@
 """Counts the bytes of tensors made under a mode that are alive at the same time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The walks of docs/architecture.md: every file exists and comes once, and what runs passes through them in that order."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

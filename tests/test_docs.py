@@ -4,8 +4,6 @@ A fence ``python no-test`` (with the reason after it, or in the text before) is 
 is a part of code that stands elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

@@ -1,18 +1,14 @@
 """Every script in examples/ runs, and is in its README."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", minversion="5")
 
-torch.set_num_threads(1)
 FOLDER = Path(__file__).parents[1] / "examples"
 SAYS = {
     "transformers_inference": "same tokens",

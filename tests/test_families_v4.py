@@ -1,7 +1,5 @@
 """transformers 4: experts in module lists, loops over them. CI runs this file in an environment of its own (.ci/run)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,6 @@ import transformers
 import hexa_fx
 from tests.zoo import families, family_table
 from tests.zoo.compare import operators_run
-
-torch.set_num_threads(1)
 
 if not transformers.__version__.startswith("4."):
     pytest.skip(f"for transformers 4, this is {transformers.__version__}", allow_module_level=True)

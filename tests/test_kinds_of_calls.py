@@ -1,7 +1,5 @@
 """Calls of one block that its code tells apart: by mode, by gradients, and by what becomes of its input afterwards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

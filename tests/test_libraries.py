@@ -3,19 +3,14 @@
 `.ci/run` runs these in an environment of their own. Where a library is not installed, its blocks are skipped.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.libraries import judge
 from benchmarks.library_registry import BLOCKS, LibraryBlock
-
-torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
 SLOW = frozenset({"deepspeed", "torchtitan"})

@@ -1,7 +1,5 @@
 """What `hexa-fx explain TYPE` gives for every type of transformers that has experts is what docs/model_types.md says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

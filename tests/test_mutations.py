@@ -1,7 +1,5 @@
 """Rewritten implies equal, on thousands of mutated zoo blocks."""
 
-from __future__ import annotations
-
 import collections
 import logging
 import os
@@ -17,8 +15,6 @@ from tests.zoo import judge_dormant
 from tests.zoo.compare import compare
 from tests.zoo.judge import JUDGED, excuse_of, judge, judge_seed
 from tests.zoo.mutate import mutant, mutant_of
-
-torch.set_num_threads(1)
 
 
 def run(seeds: range) -> tuple[collections.Counter[str], list[str]]:

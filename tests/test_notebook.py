@@ -1,7 +1,5 @@
 """The notebook runs as a reader runs it, in a kernel of its own (with the extra `docs`), on the operators; its outputs are kept."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

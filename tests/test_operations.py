@@ -1,7 +1,5 @@
 """The table of operations has every form of an operation under one name, and asks only what is called."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

@@ -1,7 +1,5 @@
 """What pyproject lists is what the tree holds."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import site
@@ -67,27 +65,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _LEFT_OUT = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "results", "tests", "docs")
 
 _PROGRAM = """
-import sys, torch, hexa_fx
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(4))
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+import torch, hexa_fx
+from hexa_fx.demo import example
 
 print(hexa_fx.__file__)
-model, x = Block(), torch.randn(16, 8)
-optimized = hexa_fx.optimize(model, x)
-torch.testing.assert_close(optimized(x), model(x))
+model, inputs = example()
+optimized = hexa_fx.optimize(model, inputs)
+torch.testing.assert_close(optimized(**inputs).logits, model(**inputs).logits)
 optimized.report.to_html("report.html")
 optimized.graphs.to_html("graphs.html", 90)
 print([kernel.operator for kernel in optimized.graphs.kernels(80) if kernel.source])

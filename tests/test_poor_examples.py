@@ -1,7 +1,5 @@
 """Equal, repeated and single tokens in the example give what a good example gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -15,18 +13,13 @@ from hexa_fx.example_inputs import call_arguments
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes.inputs.distinct_tokens import examples, number_alike, number_of_experts
 from tests.zoo import families, pattern_table, poor_examples
+from tests.zoo.common import MLP, Looped
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.registry import by_name
 
-torch.set_num_threads(1)
-
 POOR = ("zeros", "ones", "repeated", "one")
 STYLES = (
-    "loop_onehot_hit_only",
-    "sorted_split_counts",
-    "sorted_gathered_bmm",
-    "dense_scaled_input_bmm",
-    "capacity_padded_bmm",
+    "loop_onehot_hit_only sorted_split_counts sorted_gathered_bmm dense_scaled_input_bmm capacity_padded_bmm".split()
 )
 
 
@@ -119,22 +112,16 @@ def test_a_routing_of_unknown_range_is_left_to_the_block_around() -> None:
     assert [block.path for block in hexa_fx.explain(model, torch.randn(9, 8).double()).rewritten] == ["experts"]
 
 
-class FromIds(nn.Module):
+class FromIds(Looped):
     """Embeddings and mixture in one forward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.words, self.router = nn.Embedding(23, 8), nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(4))
+        super().__init__(lambda: MLP(8, 12), 8)
+        self.words = nn.Embedding(23, 8)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.words(input_ids.flatten())
-        weight, index = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(index == e)
-            out.index_add_(0, token, expert(x[token]) * weight[token, slot, None])
-        return out.unflatten(0, input_ids.shape)
+        return self.mix(x, *self.route(x)).unflatten(0, input_ids.shape)
 
 
 @pytest.mark.parametrize("ids", [torch.zeros(2, 6, dtype=torch.long), torch.tensor([[3]]), torch.arange(18) % 4])
@@ -233,21 +220,14 @@ def test_good_examples_are_used_as_they_are() -> None:
     assert call_arguments(x) == ((x,), {})
 
 
-class WithMask(Block):
+class WithMask(Looped):
     """Is given a mask that it does not look at."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(5))
+        super().__init__(lambda: MLP(8, 12), 8, 5)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        flat = x.flatten(0, 1)
-        weight, index = self.router(flat).softmax(-1).topk(2)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(index == e)
-            out.index_add_(0, token, expert(flat[token]) * weight[token, slot, None])
-        return out.view_as(x)
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.float64])

@@ -1,7 +1,5 @@
 """The README's commands are those of CI, its claims name what shows them, links lead somewhere (code: test_docs)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

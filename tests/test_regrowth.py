@@ -1,7 +1,5 @@
 """What the table of operands did away with does not come back: each count may only fall, and falls here when it does."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calls are analysed in the middle of a forward, once for each kind, without disturbing it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Names of torch that are not public are in one module, which does without them or says which is missing."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Blocks of the newer families of transformers, in float32 and in the bfloat16 that their checkpoints are in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

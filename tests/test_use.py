@@ -3,8 +3,6 @@
 The models are made by ``from_pretrained`` from a folder, and analysed as large ones are, in pieces: ``analysis_bytes`` is low.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

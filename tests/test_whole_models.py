@@ -1,7 +1,5 @@
 """Whole models as one graph once their blocks are rewritten (docs/whole_models.md)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ pytest.importorskip("transformers", minversion="5")
 
 from tests.zoo import whole_models
 from tests.zoo.families import FAMILIES
-
-torch.set_num_threads(1)
 
 REPRESENTATIVE = ("mixtral",)
 

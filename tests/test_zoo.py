@@ -1,7 +1,5 @@
 """Every block of the zoo is rewritten or refused as intended, and a rewritten one equals its original."""
 
-from __future__ import annotations
-
 import copy
 import pathlib
 from collections.abc import Iterable
@@ -14,8 +12,6 @@ from tests.zoo import pattern_table
 from tests.zoo.compare import compare, operators_run, perturb, state_dict_problems
 from tests.zoo.registry import VARIANTS, by_name
 from tests.zoo.variant import Variant
-
-torch.set_num_threads(1)
 
 TRACED = (2, 7)
 OTHERS = ((3, 5), (1, 1), (2, 16))

@@ -1,7 +1,5 @@
 """Models of transformers need no example: tokens are made by their configuration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

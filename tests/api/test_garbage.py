@@ -1,7 +1,5 @@
 """Analysis does not spend its time in full garbage collections, and leaves the collector as it was."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

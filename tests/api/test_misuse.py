@@ -1,7 +1,5 @@
 """What people give by mistake, and the one sentence they get."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -35,34 +33,41 @@ def sentence(call) -> str:
     return str(error.value)
 
 
-UNFIT = {
+@torch.inference_mode()
+def made_in_inference_mode() -> Model:
+    return Model()
+
+
+NO_EXAMPLES = {
     "a generator": ((x for x in [INPUT]), "next(iter(loader))"),
     "a loader": (torch.utils.data.DataLoader([INPUT]), "next(iter(loader))"),
     "text": ("hello", "expected a tensor"),
 }
+NO_MODELS = {
+    "a lazy model": (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight belongs to a lazy module"),
+    "a class": (lambda: Model, "call the class"),
+    "TorchScript": (lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 8))), "is TorchScript"),
+    "made in inference mode": (made_in_inference_mode, "was made under torch.inference_mode()"),
+}
+CALLS = (hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain)
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_what_is_no_example(model, case):
-    given, expected = UNFIT[case]
-    for call in (hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain):
-        assert expected in sentence(lambda call=call: call(model, given))
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("case", [*NO_EXAMPLES, *NO_MODELS, "a configuration"])
+def test_what_is_no(case, model):
+    example, expected = NO_EXAMPLES.get(case, (INPUT, "expected a hexa_fx.HexaConfig"))
+    if case in NO_MODELS:
+        make, expected = NO_MODELS[case]
+        model = make()
+    rest = [{"verify": False}] if case == "a configuration" else []
+    for call in CALLS:
+        assert expected in sentence(lambda call=call: call(model, example, *rest))
 
 
 def test_the_models_own_error_tells_what_was_called(model):
     with pytest.raises(RuntimeError) as error:
         hexa_fx.optimize(model, torch.randn(4, 7))
     assert error.value.__notes__ == ["hexa_fx called the model on the example inputs: Model(float32[4, 7] on cpu)"]
-
-
-def test_a_lazy_model():
-    lazy = nn.Sequential(nn.LazyLinear(4))
-    assert "0.weight belongs to a lazy module" in sentence(lambda: hexa_fx.optimize(lazy, INPUT))
-
-
-@pytest.mark.parametrize("call", [hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain])
-def test_configurations_that_are_none(model, call):
-    assert "expected a hexa_fx.HexaConfig" in sentence(lambda: call(model, INPUT, {"verify": False}))
 
 
 @pytest.mark.parametrize(
@@ -81,28 +86,12 @@ def test_a_partition_without_a_mesh(model, given):
     assert not hasattr(model, "report")
 
 
-def test_a_class_instead_of_a_model():
-    assert "call the class" in sentence(lambda: hexa_fx.optimize(Model, INPUT))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_torchscript():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
-    assert "is TorchScript" in sentence(lambda: hexa_fx.optimize(scripted, torch.randn(2, 4)))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_an_optimized_model_is_not_scripted(model):
     with pytest.raises(
         AttributeError, match=r"torch.jit.script; call hexa_fx.undo_ on the model first, or use torch.jit.trace"
     ):
         torch.jit.script(hexa_fx.optimize(model, INPUT))
-
-
-def test_a_model_made_in_inference_mode():
-    with torch.inference_mode():
-        model = Model()
-    assert "was made under torch.inference_mode()" in sentence(lambda: hexa_fx.optimize(model, INPUT))
 
 
 def test_optimize_called_in_inference_mode(model):

@@ -15,6 +15,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats import quantized_weight
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.sources.packed_parameters import packed_parameters
+from tests.zoo.common import MLP, Looped
 
 E, D, H = 4, 64, 32
 
@@ -109,14 +110,6 @@ def test_results_and_gradients_are_those_of_dequantised_weights(optimized, forma
             torch.testing.assert_close(found, expected)
     assert "unpacked" not in caplog.text
     assert not [name for name, p in model.named_parameters() if p.requires_grad and "router" not in name]
-
-
-def test_the_report_says_how_weights_are_packed():
-    model = hexa_fx.optimize(Model(), torch.randn(20, D, dtype=torch.float64))
-    assert "packed as" not in str(model.report)
-    hexa_fx.quantize_experts_(model, "mxfp4")
-    dense, kept = 8 * E * 3 * H * D / 2**10, 17 / 32 * E * 3 * H * D / 2**10
-    assert f"weights packed as mxfp4, {kept:.1f} KiB in place of {dense:.1f}" in str(model.report)
 
 
 def test_saved_loaded_copied_and_moved(optimized):
@@ -225,25 +218,18 @@ def test_what_cannot_be_packed_is_said(optimized):
         hexa_fx.quantize_experts_(apart, "nf4")
 
 
-class Listed(nn.Module):
+class Listed(Looped):
     def __init__(self, size):
-        super().__init__()
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(size, 12), nn.ReLU(), nn.Linear(12, size)) for _ in range(E)
-        )
+        super().__init__(lambda: MLP(size, 12), size, E)
 
     def forward(self, x, index, weights):
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return self.mix(x, weights, index)
 
 
 def test_sizes_that_do_not_fit():
     x, index, weights = torch.randn(20, 20), torch.rand(20, E).argsort(1)[:, :2], torch.rand(20, 2)
     with pytest.raises(
-        InputError, match=r"experts.0.0.weight of shape \(12, 20\) cannot be packed as nf4: blocks of 64"
+        InputError, match=r"experts.0.fc1.weight of shape \(12, 20\) cannot be packed as nf4: blocks of 64"
     ):
         hexa_fx.quantize_experts_(hexa_fx.optimize(Listed(20), (x, index, weights)), "nf4")
     block = Experts().float()

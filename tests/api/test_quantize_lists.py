@@ -14,6 +14,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats import quantized_weight
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from tests.integrations.test_transformers import operators_run
+from tests.zoo.common import Looped
 
 E, D, H = 4, 64, 128
 
@@ -39,19 +40,9 @@ class Transposed(nn.Module):
         return torch.relu(x @ self.first) @ self.second
 
 
-class Block(nn.Module):
+class Block(Looped):
     def __init__(self, expert=Gated, **options):
-        super().__init__()
-        self.router = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(expert(**options) for _ in range(E))
-
-    def forward(self, x):
-        weights, index = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        super().__init__(lambda: expert(**options), D, E)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Routings, operands and float64 references of the GPU tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """GPU tests: skipped without a device, outputs poisoned, and no operator may quietly run something else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

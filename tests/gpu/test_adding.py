@@ -1,7 +1,5 @@
 """Gradients added to float32 buffers in the kernels' epilogues, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks of many forms in float64 on a device, where torch's operators do all: every row they read is one that there is."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The operators on a device under the rest of torch: opcheck, torch.compile, autocast with GradScaler, checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Several processes share the device, which stops their kernels anywhere: no warp may wait for what another one has long passed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

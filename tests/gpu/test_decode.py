@@ -1,7 +1,5 @@
 """A layer of few tokens in three launches against float64: tiles, layouts, epilogues, ids of no expert, graphs, two streams."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Dropout inside experts draws the original's random numbers on a GPU, too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The cases of tests/ops/test_fixed_order.py on a device: a token's bits in any batch, at sizes that take several tiles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels of FP8 block compute beside their reference in plain torch, on the same operands; then whole layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

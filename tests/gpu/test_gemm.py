@@ -3,8 +3,6 @@
 ``sm80`` calls the gemm_sm80 family itself; ``op`` the operator, which on Hopper runs the sm_90a family where it can.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every schedule of the Hopper family, also those that no shape picks by itself, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

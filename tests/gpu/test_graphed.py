@@ -1,7 +1,5 @@
 """`hexa_fx.graphed`: whole training steps of a rewritten model as a CUDA graph, against the same steps launched by the host."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The launch by hand of docs/writing_a_kernel_template.md, which a page cannot run without a device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

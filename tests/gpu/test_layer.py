@@ -1,7 +1,5 @@
 """A layer of few tokens played again from its plan, against the first call of its kind: the same bits."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forward and backward of a layer as they are planned as a whole, against the general path: the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products with factors of a few columns, and their gradients, of one reading of the rows, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

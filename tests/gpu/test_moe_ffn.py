@@ -1,7 +1,5 @@
 """hexa::moe_ffn on a device: values and gradients, no host read, CUDA graphs, streams, two devices, the fallback."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """`hexa::moe_ffn_fp8` on a device: the cases of tests/ops/test_moe_ffn_fp8.py in 16 bits, and steps as CUDA graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

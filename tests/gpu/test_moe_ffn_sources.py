@@ -1,7 +1,5 @@
 """The cases of tests/ops/test_moe_ffn_sources.py on a device, in 16 bits; nothing is read back while they run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """No call waits for a compiler: torch's operators run until kernels are there, then kernels do; in a CUDA graph too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

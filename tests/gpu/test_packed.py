@@ -1,7 +1,5 @@
 """packed_gemm against float64 on dequantised weights: the depths of real models, ragged rows and columns, every epilogue."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

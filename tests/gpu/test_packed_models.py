@@ -1,7 +1,5 @@
 """Models with packed experts on a device: as bitsandbytes loads them (a stand-in), and that all of their kernels were requested."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts of a list are laid side by side a few at a time, without a second copy of them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

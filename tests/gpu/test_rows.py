@@ -1,7 +1,5 @@
 """reindex, combine, ess, activate and activate_backward against torch in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Sizes are the smallest that reach what can go wrong: more steps than stages, sev
 four blocks), a ragged end of rows and of columns, an expert without rows, rows of no expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """While one thread collects kernels, forward and backward in another launch theirs."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Trial runs with numbers that a block is not made for leave the device usable: a failed assertion in a kernel would end it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

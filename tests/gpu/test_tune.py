@@ -1,7 +1,5 @@
 """`hexa-fx tune` on a device: every product of a layer gets an entry, and calls take the tiles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

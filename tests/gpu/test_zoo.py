@@ -1,7 +1,5 @@
 """Blocks of the zoo through the public API on a device: rewritten or refused as on a CPU, and equal to what they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``torch.compile(backend="hexa")``: blocks rewritten in Dynamo's graphs, the rest left to another backend."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -20,7 +18,6 @@ from hexa_fx.integrations import dynamo
 from hexa_fx.integrations.dynamo import hexa
 from hexa_fx.report import OptimizationReport
 
-torch.set_num_threads(1)
 ROOT = Path(__file__).parents[2]
 D, H, E, K = 10, 12, 4, 2
 

@@ -1,7 +1,5 @@
 """`torch.export` of optimized models: exported, saved, loaded, and right at other sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,29 +8,22 @@ from torch import nn
 from torch.export import Dim
 
 import hexa_fx
+from tests.zoo.common import MLP, Looped
 
-torch.set_num_threads(1)
 
-
-class Block(nn.Module):
+class Block(Looped):
     """The loop that does not export: what runs depends on the routing."""
 
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, experts, bias=False)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(experts)
-        )
+    def __init__(self) -> None:
+        super().__init__(lambda: MLP(8, 12), 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, 8)
-        weights, index = self.gate(flat).softmax(-1).topk(2)
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
+            token, slot = torch.where(indices == number)
             if token.numel():
                 out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.reshape(x.shape)
+        return out
 
 
 class Model(nn.Module):

@@ -1,7 +1,5 @@
 """`generate` runs the operators, though it sets another `experts_implementation` while it decodes on a GPU."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,6 +12,7 @@ import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from tests.integrations.test_transformers import operators_run
+from tests.zoo.common import Looped
 
 peft = pytest.importorskip("peft")
 from peft.helpers import rescale_adapter_scale  # noqa: E402
@@ -31,21 +32,15 @@ class Expert(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class Block(Looped):
     def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(D, E)
-        self.experts = nn.ModuleList(Expert() for _ in range(E))
+        super().__init__(Expert, D, E, bias=True)
 
-    def scores(self, x):
-        return self.router(x)
-
-    def forward(self, x):
-        weights, ids = self.scores(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
+    def mix(self, flat, weights, indices):
+        out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(x.dtype))
+            token, slot = torch.where(indices == number)
+            out.index_add_(0, token, (expert(flat[token]) * weights[token, slot, None]).to(flat.dtype))
         return out
 
 
@@ -409,8 +404,8 @@ def test_layers_that_hold_their_weight_transposed_run_their_own_code(tokens, cap
 
 def test_an_adapter_on_a_router_whose_weight_is_read_stays_in_the_code(tokens):
     class Reads(Block):
-        def scores(self, x):
-            return nn.functional.linear(x, self.router.weight)
+        def route(self, x):
+            return nn.functional.linear(x, self.router.weight).softmax(-1).topk(2)
 
     torch.manual_seed(0)
     original = peft.get_peft_model(nn.Sequential(Reads()).double(), lora([*ALL, "router"])).eval()
@@ -427,13 +422,9 @@ class Grouped(Block):
         scores = scores * torch.zeros_like(scores[:, :2]).scatter_(1, group, 1.0).repeat_interleave(2, 1)
         return scores, scores.topk(2)[1]
 
-    def forward(self, x):
+    def route(self, x):
         scores, ids = self.scores_and_ids(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * scores.gather(1, ids)[token, slot, None])
-        return out
+        return scores.gather(1, ids), ids
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}, {"use_dora": True}], ids=["lora", "dropout", "dora"])

@@ -1,7 +1,5 @@
 """Every model type of the installed transformers that has experts: built tiny and run, or refused with its own error."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

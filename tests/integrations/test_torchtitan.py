@@ -1,7 +1,5 @@
 """torchtitan: its training loop with our experts, against its own. Skipped where torchtitan is missing, as in CI."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ torchtitan's all-to-all. It asks for an accelerator; stand-ins are given for wha
 no backward on CPUs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

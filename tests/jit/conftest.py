@@ -1,7 +1,5 @@
 """A compiler that is a script: it can be held, counts its runs, and fails when it is told to."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

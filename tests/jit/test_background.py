@@ -1,7 +1,5 @@
 """Building in the background: nobody waits, nothing is built twice, and nothing outlives the process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Building: once over processes, never half, errors that can be acted on, and the real compiler where there is one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The disk cache: one rename publishes, a checksum guards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

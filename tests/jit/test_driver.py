@@ -1,7 +1,5 @@
 """Loading and launching, against a driver that only takes notes."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

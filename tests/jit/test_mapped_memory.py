@@ -1,7 +1,5 @@
 """Memory that is put behind addresses piece by piece, against a driver that takes notes."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernel packs: found without a compiler, checked, and ignored with a sentence where they are another version's."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

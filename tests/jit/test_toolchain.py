@@ -1,7 +1,5 @@
 """Finding a compiler, and the sentence when there is none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -17,6 +17,7 @@ from hexa_fx import RoutingLog
 from hexa_fx.errors import InputError
 from hexa_fx.routing.calls import read_call
 from tests.routing.test_replay import CONFIG, Block, by_topk, gradients, optimized_of, random_log
+from tests.zoo.common import MLP, Mixture, experts
 
 
 @pytest.fixture(scope="module")
@@ -275,19 +276,15 @@ def test_hooks_that_always_run_do_so_while_routers_are_looked_for():
     assert depth == [0]
 
 
-class Routed(nn.Module):
+class Routed(Mixture):
     """Experts that are told where tokens go."""
 
     def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(4))
+        nn.Module.__init__(self)
+        self.experts = experts(MLP, 4, dim=8, hidden=6)
 
     def forward(self, x, index, weights):
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return self.mix(x, weights, index)
 
 
 class Around(nn.Module):

@@ -16,6 +16,7 @@ from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ir import Small
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import GuardMiss
+from tests.zoo.common import MLP, Looped
 
 CONFIG = HexaConfig(own_code_when_small=False)
 
@@ -363,21 +364,16 @@ def test_nothing_is_left_after_a_context(qwen):
     assert log.tokens == 60
 
 
-class Block(nn.Module):
+class Block(Looped):
     """A block with its own router, on (T, D) rows."""
 
     def __init__(self, choose):
-        super().__init__()
-        self.router, self.choose = nn.Linear(8, 4, bias=False), choose
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(4))
+        super().__init__(lambda: MLP(8, 6, act=nn.ReLU), 8)
+        self.choose = choose
 
-    def forward(self, x):
-        index, weights = self.choose(self.router(x))
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+    def route(self, flat):
+        index, weights = self.choose(self.router(flat))
+        return weights, index
 
 
 def by_topk(logits):
