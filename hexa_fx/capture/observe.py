@@ -27,7 +27,7 @@ from hexa_fx.capture.host import scripts_as_python
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import SourceLocation
-from hexa_fx.isolation.choices import choosing_call, numbers_intervals
+from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_state import restored
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.torch_state import random_state_kept
@@ -124,11 +124,6 @@ class Selections(TorchFunctionMode):
             self.selecting.add(self.stack[-1])
         if name in ops.BEST:
             self.runs.choose(result)
-            call = choosing_call(func, args, kwargs)
-            if call is not None and self.stack:
-                self.runs.candidates.setdefault(self.stack[-1], set()).add(call.size)
-        if name in ops.CUTS and name != "unbind" and self.stack:
-            self.runs.cut(self.stack[-1], name, args[0], result)
         if name == "embedding" and self.stack:
             self.runs.look_up(self.stack[-1], args[0])
         return result
@@ -217,8 +212,7 @@ def observe(
     """
     modules = dict(named_modules(model))
     suspects, numbered, packed = _suspects(model, modules)
-    others = any(isinstance(module, (nn.Embedding, *CONVOLUTIONS)) for module in modules.values())
-    others |= overlooked.may_be_cut(model)
+    others = any(isinstance(module, nn.Embedding) for module in modules.values())
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
     recorded: dict[str, Observation] = {}
@@ -280,9 +274,7 @@ def _overlooked(
         said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
         if said is not None:
             left.setdefault(*said)
-    hidden = overlooked.in_groups(model, mode.selecting) | overlooked.in_plain_lists(model, mode.selecting)
-    parts = {path: why for path, (why, _) in mode.runs.parts().items()}
-    left = hidden | mode.runs.tables() | left | parts
+    left = overlooked.in_plain_lists(model, mode.selecting) | mode.runs.tables() | left
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate(

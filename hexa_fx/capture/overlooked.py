@@ -19,7 +19,6 @@ from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.lookup import MODULE_STATE
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.torch_private import _ConvNd
 
 SOFT = (
     "nothing is chosen here: every token gets a mixture of all experts, of their outputs or of their weights (a dense or soft "
@@ -41,15 +40,6 @@ LOOKED_UP = (
     "the chosen ids look rows up in {} ({}): experts that are vectors make no matrix products to save, and are left as they are; "
     "where a row is all of an expert's matrices, a block is rewritten if they are parameters (experts, in, out) and its router's "
     "are matrices"
-)
-GROUPED = (
-    "its experts look like the {} groups of a convolution ({}), which computes all of them on every token; a list of modules, or "
-    "stacked matrices (experts, in, out), that run on the tokens that chose them can be rewritten"
-)
-PARTS = (
-    "its experts look like the {} parts of the features that one matrix product gives ({}): all of them are computed for every "
-    "token, whichever are chosen; a list of modules, or stacked matrices (experts, in, out), that run on the tokens that chose "
-    "them can be rewritten"
 )
 UNCHOSEN = (
     "nothing in torch chooses among its experts on the example: each gets a part of the rows or features by its place, or Python "
@@ -76,27 +66,6 @@ class Runs:
     """Ids that were chosen; what is kept here keeps its memory to itself."""
     looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """Embeddings that chosen ids were looked up in, by the module around them and the ids' memory."""
-    candidates: dict[str, set[int]] = field(default_factory=dict)
-    """Among how many a module's code chooses."""
-    cuts: dict[str, dict[int, tuple[str, SourceLocation | None]]] = field(default_factory=dict)
-    """Into how many parts a module's code cuts features, by what function and where."""
-
-    def cut(self, path: str, name: str, whole: object, parts: object) -> None:
-        """Notes that the code of the module at ``path`` cut something into equal parts of the last dimension."""
-        if not isinstance(whole, torch.Tensor) or not whole.is_floating_point() or not isinstance(parts, (tuple, list)):
-            return
-        count, widths = len(parts), {part.shape[-1] for part in parts}
-        if count > 1 and len(widths) == 1 and widths != {1} and count * widths.pop() == whole.shape[-1]:
-            self.cuts.setdefault(path, {})[count] = name, user_location()
-
-    def parts(self) -> dict[str, tuple[str, SourceLocation | None]]:
-        """Reasons and places by the modules that choose among as many experts as they cut features into parts."""
-        found = {}
-        for path, cuts in self.cuts.items():
-            for count in cuts.keys() & self.candidates.get(path, set()):
-                name, place = cuts[count]
-                found[path] = PARTS.format(count, name), place
-        return found
 
     def compare(self, path: str) -> None:
         """Notes the first line at which the code of the module at ``path`` compares numbers."""
@@ -105,10 +74,8 @@ class Runs:
 
     def place_of(self, path: str, reason: str) -> SourceLocation | None:
         """The line that is the reason for leaving the block at ``path``; None if there is not one."""
-        if reason == THRESHOLD:
-            return next((place for other, place in self.comparing.items() if _inside(path, [other])), None)
-        why, place = self.parts().get(path, ("", None))
-        return place if why == reason else None
+        places = self.comparing.items() if reason == THRESHOLD else ()
+        return next((place for other, place in places if _inside(path, [other])), None)
 
     def choose(self, result: object) -> None:
         """Notes ids among the results of a choice."""
@@ -204,23 +171,6 @@ def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:
     return {path.rpartition(".")[0] for path, module in names if shared.get(id(module), path) != path} - {""}
 
 
-def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
-    """Reasons by the modules that choose by index, and hold convolutions with a group for each of the router's choices."""
-    found: dict[str, list[tuple[str, int]]] = {}
-    for path, module in model.named_modules():
-        block, _, name = path.rpartition(".")
-        if block not in selecting or not isinstance(module, _ConvNd):
-            continue
-        groups = module.groups
-        if 1 < groups < module.in_channels and has_router(model.get_submodule(block), module, groups):
-            found.setdefault(block, []).append((name, groups))
-    return {
-        block: GROUPED.format(names[0][1], ", ".join(name for name, _ in names))
-        for block, names in found.items()
-        if len({groups for _, groups in names}) == 1
-    }
-
-
 def in_plain_lists(model: nn.Module, selecting: Iterable[str] | None = None) -> dict[str, str]:
     """Reasons by the modules that choose by index, by themselves or by a child, and hold modules of one kind in a list or dict.
 
@@ -246,12 +196,6 @@ def _stacked(module: nn.Module) -> int:
     firsts = Counter(p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3)
     number, times = max(firsts.items(), key=lambda item: item[1], default=(0, 0))
     return number if times > 1 else 0
-
-
-def may_be_cut(model: nn.Module) -> bool:
-    """Whether a matrix may give features of as many experts as another one scores."""
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-    return any(size > rows > 1 and size % rows == 0 for rows, _ in shapes for shape in shapes for size in shape)
 
 
 def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:

@@ -218,21 +218,6 @@ class InPlainList(Listed):
         return out
 
 
-class Parts(Router):
-    """A wide layer of which every expert has a part of the features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, E * I))
-        self.down = nn.Linear(E * I, D)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(2)
-        scores = torch.zeros(len(x), E).scatter(1, ids, weights)
-        parts = self.wide(x).split(I, -1)  # here
-        return self.down(torch.cat([part * scores[:, e, None] for e, part in enumerate(parts)], -1))
-
-
 class ByPlace(Listed):
     """A part of the rows for every expert, whatever is in them."""
 
@@ -270,7 +255,6 @@ REASONS = {
     SlotsOfTokens: overlooked.SLOTS,
     Unreached: overlooked.NOT_REACHED,
     Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
-    Parts: overlooked.PARTS.format(E, "split"),
     ByPlace: overlooked.UNCHOSEN,
 }
 
@@ -286,27 +270,12 @@ def test_it_is_named_with_its_reason(kind: type[nn.Module]) -> None:
     assert "no MoE block was found" not in str(report)
 
 
-@pytest.mark.parametrize("kind", [Parts, ByPlace, Masked, Where])
-def test_the_place_is_the_line_that_cuts_or_compares_or_else_where_the_block_is_written(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [ByPlace, Masked, Where])
+def test_the_place_is_the_line_that_compares_or_else_where_the_block_is_written(kind: type[nn.Module]) -> None:
     (block,) = hexa_fx.explain(Around(kind()), X).blocks
     assert block.location is not None
     with open(block.location.file) as source:
         assert source.readlines()[block.location.line - 1].endswith("# here\n")
-
-
-def test_groups_of_experts_and_parts_of_single_numbers_are_no_experts() -> None:
-    class Grouped(Chooses):
-        """Cuts scores into groups of experts, of which it chooses one, and weights into those of single experts."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = self.gate(x)
-            best = torch.stack([part.amax(-1) for part in scores.chunk(2, -1)], -1).argmax(-1)
-            mask = (torch.arange(E) // (E // 2) == best[:, None]).float()
-            (scores * mask).chunk(E, -1)
-            return super().forward(x)
-
-    (candidate,) = observe(Around(Grouped()), (X,), {})
-    assert (candidate.levels[0].path, candidate.reason) == ("block", "")
 
 
 class Chooses(Listed):

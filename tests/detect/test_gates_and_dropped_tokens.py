@@ -92,33 +92,3 @@ def test_several_gates_over_one_set_of_experts() -> None:
         opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
         assert [block.status for block in opt.report.blocks] == ["rewritten"] * count
         assert compare(block, opt, (x,), {}).within(1e-9)
-
-
-class OneConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(D, E)
-        self.up, self.down = nn.Conv1d(E * D, E * 8, 1, groups=E), nn.Conv1d(E * 8, E * D, 1, groups=E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.gate(x).softmax(-1).topk(2)
-        gates = torch.zeros(*x.shape[:-1], E).scatter(-1, index, weights)
-        hidden = self.up(x.transpose(1, 2).repeat(1, E, 1)).relu()
-        return torch.einsum("bedt,bte->btd", self.down(hidden).unflatten(1, (E, D)), gates)
-
-
-class Depthwise(nn.Module):
-    """Channels, not experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out, self.mix = nn.Linear(D, D), nn.Conv1d(D, D, 3, padding=1, groups=D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).topk(D).values)
-
-
-def test_groups_of_a_convolution_are_named() -> None:
-    (report,) = hexa_fx.explain(OneConvolution(), torch.randn(2, 7, D), CONFIG).blocks
-    assert f"the {E} groups of a convolution (up, down)" in report.reason
-    assert not hexa_fx.explain(Depthwise(), torch.randn(2, 7, D), CONFIG).blocks
