@@ -1,27 +1,28 @@
-"""Keeps the analysis of a block within its memory: with fewer tokens, or with a refusal that says what it needs."""
+"""Keeps the analysis of a block within its memory: with fewer tokens, without a second copy of weights that are laid elsewhere
+meanwhile, or with a refusal that says what it needs."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx import registry
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.records import memory_of
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.size import FEW_TOKENS, collect, is_out_of_memory, raises_in_pieces
-from hexa_fx.passes.memory.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 
@@ -148,3 +149,55 @@ def _sentence(observation: Observation, allowed: int, reason: str) -> str:
         f"{NO_MEMORY} on {cuda[0]} to analyse it, which takes up to {needed} beside the model{last}, and "
         f"{free:.1f} GiB are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
     )
+
+
+@dataclass(frozen=True)
+class _ViewOfParameter:
+    """Where a view lies in a contiguous parameter that has memory of its own."""
+
+    parameter: torch.Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor, parameter: torch.Tensor) -> _ViewOfParameter:
+        offset = int(view.storage_offset()) - int(parameter.storage_offset())
+        return cls(parameter, tuple(view.size()), view.stride(), offset)
+
+    def view(self) -> torch.Tensor:
+        data = self.parameter.data
+        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
+
+
+@contextmanager
+def following(graphs: Iterable[torch.fx.Graph], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Lets go of recorded views of ``parameters``, and takes the same views of where these are afterwards.
+
+    One that stayed would keep the memory that its parameter has left: a second copy of the weights in all. Parameters that are not
+    contiguous, or share their memory, are left alone: they lie in another way afterwards.
+    """
+    alone = (p for p in parameters if p.untyped_storage().nbytes() == p.numel() * p.element_size())
+    homes = {memory_of(p): p for p in alone if p.is_contiguous()}
+
+    def place(value: torch.Tensor) -> torch.Tensor | _ViewOfParameter:
+        parameter = homes.get(memory_of(value))
+        return value if parameter is None or value is parameter else _ViewOfParameter.of(value, parameter)
+
+    moved = [node for graph in graphs for node in graph.nodes if _touches(record_of(node), homes)]
+    for node in moved:
+        record = record_of(node)
+        node.meta["hexa"] = replace(record, value=pytree.tree_map_only(torch.Tensor, place, record.value))
+    try:
+        yield
+    finally:
+        for node in moved:
+            record = record_of(node)
+            value = pytree.tree_map_only(_ViewOfParameter, _ViewOfParameter.view, record.value)
+            memory = memory_of(homes[record.storage]) if record.storage in homes else record.storage
+            node.meta["hexa"] = replace(record, value=value, storage=memory)
+
+
+def _touches(record: NodeRecord, homes: Mapping[int, torch.Tensor]) -> bool:
+    tensors = (leaf for leaf in pytree.tree_leaves(record.value) if isinstance(leaf, torch.Tensor))
+    return record.storage in homes or any(memory_of(tensor) in homes for tensor in tensors)
