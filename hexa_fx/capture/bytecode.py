@@ -62,10 +62,6 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-ONLY_IF = {"tensor's dtype": ("dtype",), "caught errors": ("dtype", "device", "layout")}
-"""What code asks if a tensor's dtype is read while it runs, since it compares ``something.dtype``, or if torch is called while it
-runs, since it catches errors."""
-
 OF_ALL = frozenset({"vars", "__dict__"})
 BY_TEXT = OF_ALL | {"getattr", "hasattr", "attrgetter"}
 """What takes names of attributes as texts, after what gives all of them."""
@@ -83,8 +79,8 @@ class CodeReads:
         imports: the same of Python modules that the code imports.
         sets: a global name and the attributes up to one that the code sets: ``("torch", "backends", "cudnn", "benchmark")``.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
-            on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
-            object; and what it asks only if it comes to that (`ONLY_IF`).
+            on; ``layout`` if it asks how a tensor lies in memory; all of these if it catches errors of operations; ``identity`` if
+            it asks of two variables whether they hold one object.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -121,13 +117,10 @@ def code_reads(code: types.CodeType) -> CodeReads:
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:
-    decisions = list(_decisions_on_dtype(instructions))
-    if not all(decisions):
+    if _decides_on_dtype(instructions):
         yield "dtype"
-    elif decisions:
-        yield "tensor's dtype"
     if _catches_errors(instructions):
-        yield "caught errors"
+        yield from ("dtype", "device", "layout")
     if _asks_for_device(instructions):
         yield "device"
     if any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
@@ -178,8 +171,8 @@ def _imported_from(following: list[Instruction]) -> Iterator[Instruction]:
     return (i for i in following[:16] if i.opname == "IMPORT_FROM")
 
 
-def _decisions_on_dtype(instructions: list[Instruction]) -> Iterator[bool]:
-    """Where a dtype, or a variable that holds one, is compared or looked up; for each, whether ``something.dtype`` is compared."""
+def _decides_on_dtype(instructions: list[Instruction]) -> bool:
+    """Whether a dtype, or a variable that holds one, is compared or looked up."""
     holds = {
         str(after.argval)
         for one, after in itertools.pairwise(instructions)
@@ -187,20 +180,11 @@ def _decisions_on_dtype(instructions: list[Instruction]) -> Iterator[bool]:
     }
     for at, instruction in enumerate(instructions):
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in _KINDS:
-            yield False
+            return True
         operands = {"CONTAINS_OP": 8, "COMPARE_OP": 2, "IS_OP": 2, "BINARY_SUBSCR": 1}.get(instruction.opname, 0)
         if any(_is_dtype(i, holds) for i in instructions[max(at - operands, 0) : at]):
-            yield operands == 2 and _is_read_there(instructions[max(at - 3, 0) : at])
-
-
-def _is_read_there(before: list[Instruction]) -> bool:
-    """Whether the operands of a comparison are ``x.dtype`` and ``torch.float16``, a variable, or another such."""
-    one, two, three = ([None] * 3 + [(i.opname, i.argval) for i in before])[-3:]
-    read = ("LOAD_ATTR", "dtype")
-    if read in (two, three):
-        return True
-    named = three is not None and three[0] == "LOAD_ATTR" and three[1] in _DTYPES
-    return one == read and named and two is not None and two[0] == "LOAD_GLOBAL"
+            return True
+    return False
 
 
 def _asks_for_device(instructions: list[Instruction]) -> bool:

@@ -70,9 +70,8 @@ class TensorQuestions:
         self.in_functions: list[set[str]] = []
 
     def note(self, tensor: Any, attribute: str) -> None:
-        """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
+        """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
         frame: types.FrameType | None = sys._getframe(1)
-        self._ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
         while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
             frame = frame.f_back
         if (

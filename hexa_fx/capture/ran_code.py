@@ -16,13 +16,12 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, ONLY_IF, code_reads, only_adds
+from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, code_reads, only_adds
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, MISSING, is_object
 from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
-from hexa_fx.torch_private import _is_torch_function_mode_enabled
 
 Wanted: TypeAlias = Callable[[types.FrameType], bool]
 """Called with the frame of a function that starts; whether it wants to hear of the same code again."""
@@ -91,8 +90,6 @@ class RanCode:
             int, tuple[types.CodeType, set[str], frozenset[str]]
         ] = {}  # by id: hashing reads all of the code
         self._names: dict[str, set[str]] = {}
-        self._settled: dict[tuple[int, str], bool] = {}
-        """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)
         """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``mode``
@@ -156,10 +153,7 @@ class RanCode:
     def _starts(self, frame: types.FrameType) -> bool:
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
-        noted = self._runs(frame.f_code, frame.f_globals, self._scope())
-        if noted and not _is_torch_function_mode_enabled():  # what it asks of tensors is not seen
-            self.settle(frame, *ONLY_IF)
-        return noted
+        return self._runs(frame.f_code, frame.f_globals, self._scope())
 
     def _runs(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
@@ -172,25 +166,11 @@ class RanCode:
         self._note(code, namespace, scope)
         return True
 
-    def settle(self, frame: types.FrameType | None, *came_to: str) -> None:
-        """Notes that a tensor's dtype is read in ``frame``, or torch is called: whatever code led there asks what it may ask."""
-        while frame is not None and not all(self._settled.values()):
-            self._settle(frame.f_code, *came_to)
-            frame = frame.f_back
-
-    def _settle(self, code: types.CodeType, *came_to: str) -> None:
-        for what in came_to:
-            if self._settled.get((id(code), what)) is False:
-                self._settled[id(code), what] = True
-                for asked in ONLY_IF[what]:
-                    self.asks[asked] |= self._ran[id(code)][1]
-
     def _note(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> None:
         found = code_reads(code)
         home = sys.modules.get(module_name(namespace))
         for asked in found.asks:
-            for what in (asked,) if asked not in ONLY_IF else ONLY_IF[asked] * self._came_to(code, asked):
-                self.asks[what].add(scope)
+            self.asks[asked].add(scope)
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
             self.hidden[scope] = found.hidden, LOOK_UP, self._location
@@ -211,9 +191,6 @@ class RanCode:
             if module in sys.modules and rest:
                 self._follow(sys.modules[module], rest, scope)
 
-    def _came_to(self, code: types.CodeType, asked: str) -> bool:
-        return self._settled.setdefault((id(code), asked), False)
-
     def _follow(self, holder: Any, names: list[str], scope: str) -> None:
         """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
         for name in names:
@@ -226,7 +203,6 @@ class RanCode:
             self.note_state(value, scope)
             if isinstance(value, CACHED) and isinstance(value.__wrapped__, types.FunctionType):
                 self._runs(value.__wrapped__.__code__, value.__wrapped__.__globals__, scope)  # perhaps not in this run
-                self._settle(value.__wrapped__.__code__, "tensor's dtype")
             holder = value
             if isinstance(holder, types.ModuleType):
                 continue

@@ -201,7 +201,6 @@ class Recorder(TorchFunctionMode):
 
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
-        self.told.asked(None, "")
         with DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
             result = function(*as_plain(tuple(args)), **as_plain(kwargs))
@@ -211,7 +210,6 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
-        self.told.asked(None, "")
         self.told.before_call(name, args, kwargs)
         if name == "__get__":
             return self._read_property(func, args)
