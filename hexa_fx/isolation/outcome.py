@@ -154,13 +154,13 @@ def difference(original: Outcome, other: Outcome) -> Difference:
         return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
     if other.backward_error and not original.backward_error:
         return Difference(reason=f"backward raises {other.backward_error}")
-    forward, value, reason = _furthest(original.values, other.values)
+    forward, value, reason = furthest(original.values, other.values)
     if reason:
         return Difference(reason=reason)
     if original.backward_error:
         return Difference(forward, worst_value=value)
     first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
-    gradient, of, reason = _furthest(first, second)
+    gradient, of, reason = furthest(first, second)
     if reason:
         return Difference(forward, reason=f"gradient of {reason}")
     zeroed = tuple(name for name in first if original.gradients[name] is None)
@@ -230,7 +230,7 @@ def _filled(
     return found
 
 
-def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
+def furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
     """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
     different = (text for name, one in first.items() if (text := _unlike(name, one, second[name])))
     if text := next(different, ""):
@@ -244,7 +244,7 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     odd = {name for name, scale in scales.items() if not math.isfinite(scale)}
     scales |= {name: largest(_finite(wide(first[name]))) for name in odd}
     floor = SCALE_FLOOR * max(scales.values(), default=0.0)
-    furthest, worst = 0.0, ""
+    most, worst = 0.0, ""
     for name, distance in distances.items():
         if name in odd or not math.isfinite(distance):
             one, two = wide(first[name]), wide(second[name])
@@ -253,9 +253,9 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
             distance = largest(_finite(one) - _finite(two))
         scale = max(scales[name], floor)
         error = distance / scale if scale else distance
-        if error > furthest:
-            furthest, worst = error, name
-    return furthest, worst, ""
+        if error > most:
+            most, worst = error, name
+    return most, worst, ""
 
 
 def _distances(ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> list[float]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import DiffersInUse
+from hexa_fx.isolation.outcome import furthest
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.runtime import results
 from hexa_fx.runtime.call_kinds import why_not_analysed
@@ -91,13 +92,5 @@ class SampledCheck:
 def _difference(one: Any, other: Any) -> str:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return "" if type(one) is type(other) and one == other else f"{one!r}, not {other!r}"
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return f"{one.dtype} {tuple(one.shape)}, not {other.dtype} {tuple(other.shape)}"
-    if not one.is_floating_point() or not one.numel():
-        return "" if torch.equal(one, other) else "other whole numbers"
-    left, right = one.double(), other.double()
-    if not torch.equal(left.isfinite(), right.isfinite()):
-        return "NaN or infinity in other places"
-    left, right = (each.nan_to_num(0.0, 0.0, 0.0) for each in (left, right))
-    scale, off = float(right.abs().max()), float((left - right).abs().max())
-    return f"off by {off / scale:.1e} of its scale" if off > TOLERANCE.get(one.dtype, 0.0) * scale else ""
+    off, _, said = furthest({"a result": other}, {"a result": one})
+    return said or (f"off by {off:.1e} of its scale" if off > TOLERANCE.get(one.dtype, 0.0) else "")
