@@ -16,7 +16,7 @@ from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import RUNS_ALREADY, Small, SourceLocation
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.inputs.routing_override import ROUTINGS
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.detect.steps import FreeBody
 
 
 @dataclass(frozen=True)

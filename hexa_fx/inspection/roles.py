@@ -20,8 +20,8 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product
 from hexa_fx.passes.detect.graph import ancestors
+from hexa_fx.passes.detect.steps import FreeBody, OfExpert, Product
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.example_values import MOE_FFN
 

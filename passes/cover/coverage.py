@@ -20,9 +20,9 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.free_body import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.tags import Tag
 
 Node = torch.fx.Node

@@ -16,7 +16,6 @@ from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
-from hexa_fx.passes.detect.free_body import Copy, FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import Contraction
@@ -28,7 +27,21 @@ from hexa_fx.passes.detect.rules import (
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.steps import AlikeRuns, Column, StepReader, experts_of, find_alike_runs, in_one_expert
+from hexa_fx.passes.detect.steps import (
+    AlikeRuns,
+    Column,
+    Copy,
+    FreeBody,
+    OfExpert,
+    Product,
+    Role,
+    StepReader,
+    TokenRows,
+    experts_of,
+    find_alike_runs,
+    in_one_expert,
+    width_of,
+)
 from hexa_fx.passes.detect.tags import ExpertGroups
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 

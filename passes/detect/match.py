@@ -14,13 +14,13 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
 from hexa_fx.passes.detect.decisions import Condition, Decisions
-from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.routing import Passing, Routing, Search, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import decided_anew, is_constant, refuse_own_backward, refuse_stored_intermediates
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
 
 

@@ -1,5 +1,6 @@
 """Keeps the analysis of a block within its memory: with fewer tokens, without a second copy of weights that are laid elsewhere
-meanwhile, or with a refusal that says what it needs."""
+meanwhile, or with a refusal that says what it needs.
+"""
 
 from __future__ import annotations
 

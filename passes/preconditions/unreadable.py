@@ -1,5 +1,6 @@
 """Refuses blocks whose weights or code cannot be read where they are: offloaded, spread over devices, quantised, compiled, or
-several in one memory."""
+several in one memory.
+"""
 
 from __future__ import annotations
 

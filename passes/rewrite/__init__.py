@@ -16,10 +16,10 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
-from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
+from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     Form,

@@ -24,7 +24,9 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.dropouts import probability
-from hexa_fx.passes.detect.free_body import (
+from hexa_fx.passes.detect.graph import is_float
+from hexa_fx.passes.detect.routing_sources import RoutingSource
+from hexa_fx.passes.detect.steps import (
     FreeBody,
     FromExpert,
     Literal,
@@ -37,8 +39,6 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import is_float
-from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.torch_private import _disable_dynamo
 

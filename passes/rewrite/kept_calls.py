@@ -23,11 +23,11 @@ from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
-from hexa_fx.passes.detect.free_body import FreeBody, TokenRows
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.rules import gives_plain
+from hexa_fx.passes.detect.steps import FreeBody, TokenRows
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime import guards
 from hexa_fx.runtime.attribute_guards import is_within

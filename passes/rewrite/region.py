@@ -18,11 +18,11 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import is_check_of_numbers
-from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, is_tensor
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
+from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
