@@ -92,6 +92,21 @@ def test_what_was_not_run_is_said(tmp_path):
     """What the records give is in the page, which `test_the_page_holds_the_tables_of_the_recorded_results` compares."""
     assert all(say(tmp_path) == ("not run", "") for say in claims.CLAIMS.values())
     assert brief.brief(tmp_path) == brief.floor(tmp_path) == "not run"
+    peak = {"data": (7.0, 8.0), "padded": (9.0, 10.0), "grouped": (8.0, 8.5)}
+    cases = [
+        {"name": name, "scale": "base", "top_k": k, "peak_gib": gib, "before_gib": 0.25}
+        for name, values in peak.items()
+        for k, gib in zip((1, 8), values)
+    ]
+    write(tmp_path, "memory", *cases)
+    reached, said = claims.memory(tmp_path)
+    assert (reached, said.endswith("by 6 % at k = 8, 6 % at k = 8, not everywhere by 10 %")) == ("in part", True)
+    assert claims.growth(tmp_path) == ("**yes**", "Base data-centric +1.00 GiB (paper +1.5 GB)")
+    variants = {"data": 10.0, "data, no shared cache": 9.0, "data, no overlap": 10.1, "data, no fused kernel": 10.2}
+    write(tmp_path, "ablation_memory", *({"variant": name, "peak_gib": gib} for name, gib in variants.items()))
+    assert claims.ablation(tmp_path)[1].startswith(
+        "1 of 3 as in the paper; the other way: data, no shared cache (memory -"
+    )
     row = {"scale": "base", "top_k": 4}
     write(tmp_path, "latency", {"name": "data", **row, "step_s": 0.1}, {"name": "padded", **row, "step_s": 0.16})
     assert claims.latency(tmp_path) == ("**yes**", "padded capacity 1.25 (Tutel's formulation) 1.60 times ours")
