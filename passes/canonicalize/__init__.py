@@ -2,7 +2,7 @@
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
 einsums over two: first the weight with the operand that it is contracted with. Parts taken of a weight along its first dimension by
-``index_select``, ``select`` and ``narrow`` become subscripts.
+``index_select``, ``select`` and ``narrow`` become subscripts. Sizes that decisions hinge on are traced to the inputs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import operation
+from hexa_fx.passes.canonicalize.size_origins import trace_sizes
 from hexa_fx.passes.detect.graph import ancestors, einsum_of
 
 
@@ -26,6 +27,7 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     for node in captured.graph.nodes:
         _as_subscript(node)
         _past_other_writes(node)
+    trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     if not fused:
         return captured
