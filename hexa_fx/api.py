@@ -25,7 +25,6 @@ from hexa_fx.optimizing import Part, analyse_and_install, as_finished, at_first_
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
-from hexa_fx.runtime.saved_alone import as_before, follow
 from hexa_fx.sources.packed_parameters import collecting
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
@@ -61,9 +60,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
         Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
-    made = optimize_(sharing_copy(model), example_inputs, config)
-    follow(model, made)
-    return made
+    return optimize_(sharing_copy(model), example_inputs, config)
 
 
 @collecting
@@ -148,7 +145,7 @@ def explain(
     check_model(model)
     config = _checked(config)
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
-    with torch.inference_mode(False), tracing() as trace, as_before(model):
+    with torch.inference_mode(False), tracing() as trace:
         report = as_finished(analyse_model(model, example_inputs, config, Inspector()), config)
         trace.finish(report)
     return report

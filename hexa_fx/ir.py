@@ -75,10 +75,10 @@ class FfnSpec:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Per-expert parameters that are stored side by side, so that they can be read as one stacked tensor.
+    """Per-expert parameters that are read as one stacked weight.
 
     Args:
-        name: attribute of the block under which the packed tensor is reached.
+        name: attribute of the block under which the weight is reached.
         parts: for each part (one, or gate and up) the parameter path of every expert, relative to the block.
             Parts are concatenated along the first dimension of each expert's matrix or bias.
     """

@@ -121,6 +121,14 @@ _is_avx512_bf16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_b
 _is_amx_fp16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_supported", bool)
 
 
+_AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def without_autocast() -> _ExcludeDispatchKeyGuard:
+    """A context in which torch's operators ignore autocast."""
+    return _ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
 def is_forward_mode() -> bool:
     """Whether derivatives are taken forward, which operators cannot."""
     return forward_ad._current_level >= 0

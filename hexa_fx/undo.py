@@ -13,7 +13,6 @@ from hexa_fx.errors import InputError
 from hexa_fx.first_call import let_go
 from hexa_fx.runtime.install import is_installed, uninstall
 from hexa_fx.runtime.preflight import check_module
-from hexa_fx.runtime.saved_alone import give_back
 from hexa_fx.sources import peft
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +38,6 @@ def undo_(model: Model) -> Model:
         if is_installed(module):
             uninstall(module)
         detach(module)
-    give_back(model)
     return model
 
 

@@ -39,8 +39,8 @@ from hexa_fx.cuda.planning import (
 )
 from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset, tensor_map
-from hexa_fx.ops import library
 from hexa_fx.ops.rows import contiguous_strides
+from hexa_fx.torch_private import without_autocast
 
 _ALIGNED = 256
 """Bytes that parts start at multiples of, as allocations of their own would."""
@@ -370,7 +370,7 @@ class CallPlan:
 
         def run(memory: CallMemory) -> None:
             args = replaced(call.args, lambda o: memory.tensors[at[o.place]])
-            with library.without_autocast():
+            with without_autocast():
                 found = call.function(*args, **call.kwargs)
             if call.results:
                 for t in [found] if isinstance(found, Tensor) else found:

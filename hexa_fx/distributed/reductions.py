@@ -23,7 +23,8 @@ from hexa_fx.distributed.collectives import Works, start_scatter
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.lockstep import guarded
 from hexa_fx.ops.library import DirectFunction
-from hexa_fx.runtime import packing
+from hexa_fx.ops.listed import Stack, separated
+from hexa_fx.runtime.moved_stack import ReadStack
 
 
 class LocalWeight(DirectFunction):
@@ -127,12 +128,10 @@ def _destination(weight: Tensor) -> Destination | None:
     if isinstance(node, _LOCAL):
         parameter = node.parameter
         return Destination((parameter,), partial(as_gradients, parameter)) if parameter.is_leaf else None
-    if not isinstance(node, _READ_PACKED) or node.index is not None:
-        return None
-    return Destination(tuple(node.parameters), node.storage.views)
+    return Destination(node.parameters, partial(separated, sizes=node.sizes)) if isinstance(node, _OF_LISTS) else None
 
 
-_READ_PACKED: type[Any] = getattr(packing._ReadPacked, "_backward_cls")  # noqa: B009
+_OF_LISTS: tuple[type[Any], ...] = tuple(getattr(read, "_backward_cls") for read in (Stack, ReadStack))  # noqa: B009
 _LOCAL: type[Any] = getattr(LocalWeight, "_backward_cls")  # noqa: B009
 
 

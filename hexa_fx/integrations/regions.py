@@ -19,8 +19,8 @@ from torch import nn
 from hexa_fx import operations as ops
 from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ops.listed import joined
 from hexa_fx.passes.detect.tags import expert_groups
-from hexa_fx.runtime.shared_storage import stack
 from hexa_fx.torch_private import DisableTorchFunction, _assign_attr
 
 _NAMES = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
@@ -243,7 +243,7 @@ def put_back(
                 new[node] = _attribute(gm, region, str(node.target), constants)
             elif node.op == "call_module":
                 parts = [[region.parameters[name] for name in part] for part in packed[str(node.target)].parts]
-                new[node] = graph.call_function(stack, (parts,))
+                new[node] = graph.call_function(joined, (parts,))
             else:
                 new[node] = graph.node_copy(node, new.__getitem__)
     results = torch.fx.map_arg(next(iter(rewritten.graph.find_nodes(op="output"))).args[0], new.__getitem__)

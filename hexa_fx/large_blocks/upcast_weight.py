@@ -212,25 +212,11 @@ def _all_upcast(values: Any) -> bool:
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UpcastWeight:
-    """Weights one after the other: a view where they lie so already, as packed ones do."""
+    """Weights one after the other, without a copy where a stack is made of them."""
     parts: list[UpcastWeight] = list(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    sources = [part.source.unsqueeze(0) if func is _ATEN.stack.default else part.source for part in parts]
-    joined = _adjacent(sources) if dim == 0 else None
-    if joined is None:
-        joined = func([part.source for part in parts], dim)
-    return UpcastWeight(joined, parts[0].limit)
-
-
-def _adjacent(parts: list[Tensor]) -> Tensor | None:
-    first = parts[0]
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    for part in parts:
-        fits = part.is_contiguous() and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
-        if not fits or part.data_ptr() != place or part.untyped_storage().data_ptr() != storage:
-            return None
-        place += part.numel() * part.element_size()
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+    dim, sources = kwargs.get("dim", args[1] if len(args) > 1 else 0), [part.source for part in parts]
+    stack = func is _ATEN.stack.default and dim == 0
+    return UpcastWeight(ListedStack(tuple(sources)) if stack else func(sources, dim), parts[0].limit)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class _Noted:
 
 
 class LinearLora:
-    """What PEFT has around the linear layers whose weights a block reads side by side. Copies and pickles look anew.
+    """What PEFT has around the linear layers whose weights a block reads as one. Copies and pickles look anew.
 
     Args:
         weights: what the block reads, by name.

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 
 from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.ir import PackedWeight
-from hexa_fx.ops.library import without_autocast
+from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.sources import row_norms
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.torch_private import without_autocast
 
 
 class Low(NamedTuple):
@@ -46,8 +47,8 @@ class AdaptedReader:
     def __init__(self, weight: Callable[..., Any], additions: Sequence[Addition]) -> None:
         self.weight, self.additions = weight, additions
 
-    def __call__(self, *args: Any) -> AdaptedWeight:
-        base = self.weight(*args)
+    def __call__(self) -> AdaptedWeight:
+        base = self.weight()
         with (
             nullcontext() if is_compiling() else without_autocast()
         ):  # which refuses the other 16-bit dtype in torch.cat
@@ -87,8 +88,8 @@ class Addition(NamedTuple):
         norms: gives of (E, rows) norms that rows of the sum have those that they are to have; None: these.
     """
 
-    a: Callable[[], Tensor]
-    b: Callable[[], Tensor]
+    a: Callable[[], Tensor | Listed]
+    b: Callable[[], Tensor | Listed]
     scale: float
     above: int
     below: int
@@ -96,8 +97,8 @@ class Addition(NamedTuple):
 
     def factors(self) -> tuple[Tensor, Tensor, float]:
         """(E, r, K), (E, N, r) and what their product is multiplied by."""
-        b = self.b()
-        return self.a(), F.pad(b, (0, 0, self.above, self.below)) if self.above or self.below else b, self.scale
+        b = dense(self.b())
+        return dense(self.a()), F.pad(b, (0, 0, self.above, self.below)) if self.above or self.below else b, self.scale
 
 
 def additions(block: nn.Module, parts: Sequence[Sequence[Sequence[Low]]], rows: Sequence[int]) -> Iterator[Addition]:

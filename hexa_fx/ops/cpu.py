@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hexa_fx.ops.listed import Gradients, Listed
 from hexa_fx.torch_private import _is_amx_fp16_supported, _is_amx_tile_supported, _is_avx512_bf16_supported, grouped_mm
 
+Weight = Tensor | Listed
+W = TypeVar("W", Tensor, Listed)
 Group = tuple[int, int, int]
 """(expert, first row, end row) of an expert that has rows."""
 
@@ -38,9 +42,9 @@ _FEW_ROWS = 4
 """Fewer rows than this read a half-type weight once anyway: converting it first would only add traffic."""
 
 
-def as_kn(weight: Tensor, layout: str) -> Tensor:
+def as_kn(weight: W, layout: str) -> W:
     """View (E, K, N) of a weight."""
-    return weight.transpose(1, 2) if layout == "nk" else weight
+    return weight.transpose(1, 2) if layout == "nk" else weight  # type: ignore[return-value]
 
 
 def groups_of(bounds: list[int]) -> list[Group]:
@@ -78,7 +82,7 @@ def compute_dtype(dtype: torch.dtype, elements: int = 0) -> torch.dtype:
     return torch.float32 if multiplies_in_float32(dtype) else dtype
 
 
-def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group]) -> Tensor:
+def multiply_groups(x: Tensor, weight: Weight, bias: Weight | None, groups: list[Group]) -> Tensor:
     """``x[p] @ weight[e(p)] + bias[e(p)]`` (n, N) in x's dtype.
 
     Args:
@@ -97,7 +101,7 @@ def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list
     return out
 
 
-def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group], out: Tensor) -> None:
+def multiply_groups_into(x: Tensor, weight: Weight, bias: Weight | None, groups: list[Group], out: Tensor) -> None:
     """`multiply_groups` into ``out`` (n, N), which may be a part of wider rows."""
     other = not x.dtype == weight.dtype == out.dtype
     for (e, _, _), rows, y in split(groups, x, out):
@@ -109,7 +113,7 @@ def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups:
             torch.addmm(bias[e], rows, weight[e], out=y)
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+def multiply(x: Tensor, weight: Weight, bias: Weight | None, expert: int) -> Tensor:
     """One expert's ``x @ weight + bias`` in x's dtype."""
     w = weight[expert]
     if x.dtype == w.dtype:
@@ -136,6 +140,13 @@ def outer_groups(x: Tensor, g: Tensor, groups: list[Group], out: Tensor) -> None
             torch.mm(x_rows.t(), g_rows, out=out[e])
         else:
             out[e].copy_(torch.mm(x_rows.t(), g_rows))
+
+
+def give_outer_groups(x: Tensor, g: Tensor, groups: list[Group], into: Gradients) -> None:
+    """``x_e^T g_e`` for every group, to who takes a tensor for each."""
+    sizes = [end - start for _, start, end in groups]
+    experts = (expert for expert, _, _ in groups)
+    into.add_products(experts, x.t().split_with_sizes(sizes, 1), g.split_with_sizes(sizes))
 
 
 def add_outer_groups(x: Tensor, g: Tensor, groups: list[Group], into: Tensor) -> None:

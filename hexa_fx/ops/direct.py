@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, moe_ffn_autograd, sources
+from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
@@ -37,18 +39,16 @@ def moe_ffn(*args: Any) -> Any:
 def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
     if any(map(sources.is_source, args)):
         if sources.has_scaled_rows(args):
-            return sources.moe_ffn(*args)
+            with fixed_order() if name == "moe_ffn_fixed" else nullcontext():
+                return sources.moe_ffn(*args)
         name, args = with_sources, tuple(sources.operands(args))
         if library.is_eager(args, cuda=True):
             return moe_ffn_autograd.plain(_LAYERS[name], args)
-    return library.overload(name)(*args)
+    return (partial(listed_calls.layer, name) if Listed in map(type, args) else library.overload(name))(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
-    if sources.has_scaled_rows(args):
-        with fixed_order():
-            return sources.moe_ffn(*args)
     if library.is_eager(args, cuda=True):
         return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
     return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
@@ -56,6 +56,7 @@ def moe_ffn_fixed(*args: Any) -> Any:
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
+    args = tuple(map(dense, args))
     return (moe_ffn_fp8_layer.with_sources if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
 
 
@@ -145,3 +146,6 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _OPS.combine.default: combine,
 }
 """The function that stands for an operator."""
+
+TAKE_LISTS = frozenset({_OPS.moe_ffn.default, _OPS.moe_ffn_fixed.default, _OPS.moe_ffn_fp8.default, _OPS.esmm.default})
+"""Those whose weights and biases may be listed."""

@@ -59,7 +59,8 @@ def projection_backward(
     if of_x and of_weight:
         dx, dw, db = ops.esfk(x, g, weight, v, offs, top_k, layout, of_bias)
     elif of_x:
-        dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
+        esmm = ops.esmm if isinstance(weight, Tensor) else library.kernel_for("esmm", "cpu")
+        dx = esmm(g, weight, None, None, offs, 1, flip(layout))
     elif of_weight:
         dw = ops.estmm(x, g, v, None, offs, top_k, layout)
     if of_bias and not (of_x and of_weight):

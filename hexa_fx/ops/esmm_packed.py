@@ -9,6 +9,7 @@ addition to a weight is such a product with ``u = x A^T``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from hexa_fx.ops.table_variants import (
 _OPS = torch.ops.hexa
 
 
-@library.kernel("esmm_packed", "any")
+@library.kernel("esmm_packed", "any", "cpu")
 def expert_by_expert(o: EsmmPacked) -> Tensor:
     """Kernel for any device: one expert's matrix exists at a time. Reads the offsets on the host."""
     x = gather_rows(o.x, o.v, o.top_k)
@@ -41,7 +42,7 @@ def expert_by_expert(o: EsmmPacked) -> Tensor:
     multiply = fixed_order.multiply_groups_into if fixed_order.is_fixed() else cpu.multiply_groups_into
     for expert, start, end in cpu.groups_of(o.offs.tolist()):
         matrix = format_of(o.format).expert(o.packed, o.scales, expert, x.dtype)
-        bias = None if o.bias is None else o.bias[expert : expert + 1]
+        bias = None if o.bias is None else o.bias[expert].unsqueeze(0)
         group = [(0, start, end)]
         multiply(wide[start:end], cpu.as_kn(matrix[None], o.layout), bias, group, y[start:end])
     return y
@@ -102,6 +103,15 @@ def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked, by: Any = 
         da = by.esmm_low_rank(*o.to(EsmmLowRank, x=o.dy))
     return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]
 
+
+_ON_CPU = library.Kernels("cpu")
+for _kernel, *_names in (
+    (summed, "esmm_low_rank", "esmm_packed_low_rank"),
+    (activated, "esmm_act_low_rank", "esmm_act_packed"),
+    (differentiated, "esmm_act_backward_low_rank", "esmm_act_backward_packed"),
+):
+    for _name in _names:  # past torch's dispatcher, to which listed weights are no tensors
+        library.kernel(_name, "cpu")(partial(_kernel, by=_ON_CPU))
 
 low_rank_gradients = library.wrapper("low_rank_gradients", scale=1.0, experts_last=False)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.contexts import set_to
-from hexa_fx.ops.cpu import Group, multiply
+from hexa_fx.ops.cpu import Group, Weight, multiply
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -57,7 +57,7 @@ def in_fixed_order(function: Callable[..., R]) -> Callable[..., R]:
     return run
 
 
-def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Sequence[Group], out: Tensor) -> None:
+def multiply_groups_into(x: Tensor, weight: Weight, bias: Weight | None, groups: Sequence[Group], out: Tensor) -> None:
     """`hexa_fx.ops.cpu.multiply_groups_into` in blocks of fixed sizes."""
     start = 0
     for expert, first, end in groups:
@@ -66,9 +66,10 @@ def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups:
         start = stop
 
 
-def _multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> None:
+def _multiply_rows(x: Tensor, weight: Weight, bias: Weight | None, expert: int, out: Tensor) -> None:
+    matrix = weight[expert]
     sizes = _sizes(
-        x.dtype, weight.dtype, tuple(weight.shape), weight.stride(), bias is not None, torch.get_num_threads()
+        x.dtype, matrix.dtype, tuple(matrix.shape), matrix.stride(), bias is not None, torch.get_num_threads()
     )
     place = 0
     while place < len(x):
@@ -94,18 +95,19 @@ def _on_a_line(rows: Tensor) -> bool:
 def _sizes(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    strides: tuple[int, ...],
+    shape: tuple[int, int],
+    strides: tuple[int, int],
     has_bias: bool,
     threads: int,
 ) -> tuple[int, ...]:
     """Numbers of rows, the largest first, for which products with an expert's weight give every row the same bits."""
     least = max(1, _BYTES // dtype.itemsize)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.empty_strided((1, *shape[1:]), strides, dtype=weight_dtype)
-    weight.copy_(torch.randn((1, *shape[1:]), generator=generator, device="cpu"))
-    bias = torch.randn((1, shape[2]), generator=generator, device="cpu").to(weight_dtype) if has_bias else None
-    rows = torch.randn((least * _LARGER[0], shape[1]), generator=generator, device="cpu").to(dtype)
+    inputs, outputs = shape
+    weight = torch.empty_strided((1, *shape), (0, *strides), dtype=weight_dtype)
+    weight.copy_(torch.randn((1, *shape), generator=generator, device="cpu"))
+    bias = torch.randn((1, outputs), generator=generator, device="cpu").to(weight_dtype) if has_bias else None
+    rows = torch.randn((least * _LARGER[0], inputs), generator=generator, device="cpu").to(dtype)
     expected = _in_blocks(rows, least, weight, bias)
     orders = [torch.randperm(len(rows), generator=generator, device="cpu") for _ in range(_ORDERS)]
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.cpu import multiplies_in_float32
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.records import Operands, described, schema
 from hexa_fx.torch_private import (
     DispatchKey,
@@ -35,7 +36,6 @@ from hexa_fx.torch_private import (
     _after_autograd_keyset,
     _are_functorch_transforms_active,
     _AutoDispatchBelowAutograd,
-    _ExcludeDispatchKeyGuard,
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
@@ -46,6 +46,7 @@ from hexa_fx.torch_private import (
     is_legacy_batchedtensor,
     peek_interpreter_stack,
     under_vmap,
+    without_autocast,
 )
 
 NAMESPACE = "hexa"
@@ -57,6 +58,7 @@ F = TypeVar("F", bound=Kernel)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 _CHECKED: dict[tuple[str, str], Kernel] = {}
+_AUTOCAST: dict[tuple[str, str], Kernel] = {}
 _RECORDS: dict[str, type[Operands]] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
@@ -64,7 +66,6 @@ _AFTER_AUTOGRAD = _after_autograd_keyset
 _BELOW_AUTOGRAD = _after_ADInplaceOrView_keyset
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), int, float, bool, str, tuple, list})
 _DENSE = (DispatchKey.CPU, DispatchKey.CUDA)
-_AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 kernel_generation = 0
 """Grows with every `register_kernel`: what was bound to kernels before is bound again."""
@@ -293,7 +294,12 @@ def is_eager(args: Sequence[Any], cuda: bool = False) -> bool:
         args: of an operator, of which the first is a tensor.
         cuda: whether a CUDA device is allowed besides the CPU.
     """
-    if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, args)):
+    return not _len_torch_function_stack() and is_unseen(args, cuda)
+
+
+def is_unseen(args: Sequence[Any], cuda: bool = False) -> bool:
+    """As `is_eager`, but that modes which see functions of torch, as a default device is one, may be active."""
+    if is_compiling() or not _PLAIN.issuperset(map(type, args)):
         return False
     first, *_ = args
     return (first.is_cpu or (cuda and first.is_cuda)) and not (
@@ -305,31 +311,31 @@ def is_eager(args: Sequence[Any], cuda: bool = False) -> bool:
     )
 
 
-def without_autocast() -> _ExcludeDispatchKeyGuard:
-    """A context in which torch's operators ignore autocast."""
-    return _ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-
-
 def _autocast_kernel(name: str, device: str, cast: frozenset[int], or_float32: bool) -> Kernel:
-    def kernel(_keyset: DispatchKeySet, *args: Any) -> Any:
+    def cast_and_run(run: Callable[..., Any], *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
         wide = or_float32 and multiplies_in_float32(dtype) and any(_is_float32(args[i]) for i in cast)
         cast_args = [_autocast(a, torch.float32 if wide else dtype) if i in cast else a for i, a in enumerate(args)]
         with without_autocast():
-            result = overload(name)(*cast_args)
+            result = run(*cast_args)
             return tree_map(lambda value: _autocast(value, dtype), result) if wide else result
 
-    return kernel
+    _AUTOCAST[name, device] = cast_and_run
+    return lambda _keyset, *args: cast_and_run(overload(name), *args)
+
+
+def under_autocast(name: str, device: str, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What runs ``hexa::<name>`` on a device type, under autocast: ``run`` on operands that are cast as the operator's are."""
+    return _AUTOCAST[name, device](run, *args)
 
 
 def _is_float32(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.float32
+    return isinstance(value, Tensor | Listed) and value.dtype == torch.float32
 
 
 def _autocast(value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.itemsize in (1, 8):
-        return value
-    return value.to(dtype)
+    number = isinstance(value, Tensor | Listed) and value.dtype.is_floating_point and value.dtype.itemsize not in (1, 8)
+    return value.to(dtype) if number else value
 
 
 def _register_batched(name: str, overload: Callable[[], OpOverload]) -> None:

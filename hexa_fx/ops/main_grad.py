@@ -18,6 +18,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.ops.listed import Gradients, Listed
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, parameters
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
@@ -58,10 +59,60 @@ def gradients(
     found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
     for place, (operand, buffer) in enumerate(zip(operands, buffers, strict=False), 1):
-        if buffer is not None and operand is not None and hasattr(operand, ADDED):
-            setattr(operand, ADDED, True)  # Megatron's hooks ask for it, and drop what they find in grad
-            found[place] = torch.zeros((), dtype=operand.dtype, device=operand.device).expand_as(operand)
+        if buffer is not None and operand is not None:
+            found[place] = _flagged(operand)
     return found
+
+
+def _flagged(operand: Tensor) -> Tensor | None:
+    """What autograd is given for an operand whose gradient was added to its buffer."""
+    if not hasattr(operand, ADDED):
+        return None
+    setattr(operand, ADDED, True)  # Megatron's hooks ask for it, and drop what they find in grad
+    return torch.zeros((), dtype=operand.dtype, device=operand.device).expand_as(operand)
+
+
+class ListedGradients:
+    """The gradient of a listed weight, which kernels take where they take a buffer.
+
+    Args:
+        wanted: of every tensor, whether it wants a gradient.
+
+    Raises:
+        InputError: a buffer has another shape than its parameter.
+    """
+
+    def __init__(self, name: str, weight: Listed, wanted: Sequence[bool]) -> None:
+        self.shape, self.ndim, self.sizes, experts = weight.shape, weight.ndim, weight.sizes, weight.shape[0]
+        needs = [wanted[start : start + experts] for start in range(0, len(wanted), experts)]
+        self.pieces = [_Buffered(name, piece, need) for piece, need in zip(weight.pieces(), needs, strict=True)]
+
+    def results(self) -> list[Tensor | None]:
+        """What autograd is given for every tensor."""
+        return [result for piece in self.pieces for result in piece.results()]
+
+
+class _Buffered(Gradients):
+    """Of which some tensors may have buffers."""
+
+    def __init__(self, name: str, weight: Listed, wanted: Sequence[bool]) -> None:
+        own = [_buffer_of(t) if need else None for t, need in zip(weight.tensors, wanted)]  # no tensors: none has one
+        self._own = {expert: buffer for expert, buffer in enumerate(own) if isinstance(buffer, Tensor)}
+        for expert, buffer in self._own.items():
+            _check_shape(name, weight.tensors[expert], buffer)
+        direct = {expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], b)}
+        torch.autograd.graph.increment_version([*direct.values()])
+        super().__init__(weight, wanted, [direct.get(e) for e in range(len(wanted))] if direct else ())
+
+    def results(self) -> list[Tensor | None]:
+        """With what Megatron's hooks ask for where there is a buffer."""
+        found = super().results()
+        for expert, buffer in self._own.items():
+            gradient = found[expert]
+            if gradient is not None:
+                buffer.add_(gradient)
+            found[expert] = _flagged(self.weight.tensors[expert])
+        return found
 
 
 def shapes_only(o: Any, needs: Any) -> dict[str, Tensor]:
@@ -77,7 +128,9 @@ def shapes_only(o: Any, needs: Any) -> dict[str, Tensor]:
     return {name: _shape_only(bias) for name, bias in biases.items() if bias is not None and not read[name]}
 
 
-def _shape_only(bias: Tensor) -> Tensor:
+def _shape_only(bias: Any) -> Any:
+    if type(bias) is Listed:
+        return bias if any(hasattr(tensor, NAME) for tensor in bias.tensors) else bias.of([])
     return bias.data if type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
 
 
@@ -89,10 +142,15 @@ def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
         return ()
     found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
     for name, operand, buffer in zip(SOURCES_OPERANDS[1:], operands, found):
-        if buffer is not None and operand is not None and buffer.shape != operand.shape:
-            shapes = f"main_grad is {tuple(buffer.shape)}, {name} {tuple(operand.shape)}"
-            raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
+        if buffer is not None and operand is not None:
+            _check_shape(name, operand, buffer)
     return found
+
+
+def _check_shape(name: str, operand: Tensor, buffer: Tensor) -> None:
+    if buffer.shape != operand.shape:
+        shapes = f"main_grad is {tuple(buffer.shape)}, {name} {tuple(operand.shape)}"
+        raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
 
 
 def _buffer_of(operand: Tensor | None) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import in_fixed_order
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.program import programs
 from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward, static_of
 
@@ -112,7 +113,7 @@ def backward_on(device: str, record: type[Gradients], args: Iterable[Any], fused
     return list(program.backward(*o._replace(h=h), *buffers))
 
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, Listed})
 _weights = {
     record: record.pick(*PARAMETERS) for record in (MoeFfn, MoeFfnSources, MoeFfnBackward, MoeFfnSourcesBackward)
 }

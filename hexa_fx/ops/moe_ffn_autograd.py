@@ -8,10 +8,10 @@ small layer takes to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.library import DirectFunction
+from hexa_fx.ops.listed import Listed, dense, separated, tensors_of
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
@@ -61,16 +62,22 @@ LAYERS = {each.operator: each for layer in (_DENSE, _SOURCES) for each in (layer
 
 
 class LayerFunction(DirectFunction):
-    """The autograd function of a layer. It keeps x if something needs it, h unless it is computed again, routing and operands."""
+    """The autograd function of a layer. It keeps x if something needs it, h unless it is computed again, routing and operands.
+
+    Behind the operands come the tensors of those that are listed.
+    """
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, plain: bool, *args: Any) -> Tensor:
+        o, listed = layer.record.split(args)
         with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
             name = f"{layer.name if plain else layer.operator}_forward"
-            y, *kept = run(name, *args) if plain else library.overload(name)(*args)
+            y, *kept = run(name, *o) if plain else library.overload(name)(*o)
         _, _, *wanted = ctx.needs_input_grad
-        o, needs = layer.record._make(args), layer.record._make(wanted)
-        marks = list(_differentiable(layer.record)(wanted))
+        needs, of_listed = layer.record.split(wanted)
+        ctx.listed = _marks_of(o, of_listed) if listed else {}
+        needs = needs._replace(**{name: any(wanted) for name, (_, wanted) in ctx.listed.items()}) if listed else needs
+        marks = list(_differentiable(layer.record)(needs))
         given = {**dict(zip(layer.kept, kept)), **main_grad.shapes_only(o, needs)}
         given |= dict.fromkeys((*(() if o.keeps_x(needs) else _OF_X), *(_OF_H if o.recompute_h else ())))
         values = o.to(layer.gradients, top_k=o.top_k, needs=marks, **given)
@@ -82,7 +89,10 @@ class LayerFunction(DirectFunction):
                 form.append(_ONE)
             elif type(value) is list and value and isinstance(value[0], Tensor):
                 tensors += value
-                form.append(_Many(len(value)))
+                form.append(_Many(len(value), list))
+            elif type(value) is Listed and value.tensors:
+                tensors += value.tensors
+                form.append(_Many(len(value.tensors), value.of([]).of))
             else:
                 form.append(value)
         ctx.save_for_backward(*tensors)
@@ -94,7 +104,11 @@ class LayerFunction(DirectFunction):
         dy, layer, saved = grads[0], ctx.layer, iter(ctx.saved_tensors)
         o = layer.gradients._make(
             [
-                next(saved) if value is _ONE else list(islice(saved, value.many)) if type(value) is _Many else value
+                next(saved)
+                if value is _ONE
+                else value.made(list(islice(saved, value.many)))
+                if type(value) is _Many
+                else value
                 for value in ctx.form
             ]
         )
@@ -102,23 +116,60 @@ class LayerFunction(DirectFunction):
         if plain and o.h is not None:
             o = o._replace(h=[o.h])  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        if not plain and ctx.listed:
+            o = o._make(map(dense, o))
         name, names = f"{layer.name}_backward", layer.record.differentiable
         operands = _differentiable(layer.gradients, *names[1:])(o)
-        needs = o.needs
+        into, needs = _into(o, ctx.listed) if plain else {}, o.needs
+        others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
             if not plain:
                 return library.overload(name)(*o)  # type: ignore[no-any-return]
+            if into:
+                buffers = tuple(into.get(name, buffer) for name, buffer in zip_longest(names[1:], buffers))
             return run(name, *o, *buffers) if layer.backward is None else layer.backward(*o, *buffers)  # type: ignore[no-any-return]
 
-        found = main_grad.gradients(call, operands, needs, plain)
-        return None, None, *layer.record.by_argument(**dict(zip(names, found)))
+        found = dict(zip(names, main_grad.gradients(call, operands, others, plain)))
+        given = layer.record.by_argument(**{name: grad for name, grad in found.items() if name not in ctx.listed})
+        return None, None, *given, *_given_to_listed(ctx.listed, into, found)
 
 
 class _Many(NamedTuple):
-    """So many tensors in a list."""
+    """So many tensors, and what is made of them."""
 
     many: int
+    made: Callable[[list[Tensor]], Any]
+
+
+_Marks = dict[str, tuple[Sequence[int], Sequence[bool]]]
+"""By listed operand, the sizes of its parts, and of each of its tensors whether it wants a gradient."""
+
+
+def _marks_of(o: Any, marks: Sequence[bool]) -> _Marks:
+    left = iter(marks)
+    listed = [(name, value) for name, value in zip(o._fields, o) if type(value) is Listed]
+    return {name: (value.sizes, list(islice(left, len(value.tensors)))) for name, value in listed}
+
+
+def _into(o: Any, listed: _Marks) -> dict[str, Any]:
+    """What takes the gradients of listed operands."""
+    marked = ((name, wanted) for name, (_, wanted) in listed.items() if any(wanted))
+    return {name: main_grad.ListedGradients(name, getattr(o, name), wanted) for name, wanted in marked}
+
+
+def _given_to_listed(listed: _Marks, into: dict[str, Any], found: dict[str, Tensor | None]) -> list[Tensor | None]:
+    """Gradients of all tensors of listed operands."""
+    given: list[Tensor | None] = []
+    for name, (sizes, wanted) in listed.items():
+        grad = found.get(name)
+        if name in into:
+            given += into[name].results()
+        elif grad is None:
+            given += [None] * len(wanted)
+        else:
+            given += [part if need else None for part, need in zip(separated(grad, sizes), wanted, strict=True)]
+    return given
 
 
 _ONE = object()
@@ -152,6 +203,19 @@ def plain(layer: Layer, args: tuple[Any, ...]) -> Any:
     """A layer with autograd, where nothing but autograd has to see it."""
     if is_grad_enabled() and _any_requires_grad(*args):
         return LayerFunction.apply(layer, True, *args)
+    return _without_gradients(layer, args)
+
+
+def listed(layer: Layer, *args: Any) -> Any:
+    """As `plain`, with operands that are listed."""
+    if is_grad_enabled():
+        tensors = tensors_of(args)
+        if _any_requires_grad(*args, *tensors):
+            return LayerFunction.apply(layer, True, *args, *tensors)
+    return _without_gradients(layer, args)
+
+
+def _without_gradients(layer: Layer, args: tuple[Any, ...]) -> Any:
     with _AutoDispatchBelowAutograd():
         if not layer.fixed:
             return run(layer.name, *args)

@@ -115,7 +115,7 @@ def side_by_side(
     for u, c in ((u1, c1), (u3, c3)):
         rank, columns = 0 if u is None else u.shape[1], columns_of(w1, layout)
         if c is None:
-            c = w1.new_zeros((w1.shape[0], columns, 0) if layout == "nk" else (w1.shape[0], 0, columns))
+            c = given[0].new_zeros((w1.shape[0], columns, 0) if layout == "nk" else (w1.shape[0], 0, columns))
         around = (first, width - first - rank)
         wide.append(torch.nn.functional.pad(c, around if layout == "nk" else (0, 0, *around)))
         first += rank

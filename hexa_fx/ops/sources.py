@@ -12,6 +12,8 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.formed import Formed, PackedStack
 from hexa_fx.formats.quantized_weight import QuantizedWeight
+from hexa_fx.ops import listed_calls
+from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
@@ -81,13 +83,15 @@ def _source(weight: Any, layout: str) -> _Source:
     )
 
 
-def esmm(x: Tensor, weight: Any, *rest: Any) -> Any:
-    """`hexa::esmm` with a weight that is packed."""
+def esmm(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    """`hexa::esmm` with a weight that is packed, listed or neither."""
+    if type(weight) is Listed:
+        return listed_calls.esmm(x, weight, bias, *rest)
     if isinstance(weight, _PACKED):
         *rows, layout = rest
         layout = flip(layout) if weight.transposed else layout
-        return _OPS.esmm_packed.default(x, weight.packed, weight.scales, weight.format, *rows, layout)
-    return _OPS.esmm.default(x, weight, *rest)
+        return _OPS.esmm_packed.default(x, weight.packed, weight.scales, weight.format, dense(bias), *rows, layout)
+    return _OPS.esmm.default(x, weight, dense(bias), *rest)
 
 
 def has_scaled_rows(weights: Sequence[Any]) -> bool:
@@ -117,7 +121,7 @@ def _project(
     y: Tensor = esmm(x, weight.weight, bias if weight.row_scale is None else None, *rows, layout)
     if weight.row_scale is not None:
         y = y * expert_rows(weight.row_scale.to(y.dtype), offs, len(y))
-        y = y if bias is None else y + expert_rows(bias.to(y.dtype), offs, len(y))
+        y = y if bias is None else y + expert_rows(dense(bias).to(y.dtype), offs, len(y))
     a, c = weight.factors(layout)
     u = esmm(x, a.to(x.dtype).contiguous(), None, *rows, "nk")
     return y + esmm(u, (c * weight.scale).to(u.dtype).contiguous(), None, None, offs, 1, "nk")  # type: ignore[no-any-return]
@@ -135,6 +139,8 @@ def row_norms(weight: Any, a: Tensor, c: Tensor) -> Tensor:
     dtype = accumulate_dtype(weight.dtype)
     if isinstance(weight, QuantizedWeight):
         own = torch.stack([weight.expert(number).to(dtype).square().sum(1) for number in range(experts)])
+    elif type(weight) is Listed:
+        own = weight.each(lambda matrix: torch.linalg.vector_norm(matrix, dim=1, dtype=dtype).square()).stack()
     else:
         own = torch.linalg.vector_norm(weight, dim=2, dtype=dtype).square()
     offs = torch.arange(0, experts * rank + 1, rank, dtype=torch.int32, device=a.device)

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
-from hexa_fx.ops.cpu import as_kn
+from hexa_fx.ops.cpu import Weight, as_kn
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import (
     Activate,
@@ -42,7 +43,9 @@ from hexa_fx.torch_private import grouped_mm
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _RAISED = 1 << 20
-"""Elements up to which a half-type weight is raised as a whole, rather than an expert at a time."""
+"""Elements up to which a weight is copied as a whole, rather than read an expert at a time: a half-type one to raise it, say."""
+_COPIED = 1 << 14
+"""Elements of a matrix up to which those of a list are copied for a grouped matmul, in less time than a matmul takes to begin."""
 
 
 def on_tile(name: str) -> Callable[[Kernel], Kernel]:
@@ -75,28 +78,63 @@ def esmm(tile: Tile, o: Esmm) -> Tensor:
     return _project(tile, tile.rows(o.x, o.v), as_kn(o.weight, o.layout), o.bias)
 
 
-def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _project(tile: Tile, x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
     """Every row times its expert's weight (E, K, N)."""
     groups = tile.groups
     if not groups:
         return x.new_empty((0, weight.shape[2]))
-    if fixed_order.is_fixed():
+    parts = weight if isinstance(weight, Listed) and len(weight.sizes) > 1 else None
+    if fixed_order.is_fixed() and parts is None:
         out = x.new_empty((x.shape[0], weight.shape[2]))
         fixed_order.multiply_groups_into(x, weight, bias, groups, out)
         return out
     overhead = bias is None and cpu.has_loop_overhead(groups, x.shape[0] * x.shape[1] * weight.shape[2])
-    if overhead and weight.dtype != x.dtype and weight.numel() <= _RAISED:
-        weight = weight.to(x.dtype)
-    if overhead and cpu.grouped_mm_takes(x, weight):
-        first, end, offs = tile.local_offs()
-        return grouped_mm(x, weight[first:end], offs=offs)
-    return cpu.multiply_groups(x, weight, bias, groups)
+    together = _together(weight, *tile.experts, x.dtype) if overhead and not fixed_order.is_fixed() else None
+    if together is not None and cpu.grouped_mm_takes(x, together):
+        return grouped_mm(x, together, offs=tile.local_offs())
+    return cpu.multiply_groups(x, weight, bias, groups) if parts is None else _by_parts(tile, x, parts, bias)
+
+
+def _together(weight: Weight, first: int, end: int, dtype: torch.dtype) -> Tensor | None:
+    """Matrices of some experts as one tensor, for a grouped matmul; None where a loop over them takes less time."""
+    if isinstance(weight, Listed):
+        small = weight.shape[1] * weight.shape[2] <= _COPIED and weight.numel() <= _RAISED
+        return weight.between(first, end).to(dtype) if small else None
+    if weight.dtype != dtype:
+        return weight.to(dtype)[first:end] if weight.numel() <= _RAISED else None
+    return weight[first:end]
+
+
+def _by_parts(tile: Tile, x: Tensor, weight: Listed, bias: Weight | None) -> Tensor:
+    """`_project` with a weight whose parts are columns; or, turned, rows."""
+    if weight.turned:
+        out = x.new_empty((x.shape[0], weight.shape[2]))
+        _project_into(tile, x, weight, bias, out)
+        return out
+    rows = x.split_with_sizes(weight.sizes, 1)
+    first, *others = (_project(tile, part, piece, None) for part, piece in zip(rows, weight.pieces(), strict=True))
+    for other in others:
+        first.add_(other)
+    return first
+
+
+def _project_into(tile: Tile, x: Tensor, weight: Weight, bias: Weight | None, out: Tensor) -> None:
+    """`_project` to a part of wider rows."""
+    multiply_groups_into = fixed_order.multiply_groups_into if fixed_order.is_fixed() else cpu.multiply_groups_into
+    if not isinstance(weight, Listed) or len(weight.sizes) == 1:
+        multiply_groups_into(x, weight, bias, tile.groups, out)
+        return
+    pieces, columns = weight.pieces(), out.split_with_sizes(weight.sizes, 1)
+    biases: Sequence[Any] = [None] * len(pieces)
+    if bias is not None:
+        biases = bias.pieces() if isinstance(bias, Listed) else bias.split_with_sizes(weight.sizes, 1)
+    for piece, own, part in zip(pieces, biases, columns, strict=True):
+        multiply_groups_into(x, piece, own, tile.groups, part)
 
 
 @on_tile("esmm_act")
 def esmm_act(tile: Tile, o: EsmmAct, h_key: str | None) -> Tensor:
     """a (rows, I). h goes to the output ``h_key`` where one is given."""
-    multiply_groups_into = fixed_order.multiply_groups_into if fixed_order.is_fixed() else cpu.multiply_groups_into
     rows, first, x, b1, w3 = tile.rows(o.x, o.v), as_kn(o.w1, o.layout), o.x, o.b1, o.w3
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
     kept, tiling = None, tile.tiling
@@ -109,12 +147,12 @@ def esmm_act(tile: Tile, o: EsmmAct, h_key: str | None) -> Tensor:
     if w3 is not None:
         h = rows.new_empty((rows.shape[0], width)) if h is None else h
         gate, up = h.chunk(2, dim=1)
-        multiply_groups_into(rows, first, b1, tile.groups, gate)
-        multiply_groups_into(rows, as_kn(w3, o.layout), o.b3, tile.groups, up)
+        _project_into(tile, rows, first, b1, gate)
+        _project_into(tile, rows, as_kn(w3, o.layout), o.b3, up)
     elif h is None:
         h = _project(tile, rows, first, b1)
     else:
-        multiply_groups_into(rows, first, b1, tile.groups, h)
+        _project_into(tile, rows, first, b1, h)
     if kept is not None and kept is not h:
         kept.copy_(h)
     return _activated(tile, h, o)
@@ -190,9 +228,13 @@ def ess_add(tile: Tile, o: EssAdd) -> None:
     _add_sums(tile, o.into, tile.rows(o.g, o.v), o.scale)
 
 
-def _add_sums(tile: Tile, into: Tensor, g: Tensor, scale: Tensor | None) -> None:
+def _add_sums(tile: Tile, into: Any, g: Tensor, scale: Tensor | None) -> None:
     for e, rows in _by_expert(tile, g, scale):
-        into[e].add_(rows.sum(0))
+        if isinstance(into, Tensor):
+            into[e].add_(rows.sum(0))
+            continue
+        for piece, columns in zip(into.pieces, rows.split_with_sizes(into.sizes, 1), strict=True):
+            piece.add(e, columns.sum(0))
 
 
 def _by_expert(tile: Tile, g: Tensor, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
@@ -211,10 +253,10 @@ def estmm(tile: Tile, o: Estmm, key: str) -> None:
     """To the output ``key``."""
     x, g = _sides(tile, o)
     tiling, k, n = tile.tiling, x.shape[1], g.shape[1]
-    everyone = bool(tile.groups) and (tile.groups[0][0], tile.groups[-1][0] + 1) == (0, tiling.experts)
+    everyone = bool(tile.groups) and tile.experts == (0, tiling.experts)
     if _is_one_product(tile, x, g, everyone):
-        first, end, offs = tile.local_offs()
-        y = grouped_mm(x.t(), g, offs=offs)
+        first, end = tile.experts
+        y = grouped_mm(x.t(), g, offs=tile.local_offs())
         if everyone:
             tiling.buffer(key, lambda: y)
         else:
@@ -237,10 +279,13 @@ def _sides(tile: Tile, o: Estmm) -> tuple[Tensor, Tensor]:
 @on_tile("estmm_add")
 def estmm_add(tile: Tile, o: EstmmAdd) -> None:
     """To a buffer."""
-    (x, g), into = _sides(tile, o), o.into
-    if _is_one_product(tile, x, g, False):
-        first, end, offs = tile.local_offs()
-        into[first:end].add_(grouped_mm(x.t(), g, offs=offs))
+    (x, g), into = _sides(tile, o), cast("Any", o.into)
+    if not isinstance(into, Tensor):
+        for piece, columns in zip(into.pieces, x.split_with_sizes(into.sizes, 1), strict=True) if tile.groups else ():
+            cpu.give_outer_groups(columns, g, tile.groups, piece)
+    elif _is_one_product(tile, x, g, False):
+        first, end = tile.experts
+        into[first:end].add_(grouped_mm(x.t(), g, offs=tile.local_offs()))
     elif tile.groups:
         cpu.add_outer_groups(x, g, tile.groups, into)
 

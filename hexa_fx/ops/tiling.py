@@ -175,10 +175,15 @@ class Tile:
             self._rows[id(weights)] = found
         return found
 
-    def local_offs(self) -> tuple[int, int, Tensor]:
-        """(first expert, end expert, end rows of them within the tile)."""
-        first, end = self.groups[0][0], self.groups[-1][0] + 1
-        return first, end, int_tensor("i", [row - self.start for row in self.tiling.bounds[first + 1 : end + 1]])
+    @property
+    def experts(self) -> tuple[int, int]:
+        """The first expert, and the end of them."""
+        return self.groups[0][0], self.groups[-1][0] + 1
+
+    def local_offs(self) -> Tensor:
+        """End rows of these experts within the tile."""
+        first, end = self.experts
+        return int_tensor("i", [row - self.start for row in self.tiling.bounds[first + 1 : end + 1]])
 
 
 def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Group]]:

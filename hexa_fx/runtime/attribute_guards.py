@@ -52,7 +52,7 @@ class AttributeGuards:
         block: the module as it was recorded; referenced weakly.
         called: paths of submodules that the graph calls, which always do what they currently do.
         reads: what the recorded run read.
-        packed: paths of parameters that are read side by side, and of which that is checked with them.
+        packed: paths of parameters that are read as one weight, and of which that is checked with them.
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
         dtypes: of parameters and buffers by path, which have to stay.
         in_trace: what counts under a compiler besides ``reads``.

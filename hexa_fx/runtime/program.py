@@ -6,13 +6,15 @@ import builtins
 import hashlib
 import importlib
 import linecache
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Set
 from types import ModuleType
 from typing import Any
 
 import torch.fx
 
-from hexa_fx.ops.direct import DIRECT
+from hexa_fx.ops.direct import DIRECT, TAKE_LISTS
+from hexa_fx.ops.listed import dense
 from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
 
 
@@ -23,15 +25,41 @@ class _Import:
         self.name = name
 
 
-def direct(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off."""
+def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph:
+    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`), and some nodes with autocast off.
+
+    Args:
+        lists: names of listed weights, of which what reads no lists gets stacks.
+    """
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
+    _stack_for_others(copied, lists)
     for node in [*copied.nodes]:
         node.target = DIRECT.get(node.target, node.target)
         if device := node.meta.get(WITHOUT_AUTOCAST):
             _switch_off(node, device)
     return copied
+
+
+def _stack_for_others(graph: torch.fx.Graph, lists: Collection[str]) -> None:
+    listed: set[torch.fx.Node] = set()
+    for node in [*graph.nodes]:
+        given = [n for n in node.all_input_nodes if n in listed]
+        if (node.op == "call_module" and node.target in lists) or (given and _keeps_lists(node, listed)):
+            listed.add(node)
+            continue
+        for weight in given if node.target not in TAKE_LISTS else ():
+            with graph.inserting_before(node):
+                node.replace_input_with(weight, graph.call_function(dense, (weight,)))
+
+
+def _keeps_lists(node: torch.fx.Node, listed: Set[torch.fx.Node]) -> bool:
+    """Whether a list of what it makes of every expert's tensor is as good as the same of the stack."""
+    if node.op == "call_method":
+        return (node.target, node.args[1:]) in (("flatten", (1,)), ("unsqueeze", (1,)), ("unsqueeze", (2,)))
+    if node.target is operator.getitem:
+        return type(node.args[1]) is tuple and node.args[1][0] == slice(None)
+    return node.target is operator.mul and set(node.args) <= listed
 
 
 def _switch_off(node: torch.fx.Node, device: str) -> None:
@@ -63,8 +91,8 @@ class Program:
         self.function = self._compile()
 
     @classmethod
-    def of(cls, graph: torch.fx.Graph, path: str) -> Program:
-        code = direct(graph).python_code("self")
+    def of(cls, graph: torch.fx.Graph, path: str, lists: Collection[str] = ()) -> Program:
+        code = direct(graph, lists).python_code("self")
         inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
         return cls(code.src, code.globals, inputs, path)
 

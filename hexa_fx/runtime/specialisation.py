@@ -29,7 +29,7 @@ from hexa_fx.sources.packed_parameters import matrices_of
 
 
 class LayerAdapters(Protocol):
-    """What is active around the linear layers whose weights a block reads side by side (`hexa_fx.lora`)."""
+    """What is active around the linear layers whose weights a block reads as one (`hexa_fx.lora`)."""
 
     weights: Mapping[str, PackedWeight]
     bases: Mapping[int, nn.Module]
@@ -50,9 +50,9 @@ class Specialisation:
     """
 
     def __init__(self, module: nn.Module, block: RewrittenBlock, own_forward: Callable[..., Any] | None = None) -> None:
-        self.program = Program.of(block.graph, block.path)
-        self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
         self.packed_names = packed_names(block)
+        self.program = Program.of(block.graph, block.path, self.packed_names)
+        self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
         self.stored, self.changed, self.small, self.num_experts = (
             block.stored,
             block.changed,
@@ -60,6 +60,7 @@ class Specialisation:
             block.num_experts,
         )
         self.weights = main_grad.parameters_of(block.graph)
+        self._of_lists = tuple(part[0] for weight in block.packed for part in weight.parts)
         self.matrices = matrices_of(block.graph, self.packed_names)
         self.lora: LayerAdapters = registry.lora().LinearLora.of(block)
         self.attributes = AttributeGuards.of(module, block, own_forward)
@@ -81,7 +82,7 @@ class Specialisation:
 
     def has_main_grad(self, module: nn.Module) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
-        return main_grad.has_any(module, self.weights)
+        return main_grad.has_any(module, (*self.weights, *self._of_lists))
 
     def takes_adapters(self) -> bool:
         """Whether the program runs an operator that takes weights and their adapters apart."""

@@ -18,9 +18,9 @@ from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.quantized_weight import Place, QuantizedWeight
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.own_storage import with_own_storage
 from hexa_fx.runtime.packed_reader import PackedReader
 from hexa_fx.runtime.paths import first_parameter
-from hexa_fx.runtime.saved_alone import with_own_storage
 
 _names = count()
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from hexa_fx.errors import InputError
 from hexa_fx.formats.adapted_weight import say_once
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ops.library import without_autocast
 from hexa_fx.sources.adapters import Adapter, Adapters
+from hexa_fx.torch_private import without_autocast
 
 _METHOD = "_activate_lora"
 _ASKED = "_check_merge_allowed"  # before anything is merged

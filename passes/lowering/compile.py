@@ -14,7 +14,7 @@ from hexa_fx.ops.program import FfnRequest
 from hexa_fx.ops.table_layers import SOURCES_OPERANDS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.passes.lowering.graph_pass import Pipeline
 from hexa_fx.passes.lowering.lower import buffer_name, lower_backward, lower_forward
-from hexa_fx.passes.lowering.pipelines import REFERENCE, pipeline_for
+from hexa_fx.passes.lowering.pipelines import CPU_SOURCES, pipeline_for
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class CompiledFfn:
 
     @property
     def _pipeline(self) -> Pipeline:
-        """Operators on factors and packed weights do not run on tiles."""
-        return REFERENCE if self.device == "cpu" and self.request.formats else pipeline_for(self.device)
+        return CPU_SOURCES if self.device == "cpu" and self.request.formats else pipeline_for(self.device)
 
 
 compile_ffn = CompiledFfn

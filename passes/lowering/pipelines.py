@@ -12,6 +12,9 @@ CUDA = Pipeline((FuseActivation(gradients=True), BindKernels("cuda"), TakeSaved(
 CPU = Pipeline((FuseActivation(), TileRows(), TakeSaved()))
 """All operators of a tile of rows before the next tile, so that rows stay in cache."""
 
+CPU_SOURCES = Pipeline((FuseActivation(gradients=True), BindKernels("cpu"), TakeSaved()))
+"""A CPU's for factors and packed weights, which do not run on tiles."""
+
 REFERENCE = Pipeline((FuseActivation(gradients=True), TakeSaved()))
 """Any other device: the operators as torch's dispatcher finds them, which are torch's own where nothing is registered."""
 

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
-from hexa_fx.ops import library
 from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
 from hexa_fx.ops.moe_ffn import backward_on
 from hexa_fx.ops.moe_ffn_autograd import LAYERS, LayerFunction
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward
-from hexa_fx.torch_private import _disable_dynamo, grouped_mm
+from hexa_fx.torch_private import _disable_dynamo, grouped_mm, without_autocast
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -77,7 +76,7 @@ def moe_ffn_without_esfk(*args: Any) -> Tensor:
 
 def _backward(*args: Any) -> list[Tensor]:
     dy, *_ = args
-    with library.without_autocast():
+    with without_autocast():
         return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
 
 

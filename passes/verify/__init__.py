@@ -46,7 +46,6 @@ from hexa_fx.passes.verify.comparison import Comparison, lost_precision
 from hexa_fx.passes.verify.perturbed_runs import argument_names, perturbed_cases
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import install, uninstall
-from hexa_fx.runtime.packing import moving_copies
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +186,7 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
 
 @contextmanager
 def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaForward]:
-    with moving_copies():
-        forward = install(module, rewritten)
+    forward = install(module, rewritten)
     try:
         yield forward
     finally:

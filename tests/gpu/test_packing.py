@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime import packing, shared_storage
+from hexa_fx.runtime import moved_stack
 from hexa_fx.runtime.packing import PackedExperts
 
 pytestmark = pytest.mark.gpu
@@ -18,20 +18,19 @@ EXPERTS, ROWS, COLUMNS = 12, 3000, 1000
 def test_a_list_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is counted in this process: others share the device."""
     piece = 2 * 4 * ROWS * COLUMNS
-    monkeypatch.setattr(shared_storage, "PIECE_BYTES", piece)
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
+    monkeypatch.setattr(moved_stack, "PIECE_BYTES", piece)
     block = nn.ModuleList(nn.Linear(COLUMNS, ROWS, bias=False, device="cuda") for _ in range(EXPERTS))
     expected = torch.stack([expert.weight.detach().cpu() for expert in block])
     held: list[int] = []
-    memories: list[weakref.ref[shared_storage.MappedMemory]] = []
-    extend = shared_storage.MappedMemory.extend
+    memories: list[weakref.ref[moved_stack.MappedMemory]] = []
+    extend = moved_stack.MappedMemory.extend
 
-    def watched(self: shared_storage.MappedMemory, nbytes: int) -> None:
+    def watched(self: moved_stack.MappedMemory, nbytes: int) -> None:
         extend(self, nbytes)
         held.append(torch.cuda.memory_allocated() + self.mapped)
         memories.append(weakref.ref(self))
 
-    monkeypatch.setattr(shared_storage.MappedMemory, "extend", watched)
+    monkeypatch.setattr(moved_stack.MappedMemory, "extend", watched)
     before = torch.cuda.memory_allocated()
     read = PackedExperts(block, PackedWeight("w", (tuple(f"{e}.weight" for e in range(EXPERTS)),)))
     packed = read()

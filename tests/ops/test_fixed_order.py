@@ -200,7 +200,7 @@ def test_a_place_that_shows_in_a_few_numbers_is_seen(rows, expected, monkeypatch
     monkeypatch.setattr(fixed_order, "multiply", placed)
     fixed_order._sizes.cache_clear()
     try:
-        sizes = fixed_order._sizes(torch.float32, torch.float32, (6, 24, 33), (792, 33, 1), False, 1)
+        sizes = fixed_order._sizes(torch.float32, torch.float32, (24, 33), (33, 1), False, 1)
     finally:
         fixed_order._sizes.cache_clear()
     assert set(sizes) <= set(expected)

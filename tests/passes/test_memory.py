@@ -20,6 +20,7 @@ from hexa_fx.large_blocks import lazy_gradient, upcast_weight
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.verify import VerificationResult, verify_block
+from hexa_fx.runtime import packing
 from tests.live_memory import LiveMemory
 
 E, D, INNER, K, T = 16, 128, 128, 2, 12
@@ -147,8 +148,15 @@ def test_all_experts_are_reached_in_as_few_turns_as_memory_allows(monkeypatch: p
     assert not [case.name for case in check.cases if "on from expert" in case.name]
 
 
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of experts move into one tensor, as on CUDA."""
+    how, moved = packing._how_plain, {packing.IN_PLACE: packing.MOVED}
+    monkeypatch.setattr(packing, "_how_plain", lambda tensors: moved.get(how(tensors), how(tensors)))
+
+
 def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pytest.MonkeyPatch):
     """Else there are two copies of a block while it is compared: recorded views and what detection read kept the first one."""
+    moving(monkeypatch)
     block = filled(Listed())
     before = [StorageWeakRef(weight.untyped_storage()) for weight in block.experts.parameters()]
     alive: list[int] = []
@@ -167,6 +175,7 @@ def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pyt
 
 
 def test_a_view_of_a_weight_that_lies_in_another_way_afterwards_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch):
+    moving(monkeypatch)
     block = filled(Listed())
     for expert in block.experts:
         turned = expert["down"].weight

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
-from hexa_fx.runtime import packing
 
 D, WIDTH, E = 8, 12, 4
 
@@ -85,22 +84,19 @@ def gradients(model, frozen, written, factor=2.0, call=lambda model, x: model(x)
 @pytest.mark.parametrize(
     "written", [("up", "up.weight"), ("down", "down.weight"), ("up.bias", "up_bias"), ("gate.weight",)]
 )
-def test_the_error_is_raised_where_the_original_raises_it(models, monkeypatch, frozen, written):
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
+def test_the_error_is_raised_where_the_original_raises_it(models, frozen, written):
     expected, found = (gradients(model, frozen, written) for model in models)
     assert (found is None) == (expected is None)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_gradient_is_computed_with_a_bias_that_was_written(models, monkeypatch):
+def test_no_gradient_is_computed_with_a_bias_that_was_written(models):
     """The routing weights' gradient takes the second bias, where the original keeps outputs of experts."""
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
     assert gradients(models[1], ("up", "down"), ("down.bias", "down_bias")) is None
 
 
-def test_only_the_gradient_of_x(models, monkeypatch):
+def test_only_the_gradient_of_x(models):
     """Then nothing runs backward through the parameters themselves."""
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
     model, x = copy.deepcopy(models[1]), torch.randn(40, D, requires_grad=True)
     y = model(x).sum()
     torch.optim.SGD(model.parameters(), 0.1).step()  # no gradients yet: writes nothing
@@ -112,9 +108,8 @@ def test_only_the_gradient_of_x(models, monkeypatch):
         torch.autograd.grad(y, x)
 
 
-def test_a_checkpoint_computes_with_what_is_there(models, monkeypatch):
+def test_a_checkpoint_computes_with_what_is_there(models):
     """As torch does for the original: nothing that was saved is used."""
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
 
     def call(model, x):
         return checkpoint(model, x, use_reentrant=False)
@@ -123,9 +118,8 @@ def test_a_checkpoint_computes_with_what_is_there(models, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_forward_in_between_is_no_write(models, monkeypatch):
+def test_a_forward_in_between_is_no_write(models):
     """Copies of a model find their weights side by side, and several readers look at the same parameters."""
-    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
     model, x = copy.deepcopy(models[1]), torch.randn(40, D, requires_grad=True)
     with torch.no_grad():
         for parameter in model.parameters():

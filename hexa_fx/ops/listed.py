@@ -1,0 +1,211 @@
+"""Weights that are one tensor an expert, wherever these lie: a loop over experts reads them as it reads a stacked weight.
+
+`Listed` has the shape of the stack and gives an expert's matrix by its number. Nothing is moved or copied, and every tensor that
+wants a gradient gets one of its own (`Gradients`). Kernels on a CPU take both in place of a weight and of a buffer. Whatever else
+comes to one gets the stack (`dense`), a differentiable copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.torch_private import _are_functorch_transforms_active, without_autocast
+
+
+class Listed:
+    """An (E, ...) weight of one tensor an expert, or of several that lie one below the other, as gate and up.
+
+    Args:
+        parts: tensors of all experts, of each part: all of one dtype and device, and of one shape but for the rows of a part.
+        eager: whether kernels may read them: they are plain tensors on a CPU, which nothing traces.
+    """
+
+    __slots__ = ("device", "dtype", "eager", "shape", "sizes", "tensors", "turned")
+
+    def __init__(self, parts: Sequence[Sequence[Tensor]], eager: bool = True) -> None:
+        first = parts[0][0]
+        self.tensors, self.eager, self.turned = [tensor for part in parts for tensor in part], eager, False
+        self.sizes = [part[0].shape[0] for part in parts]
+        self.dtype, self.device = first.dtype, first.device
+        self.shape = torch.Size((len(parts[0]), sum(self.sizes), *first.shape[1:]))
+
+    def __repr__(self) -> str:
+        return f"Listed({self.dtype} {tuple(self.shape)} on {self.device})"
+
+    def of(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> Listed:
+        """The same of other tensors; of none where only the shape counts."""
+        made = object.__new__(Listed)
+        made.tensors, made.dtype = tensors, dtype or self.dtype
+        made.eager, made.turned, made.sizes = self.eager, self.turned, self.sizes
+        made.device, made.shape = self.device, self.shape
+        return made
+
+    @property
+    def ndim(self) -> int:
+        """Of the stack."""
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        """Of the stack."""
+        return self.shape[dim]
+
+    def numel(self) -> int:
+        """Of the stack."""
+        return self.shape.numel()
+
+    def pieces(self) -> list[Listed]:
+        """Its parts as weights of one part each."""
+        return [self] if len(self.sizes) == 1 else [self._piece(number) for number in range(len(self.sizes))]
+
+    def _piece(self, number: int) -> Listed:
+        experts, size = self.shape[0], self.sizes[number]
+        made = self.of(self.tensors[number * experts : (number + 1) * experts])
+        inner = (*self.shape[1:-1], size) if self.turned else (size, *self.shape[2:])
+        made.sizes, made.shape = [size], torch.Size((experts, *inner))
+        return made
+
+    def _parts(self, first: int = 0, end: int | None = None) -> list[list[Tensor]]:
+        """Tensors of some experts, of each part."""
+        experts, count = self.shape[0], len(self.tensors)
+        return [self.tensors[start : start + experts][first:end] for start in range(0, count, experts)]
+
+    def __getitem__(self, index: Any) -> Any:
+        """The tensor of an expert; by a tuple of slices, of which the first takes all experts, the same part of every tensor."""
+        if isinstance(index, tuple):
+            return self.each(lambda tensor: tensor[index[1:]])
+        tensor = self.tensors[index]
+        return tensor.t() if self.turned else tensor
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Listed:
+        """What a differentiable function makes of every tensor."""
+        return Listed([[function(tensor) for tensor in part] for part in self._parts()], self.eager)
+
+    def transpose(self, _first: int, _second: int) -> Listed:
+        """Every expert's matrix transposed."""
+        made = self.of(self.tensors)
+        made.turned, made.shape = not self.turned, torch.Size((self.shape[0], self.shape[2], self.shape[1]))
+        return made
+
+    def unsqueeze(self, dim: int) -> Listed:
+        """As of the stack, behind its first dimension."""
+        return self.each(lambda tensor: tensor.unsqueeze(dim - 1))
+
+    def flatten(self, start: int) -> Listed:
+        """As of the stack, behind its first dimension."""
+        return self.each(lambda tensor: tensor.flatten(start - 1))
+
+    def __mul__(self, other: Listed) -> Listed:
+        """Expert by expert."""
+        return Listed([[one * two for one, two in zip(self.tensors, other.tensors, strict=True)]], self.eager)
+
+    def to(self, dtype: torch.dtype) -> Listed:
+        """In another dtype."""
+        return self if dtype == self.dtype else self.of([tensor.to(dtype) for tensor in self.tensors], dtype)
+
+    def between(self, first: int, end: int) -> Tensor:
+        """A copy of some experts' as one tensor."""
+        some = joined(self._parts(first, end))
+        return some.transpose(1, 2) if self.turned else some
+
+    def stack(self) -> Tensor:
+        """A differentiable copy as one tensor."""
+        if not self.tensors:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        with without_autocast():  # under which torch.stack refuses the other 16-bit dtype
+            if _are_functorch_transforms_active() or not self.eager:
+                whole = joined(self._parts())
+            else:
+                whole = Stack.apply(self.sizes, *self.tensors)
+        return whole.transpose(1, 2) if self.turned else whole
+
+
+def dense(value: Any) -> Any:
+    """The stack of a listed weight, which is a differentiable copy; anything else itself."""
+    return value.stack() if type(value) is Listed else value
+
+
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Of all listed weights among operands, in order."""
+    return [tensor for value in values if type(value) is Listed for tensor in value.tensors]
+
+
+def joined(parts: Sequence[Sequence[Tensor]]) -> Tensor:
+    """One tensor (E, sum of the parts' sizes, ...) of every expert's tensors, one part below the other."""
+    if len(parts) == 1:
+        return torch.stack([*parts[0]])
+    rows = torch.cat([tensor for expert in zip(*parts) for tensor in expert])
+    return rows.view(len(parts[0]), -1, *rows.shape[1:])
+
+
+def separated(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Views of such a tensor, one for every tensor: part by part, and expert by expert within a part."""
+    return [row for part in whole.split_with_sizes([*sizes], 1) for row in part.unbind(0)]
+
+
+class Stack(torch.autograd.Function):
+    """`joined`, of which every tensor that wants a gradient gets one of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
+        ctx.sizes, ctx.parameters, count = sizes, tensors, len(tensors) // len(sizes)
+        return joined([tensors[start : start + count] for start in range(0, len(tensors), count)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        each = zip(separated(grads[0], ctx.sizes), ctx.needs_input_grad[1:], strict=True)
+        return None, *(part.clone() if need else None for part, need in each)
+
+
+class Gradients:
+    """Takes the gradient of a listed weight of one part, as kernels add it to a buffer.
+
+    Args:
+        weight: the weight.
+        wanted: of every tensor, whether it wants a gradient.
+        buffers: what gradients of single tensors are added to instead, in the accumulators' type; empty for none.
+    """
+
+    def __init__(self, weight: Listed, wanted: Sequence[bool], buffers: Sequence[Tensor | None] = ()) -> None:
+        self.weight, self.wanted = weight, wanted
+        self._buffers = buffers
+        self._found: list[Tensor | None] = [None] * len(wanted)
+
+    def add(self, expert: int, value: Tensor) -> None:
+        """Adds a tensor that nobody else has, if it is wanted."""
+        if not self.wanted[expert]:
+            return
+        buffer, found = self._buffer(expert), self._found[expert]
+        if buffer is not None:
+            buffer.add_(value)
+        elif found is not None:
+            found.add_(value)
+        else:
+            self._found[expert] = value.to(self.weight.dtype)
+
+    def add_products(self, experts: Iterable[int], a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
+        """Adds ``a @ b`` of every expert whose gradient is wanted."""
+        for expert, left, right in zip(experts, a, b):
+            buffer = self._buffer(expert)
+            if buffer is not None:
+                buffer.addmm_(left.to(buffer.dtype), right.to(buffer.dtype))
+            elif self.wanted[expert]:
+                self.add(expert, torch.mm(left, right))
+
+    def _buffer(self, expert: int) -> Tensor | None:
+        buffer = self._buffers[expert] if self._buffers else None
+        return buffer.t() if buffer is not None and self.weight.turned else buffer
+
+    def results(self) -> list[Tensor | None]:
+        """What autograd is given for every tensor: zeros for experts without rows, None where a buffer has taken the gradient."""
+        buffers = self._buffers or [None] * len(self.wanted)
+        each = zip(self.wanted, buffers, self._found, strict=True)
+        return [self._result(found) if need and buffer is None else None for need, buffer, found in each]
+
+    def _result(self, found: Tensor | None) -> Tensor:
+        if found is None:
+            found = torch.zeros(self.weight.shape[1:], dtype=self.weight.dtype, device=self.weight.device)
+        return found.t() if self.weight.turned else found

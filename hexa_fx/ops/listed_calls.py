@@ -1,0 +1,120 @@
+"""Operators on listed weights (`hexa_fx.ops.listed`), called past torch's dispatcher, to which these are no tensors.
+
+Where something else has to see the operators (a mode, a tracer, a tensor subclass), they get stacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import library, moe_ffn_autograd
+from hexa_fx.ops.esmm import esmm_cpu, projection_backward
+from hexa_fx.ops.library import DirectFunction
+from hexa_fx.ops.listed import Listed, dense, separated, tensors_of
+from hexa_fx.ops.main_grad import ListedGradients
+from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
+from hexa_fx.ops.table_layers import MoeFfn
+from hexa_fx.ops.weight_gradients import ess_add_cpu, estmm_add_cpu
+from hexa_fx.torch_private import (
+    DisableTorchFunction,
+    _AutoDispatchBelowAutograd,
+    _get_current_function_mode_stack,
+    _len_torch_function_stack,
+    without_autocast,
+)
+
+
+def layer(name: str, *args: Any) -> Any:
+    """A layer's operator, of which some weights and biases are listed."""
+    return _run(name, partial(moe_ffn_autograd.listed, moe_ffn_autograd.LAYERS[name]), *args)
+
+
+def esmm(*args: Any) -> Any:
+    """`hexa::esmm` with a weight that is listed, and a bias, if any, that may be."""
+    return _run("esmm", _esmm, *args)
+
+
+def _esmm(*args: Any) -> Any:
+    o = Esmm._make(args)
+    o.check("esmm")
+    return _Esmm.apply(*o, *tensors_of(o))
+
+
+TAKE_PARTS = frozenset({"moe_ffn", "moe_ffn_fixed"})
+"""Layers that take gate and up as two weights, so that the stack of each may be no copy."""
+
+
+def _apart(args: tuple[Any, ...]) -> Any:
+    o: Any = MoeFfn._make(args)
+    if type(o.w1) is not Listed or len(o.w1.sizes) == 1:
+        return o
+    (w1, w3), (b1, b3) = o.w1.pieces(), (None, None) if o.b1 is None else o.b1.pieces()
+    return o._replace(w1=w1, b1=b1, w3=w3, b3=b3, glu="split")
+
+
+def _is_watched() -> bool:
+    """Whether a mode is to see functions of torch. A default device is one that need not see ours."""
+    return _len_torch_function_stack() > 0 and any(
+        type(mode).__module__ != "torch.utils._device" for mode in _get_current_function_mode_stack()
+    )
+
+
+def _run(name: str, run: Callable[..., Any], *args: Any) -> Any:
+    """``run`` where nothing has to see the operator, else this on stacks."""
+    if _is_watched() or not all(value.eager for value in args if type(value) is Listed):
+        return library.overload(name)(*map(dense, _apart(args) if name in TAKE_PARTS else args))
+    if torch.is_autocast_enabled("cpu"):
+        return library.under_autocast(name, "cpu", partial(_run, name, run), args)
+    with DisableTorchFunction(), without_autocast():
+        unseen = library.is_unseen([value for value in args if type(value) is not Listed])
+        return run(*args) if unseen else library.overload(name)(*map(dense, args))
+
+
+class _Esmm(DirectFunction):
+    """esmm by its kernels. Behind the operands come the tensors of those that are listed: of the weight, and of a bias perhaps."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        fields = len(Esmm._fields)
+        o: Any = Esmm._make(args[:fields])
+        tensors, of_tensors = o.weight.tensors, ctx.needs_input_grad[fields:]
+        ctx.needs, ctx.rows, ctx.layout = Esmm.marks(ctx.needs_input_grad), o.top_k, o.layout
+        ctx.of_weight, ctx.of_bias = of_tensors[: len(tensors)], of_tensors[len(tensors) :]
+        ctx.weight, ctx.bias = o.weight.of([]), o.bias.of([]) if ctx.of_bias else None
+        ctx.save_for_backward(o.x if any(ctx.of_weight) else None, o.v, o.offs, *tensors)
+        with _AutoDispatchBelowAutograd():
+            return esmm_cpu(o)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, v, offs, *tensors) = grads, ctx.saved_tensors
+        weight, rows = ctx.weight.of(tensors), (v, offs, ctx.rows)
+        needs = ctx.needs.x, any(ctx.of_weight), ctx.needs.bias or any(ctx.of_bias)
+        if not library.is_plain_tensor(g):
+            dx, dw, db = projection_backward(needs, x, g, weight.stack(), *rows, ctx.layout)
+            given = [*_split(dw, weight, ctx.of_weight), *_split(db, ctx.bias, ctx.of_bias)]
+            return *Esmm.by_argument(x=dx, bias=None if ctx.of_bias else db), *given
+        into: Any = ListedGradients("weight", weight, ctx.of_weight)
+        into_bias: Any = ListedGradients("bias", ctx.bias, ctx.of_bias) if ctx.of_bias else None
+        with _AutoDispatchBelowAutograd():
+            needs = needs[0], False, needs[2] and into_bias is None
+            dx, _, db = projection_backward(needs, x, g, weight, *rows, ctx.layout)
+            if any(ctx.of_weight):
+                estmm_add_cpu(
+                    EstmmAdd(into=into, x=x, g=g, x_index=v, g_index=None, offs=offs, top_k=ctx.rows, layout=ctx.layout)
+                )
+            if any(ctx.of_bias):
+                ess_add_cpu(EssAdd(into=into_bias, g=g, v=None, offs=offs, top_k=1, scale=None))
+        given = [*into.results(), *([] if into_bias is None else into_bias.results())]
+        return *Esmm.by_argument(x=dx, bias=db), *given
+
+
+def _split(grad: Tensor | None, weight: Listed, wanted: Sequence[bool]) -> list[Tensor | None]:
+    if grad is None or not wanted:
+        return [None] * len(wanted)
+    return [part if need else None for part, need in zip(separated(grad, weight.sizes), wanted, strict=True)]
