@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
         name, args = with_sources, tuple(sources.operands(args))
         if library.is_eager(args, cuda=True):
             return moe_ffn_autograd.plain(_LAYERS[name], args)
-    return (partial(listed_calls.layer, name) if Listed in map(type, args) else library.overload(name))(*args)
+    return listed_calls.layer(name, *args) if Listed in map(type, args) else library.overload(name)(*args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:

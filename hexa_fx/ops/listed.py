@@ -188,12 +188,21 @@ class Gradients:
 
     def add_products(self, experts: Iterable[int], a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
         """Adds ``a @ b`` of every expert whose gradient is wanted."""
+        wanted, found, mm, dtype = (
+            self.wanted,
+            self._found,
+            torch.mm,
+            self.weight.dtype,
+        )  # for loops between small products
         for expert, left, right in zip(experts, a, b):
-            buffer = self._buffer(expert)
-            if buffer is not None:
+            if not wanted[expert]:
+                continue
+            if not self._buffers and found[expert] is None and left.dtype is dtype:
+                found[expert] = mm(left, right)
+            elif (buffer := self._buffer(expert)) is None:
+                self.add(expert, mm(left, right))
+            else:
                 buffer.addmm_(left.to(buffer.dtype), right.to(buffer.dtype))
-            elif self.wanted[expert]:
-                self.add(expert, torch.mm(left, right))
 
     def _buffer(self, expert: int) -> Tensor | None:
         buffer = self._buffers[expert] if self._buffers else None
@@ -201,6 +210,8 @@ class Gradients:
 
     def results(self) -> list[Tensor | None]:
         """What autograd is given for every tensor: zeros for experts without rows, None where a buffer has taken the gradient."""
+        if not self._buffers and not self.weight.turned and all(found is not None for found in self._found):
+            return self._found
         buffers = self._buffers or [None] * len(self.wanted)
         each = zip(self.wanted, buffers, self._found, strict=True)
         return [self._result(found) if need and buffer is None else None for need, buffer, found in each]

@@ -28,10 +28,12 @@ from hexa_fx.torch_private import (
     without_autocast,
 )
 
+_LAYERS = {name: partial(moe_ffn_autograd.listed, layer) for name, layer in moe_ffn_autograd.LAYERS.items()}
+
 
 def layer(name: str, *args: Any) -> Any:
     """A layer's operator, of which some weights and biases are listed."""
-    return _run(name, partial(moe_ffn_autograd.listed, moe_ffn_autograd.LAYERS[name]), *args)
+    return _run(name, _LAYERS[name], *args)
 
 
 def esmm(*args: Any) -> Any:
@@ -66,13 +68,16 @@ def _is_watched() -> bool:
 
 def _run(name: str, run: Callable[..., Any], *args: Any) -> Any:
     """``run`` where nothing has to see the operator, else this on stacks."""
-    if _is_watched() or not all(value.eager for value in args if type(value) is Listed):
+    eager = all(value.eager for value in args if type(value) is Listed)
+    others = [value for value in args if type(value) is not Listed]
+    if eager and library.is_eager(others):
+        return run(*args)
+    if not eager or _is_watched():
         return library.overload(name)(*map(dense, _apart(args) if name in TAKE_PARTS else args))
     if torch.is_autocast_enabled("cpu"):
         return library.under_autocast(name, "cpu", partial(_run, name, run), args)
     with DisableTorchFunction(), without_autocast():
-        unseen = library.is_unseen([value for value in args if type(value) is not Listed])
-        return run(*args) if unseen else library.overload(name)(*map(dense, args))
+        return run(*args) if library.is_unseen(others) else library.overload(name)(*map(dense, args))
 
 
 class _Esmm(DirectFunction):

@@ -96,8 +96,9 @@ class _Buffered(Gradients):
     """Of which some tensors may have buffers."""
 
     def __init__(self, name: str, weight: Listed, wanted: Sequence[bool]) -> None:
-        own = [_buffer_of(t) if need else None for t, need in zip(weight.tensors, wanted)]  # no tensors: none has one
-        self._own = {expert: buffer for expert, buffer in enumerate(own) if isinstance(buffer, Tensor)}
+        each = enumerate(zip(weight.tensors, wanted))  # none where only the shape was kept: none has a buffer
+        own = {expert: _buffer_of(t) for expert, (t, need) in each if need and NAME in t.__dict__}
+        self._own = {expert: buffer for expert, buffer in own.items() if isinstance(buffer, Tensor)}
         for expert, buffer in self._own.items():
             _check_shape(name, weight.tensors[expert], buffer)
         direct = {expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], b)}

@@ -113,6 +113,11 @@ class MovedStack:
             return bool(self.why_copied)
         return (first.data_ptr(), last.data_ptr()) != (self._pointers[0], self._pointers[-1])
 
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a stack."""
+        return self._stack is not None
+
     def note_writes(self) -> None:
         """Counts what was written to parameters as written to the stack: what holds for it as it was no longer does."""
         if self._stack is not None and (versions := _sum_of_versions(self._parameters)) != self._versions:

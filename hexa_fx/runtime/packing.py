@@ -90,6 +90,11 @@ class PackedExperts(WeightReader):
             if self._how(tensors) == MOVED:
                 self._moved.lay(self.in_parts(tensors), tensors)
 
+    @property
+    def stands_in(self) -> bool:
+        """See `WeightReader`."""
+        return self._moved.is_made
+
     def note_writes(self) -> None:
         """As `WeightReader.note_writes`."""
         self._moved.note_writes()

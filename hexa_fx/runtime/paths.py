@@ -225,6 +225,11 @@ class WeightReader:
         count = len(self.weight.parts[0])
         return [tensors[start : start + count] for start in range(0, len(tensors), count)]
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether a tensor that counts its own versions is saved for backward in place of the parameters."""
+        return False
+
     def note_writes(self) -> None:
         """Counts what was written to parameters as written to what was read of them, if that is one tensor with a gradient."""
 

@@ -21,7 +21,7 @@ _DEEPEST = 4
 
 def look_before_backward(result: Any, readers: Sequence[WeightReader]) -> None:
     """Has ``readers`` look when a gradient arrives at a tensor in what a block returns and keeps."""
-    if not readers or not is_grad_enabled() or is_compiling():
+    if is_compiling() or not is_grad_enabled() or not any(reader.stands_in for reader in readers):
         return
 
     def look(_: Any) -> None:
