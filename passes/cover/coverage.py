@@ -290,6 +290,8 @@ class _Walk:
 
     def _factor(self, node: Node) -> None:
         """Numbers that rows are multiplied by."""
+        if self._is_read_weight(node):
+            return
         if not is_float(node):
             self._select(node)
         elif (ops.moves(node) or ops.adds(node) or _multiplies(node)) and not self._is_explained(node):
@@ -299,7 +301,7 @@ class _Walk:
         elif sets_to_zero(node) and not self._is_explained(node):
             self._also("factor", [n for n in node.all_input_nodes if is_float(n)])
             self._also("select", [n for n in node.all_input_nodes if not is_float(n)])
-        elif not ops.makes(node) and not self._is_explained(node) and not self._is_read_weight(node):
+        elif not ops.makes(node) and not self._is_explained(node):
             self._lose(node, "factor")
 
     def _select(self, node: Node) -> None:

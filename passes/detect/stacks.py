@@ -14,7 +14,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import Layout
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.tags import ExpertGroups, Tag
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_counts
 
 Form = Literal["listed", "stacked", "packed"]
 Part = Literal["whole", "first", "second", "even", "odd"]
@@ -62,7 +62,8 @@ class WeightTable:
         parameter = self._parameter(base)
         if parameter.dim() >= 3:
             return "stacked", parameter
-        shape = packed_shape(self.captured, base)
+        a_row_each = parameter.dim() == 2 and len(parameter) in expert_counts(self.captured, self.groups)
+        shape = None if a_row_each else packed_shape(self.captured, base)
         if shape is None:
             return ("stacked", parameter) if parameter.dim() == 2 else None
         return "packed", parameter.reshape(shape)

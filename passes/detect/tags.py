@@ -171,7 +171,7 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
     ``only``: the parameters and groups that count as experts'. All others are ordinary weights, such as a list of shared experts.
     """
     group_of = {name: (pattern, i) for pattern, names in groups.members.items() for i, name in enumerate(names)}
-    counts = {len(names) for names in groups.members.values()} | _stack_sizes(captured)
+    counts = expert_counts(captured, groups)
     tags: dict[torch.fx.Node, Tag] = {}
     for node in captured.graph.nodes:
         if node.op == "output":
@@ -202,10 +202,11 @@ def _reads_one_part(stack: torch.fx.Node) -> bool:
     return len(set(map(repr, parts))) == 1 and isinstance(parts[0], int)
 
 
-def _stack_sizes(captured: CapturedBlock) -> set[int]:
-    """Numbers of experts that the shapes of the weights allow."""
+def expert_counts(captured: CapturedBlock, groups: ExpertGroups) -> set[int]:
+    """Numbers of experts that lists and the shapes of stacks allow."""
     values = (record_of(node).value for node in captured.graph.nodes if node.op == "get_attr")
-    return {value.shape[0] for value in values if value.dim() >= 3}
+    stacked = {value.shape[0] for value in values if value.dim() >= 3}
+    return {len(names) for names in groups.members.values()} | stacked
 
 
 def _tag_node(

@@ -154,6 +154,36 @@ class AllExpertsSoftmax(nn.Module):
         return (outputs * gates.unsqueeze(-2)).sum(dim=-1)
 
 
+class ChunksOfExperts(nn.Module):
+    """All tokens through some experts after others, to save memory; the last chunk is smaller."""
+
+    def __init__(self, cut: str) -> None:
+        super().__init__()
+        self.cut = cut
+        self.gate = TopKGate()
+        self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
+        self.b1, self.b2 = weight(E, I), weight(E, D)
+
+    def chunks(self, stack: torch.Tensor) -> list[torch.Tensor]:
+        if self.cut in ("split", "chunk"):
+            return list(stack.split(2) if self.cut == "split" else stack.chunk(3))
+        sizes = [(start, min(2, E - start)) for start in range(0, E, 2)]
+        if self.cut == "narrow":
+            return [stack.narrow(0, start, size) for start, size in sizes]
+        return [stack[start : start + size] for start, size in sizes]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        gates = torch.zeros(len(flat), E, dtype=x.dtype).scatter_(1, indices, weights)
+        out = torch.zeros_like(flat)
+        parts = map(self.chunks, (self.w1, self.b1, self.w2, self.b2, gates.t()))
+        for w1, b1, w2, b2, gate in zip(*parts, strict=True):
+            h = F.gelu(torch.einsum("td,edi->eti", flat, w1) + b1[:, None])
+            out = out + ((torch.bmm(h, w2) + b2[:, None]) * gate[..., None]).sum(0)
+        return out.view(x.shape)
+
+
 VARIANTS = (
     variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
     variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
@@ -167,5 +197,10 @@ VARIANTS = (
     variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)", make_expert=MLP, bias=False),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
     variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
+    variant(
+        "dense_chunks_sliced", ChunksOfExperts, "two experts at a time, slices of stacks, the last of one", cut="slice"
+    ),
+    variant("dense_chunks_split", ChunksOfExperts, "the same by split", cut="split"),
+    variant("dense_chunks_narrow", ChunksOfExperts, "the same by narrow", cut="narrow"),
     variant("dense_softmax_all", AllExpertsSoftmax, "no top-k: dense by nature, the same as k = E", "either"),
 )

@@ -1,0 +1,116 @@
+"""Parts of stacked weights along the experts: slices, pieces and parts of parts are of the experts that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture
+from hexa_fx.passes.canonicalize import canonicalize_block
+from hexa_fx.passes.detect.tags import expert_groups, tag
+from tests.zoo.common import TopKGate
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.dense import ChunksOfExperts
+from tests.zoo.variant import D, E, I, weight
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of_a_slice": lambda stack: stack[1:4][2],
+    "last": lambda stack: stack[-2],
+    "slice_of_one": lambda stack: stack[3:4],
+    "of_a_piece": lambda stack: stack.split([3, 2])[1][0],
+    "piece_of_one": lambda stack: stack.split([3, 1, 1])[1],
+    "of_a_chunk": lambda stack: stack.chunk(3)[-2][1],
+    "of_a_part": lambda stack: stack.narrow(0, 2, 3)[1],
+    "unbound": lambda stack: stack[1:].unbind()[2],
+    "several": lambda stack: stack[1:4],
+    "half_of_each": lambda stack: stack[:, : I // 2],
+    "position": lambda stack: stack[:1, :2].expand(E, -1, -1),
+}
+
+
+class Read(nn.Module):
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor], experts: int = E) -> None:
+        super().__init__()
+        self.cut, self.w = cut, weight(experts, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cut(self.w).sum() + x
+
+
+def _experts(block: nn.Module) -> frozenset[int]:
+    captured = canonicalize_block(capture(block, (torch.randn(4, D),), {}, ""))
+    tags = tag(captured, expert_groups(captured.named_tensors()))
+    (total,) = (node for node in captured.graph.nodes if node.target == "sum")
+    return tags[total].experts
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_expert_of_a_part(name: str) -> None:
+    expected = {"several": frozenset(), "half_of_each": frozenset(), "position": frozenset({0})}
+    assert _experts(Read(CUTS[name])) == expected.get(name, frozenset({3}))
+
+
+def test_all_of_one_is_no_part() -> None:
+    """As of positions (1, length, D), of which as many are taken as there are tokens."""
+    assert not _experts(Read(CUTS["position"], experts=1))
+
+
+class LocalExperts(nn.Module):
+    """Each half of the experts by its own numbers, in products with a batch of one; the second half perhaps by others."""
+
+    def __init__(self, off: int = 0) -> None:
+        super().__init__()
+        self.gate, self.off = TopKGate(), off
+        self.w1, self.w2, self.b2 = weight(E, D, I), weight(E, I, D), weight(E, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(x)
+        out = torch.zeros_like(x)
+        for start, end in ((0, 3), (3, E)):
+            w1, w2, b2 = self.w1[start:end], self.w2[start:end], self.b2[start:end]
+            for local in range(end - start):
+                token, slot = torch.where(indices == start + local)
+                down = (local + self.off) % (end - start)
+                h = F.gelu(torch.bmm(x[token][None], w1[local : local + 1]))
+                y = torch.bmm(h, w2[down : down + 1])[0] + b2[local]
+                out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "local": LocalExperts,
+    "slice": lambda: ChunksOfExperts("slice"),
+    "split": lambda: ChunksOfExperts("split"),
+    "chunk": lambda: ChunksOfExperts("chunk"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_difficult_cases(name: str) -> None:
+    """No tokens, one, all to the same experts, NaN, a tensor that is not contiguous: outputs and all gradients."""
+    torch.manual_seed(0)
+    block = BLOCKS[name]().double().eval()
+    x = torch.randn(14, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x)
+    assert [found.status for found in optimized.report.blocks] == ["rewritten"]
+    nan = x.clone()
+    nan[3, 2] = float("nan")
+    for given in (x, x[:1], x[:0], x[:1].repeat(14, 1), torch.randn(D, 9, dtype=torch.float64).t()):
+        assert compare(block, optimized, (given,), {}).within(1e-10)
+        assert operators_run(optimized, (given,), {}) or not len(given)
+    with torch.no_grad():
+        assert not (optimized(nan).isnan() & ~block(nan).isnan()).any()
+        assert optimized(nan)[3].isnan().all()
+
+
+def test_other_experts_second_matrix() -> None:
+    """The parts look alike, but an expert's matrices are those of two."""
+    torch.manual_seed(0)
+    (found,) = hexa_fx.optimize(LocalExperts(off=1), torch.randn(14, D)).report.blocks
+    assert found.status == "refused"
+    assert found.reason == "an expert's second projection does not read its first"
