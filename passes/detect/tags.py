@@ -257,7 +257,7 @@ def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]],
 
 def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], counts: set[int]) -> Tag:
     """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or takes several experts or a part of a matrix."""
-    base, place = node.args[0], _first_place(node)
+    base, place = node.args[0], _index_of_experts(node)
     assert isinstance(base, torch.fx.Node)
     tag = tags[base]
     if tag.experts:
@@ -276,7 +276,7 @@ def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], count
     return Tag(frozenset(picked), weight=True, bases=tag.bases)
 
 
-def _first_place(node: torch.fx.Node) -> object:
+def _index_of_experts(node: torch.fx.Node) -> object:
     """The subscript of the first dimension, or of a list of pieces."""
     index = node.args[1]
     first = index[0] if isinstance(index, (tuple, list)) and index else index
@@ -302,7 +302,7 @@ def _experts_in(node: torch.fx.Node, counts: set[int]) -> range:
     if not is_tensor(node):
         return range(0)
     if node.target is operator.getitem and isinstance(base := node.args[0], torch.fx.Node):
-        place = _first_place(node)
+        place = _index_of_experts(node)
         if isinstance(place, slice) or (isinstance(place, int) and not is_tensor(base)):
             return _experts_at(base, place, counts)
     shape = record_of(node).value.shape
