@@ -74,10 +74,10 @@ class Listed:
         return [self.tensors[start : start + experts][first:end] for start in range(0, count, experts)]
 
     def __getitem__(self, index: Any) -> Any:
-        """The tensor of an expert; by a tuple of slices, of which the first takes all experts, the same part of every tensor."""
+        """The tensor of an expert, a copy where it has several parts; by slices, of which the first takes all experts, theirs."""
         if isinstance(index, tuple):
             return self.each(lambda tensor: tensor[index[1:]])
-        tensor = self.tensors[index]
+        tensor = self.tensors[index] if len(self.sizes) == 1 else torch.cat(self.tensors[index :: self.shape[0]])
         return tensor.t() if self.turned else tensor
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Listed:
