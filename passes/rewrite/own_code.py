@@ -25,7 +25,7 @@ _CALLS = {"moe_ffn": 34, "esmm": 30, "reindex": 12, "combine": 10}
 """Calls of torch's operators that take as long as one of ours on a CPU."""
 
 _PACKED = 5
-"""As many more for every weight that is a list in the user's code: each call looks whether it still lies as it was packed."""
+"""As many more for every weight that is a list in the user's code: each call looks at all of its parameters."""
 
 _FEW_ELEMENTS = 1 << 19
 """Elements that the block's own code may write in the region, and read in products, before arithmetic counts."""

@@ -1,4 +1,4 @@
-"""Expert weights as nodes of the rewritten graph, in the user's own storage."""
+"""Expert weights as nodes of the rewritten graph, which reads the user's own parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WeightEmitter:
 
     Args:
         suffix: of the names of packed storage, for a block's second region and further ones.
-        packed: collects what has to be stored side by side.
+        packed: collects what is read as one weight of many parameters.
     """
 
     graph: torch.fx.Graph
