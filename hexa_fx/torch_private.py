@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 try:
     from torch import _add_batch_dim, _embedding_bag_forward_only, _remove_batch_dim
@@ -122,6 +123,12 @@ _is_amx_fp16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_su
 
 
 _AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of which there is a weak reference; None if it is gone."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
 
 
 def without_autocast() -> _ExcludeDispatchKeyGuard:

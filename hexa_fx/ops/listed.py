@@ -156,7 +156,8 @@ class Stack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        each = zip(separated(grads[0], ctx.sizes), ctx.needs_input_grad[1:], strict=True)
+        _, *needs = ctx.needs_input_grad
+        each = zip(separated(grads[0], ctx.sizes), needs, strict=True)
         return None, *(part.clone() if need else None for part, need in each)
 
 

@@ -85,10 +85,9 @@ class _Esmm(DirectFunction):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        fields = len(Esmm._fields)
-        o: Any = Esmm._make(args[:fields])
-        tensors, of_tensors = o.weight.tensors, ctx.needs_input_grad[fields:]
-        ctx.needs, ctx.rows, ctx.layout = Esmm.marks(ctx.needs_input_grad), o.top_k, o.layout
+        o: Any = Esmm.split(args)[0]
+        tensors, (needs, of_tensors) = o.weight.tensors, Esmm.split(ctx.needs_input_grad)
+        ctx.needs, ctx.rows, ctx.layout = needs, o.top_k, o.layout
         ctx.of_weight, ctx.of_bias = of_tensors[: len(tensors)], of_tensors[len(tensors) :]
         ctx.weight, ctx.bias = o.weight.of([]), o.bias.of([]) if ctx.of_bias else None
         ctx.save_for_backward(o.x if any(ctx.of_weight) else None, o.v, o.offs, *tensors)

@@ -346,6 +346,12 @@ class Operands(metaclass=_Record):
         return itemgetter(*map(cls._fields.index, names))
 
     @classmethod
+    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
+        """The operands, and what follows them."""
+        given = iter(args)
+        return cls._make(islice(given, len(cls._fields))), tuple(given)
+
+    @classmethod
     def marks(cls, needs: Iterable[Any]) -> Self:
         """What autograd says of every argument, by name; more may follow, and torch leaves out what is a default."""
         return cls._make(islice(chain(needs, repeat(False)), len(cls._fields)))

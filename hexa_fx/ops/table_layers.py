@@ -7,7 +7,6 @@ Weights lie as ``layout1`` (w1 and w3) and ``layout2`` (w2) say. What ends in ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -63,12 +62,6 @@ class Layer(Operands):
     def static(self: Any) -> tuple[Any, ...]:
         """What decides its programs besides tensors."""
         return self.activation, self.glu, tuple(self.params), self.layout1, self.layout2, self.recompute_h
-
-    @classmethod
-    def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
-        """The operands, and what follows them."""
-        given = iter(args)
-        return cls._make(islice(given, len(cls._fields))), tuple(given)
 
     @property
     def experts(self: Any) -> int:

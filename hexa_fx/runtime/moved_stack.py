@@ -24,7 +24,7 @@ from hexa_fx.ops.rows import contiguous_strides
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.own_storage import with_own_storage
 from hexa_fx.runtime.paths import MOVING
-from hexa_fx.torch_private import DisableTorchFunction
+from hexa_fx.torch_private import DisableTorchFunction, storage_behind
 
 PIECE_BYTES = 512 << 20
 """How much of a large weight is on a GPU twice while it moves, unless one expert is larger."""
@@ -221,7 +221,7 @@ def _made_around(tensor: Tensor) -> UntypedStorage | None:
     address = tensor.data_ptr()
     for start, (reference, nbytes) in _made.items():
         if start <= address < start + nbytes and not reference.expired():
-            return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            return storage_behind(reference)
     return None
 
 

@@ -23,6 +23,7 @@ from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, check_coverage, che
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.resolution import inputs_of
 from tests.detect.mixture import D, Mixture
+from tests.zoo import variant
 from tests.zoo.bodies import SharedExpert
 
 
@@ -219,7 +220,7 @@ def test_checks_do_not_keep_their_block(
 
 
 def test_an_optimized_model_is_freed_with_its_last_reference(no_collection: None) -> None:
-    model, x = SharedExpert(gated=True), torch.randn(2, 6, D)
+    model, x = SharedExpert(gated=True), torch.randn(2, 6, variant.D)
     hexa_fx.optimize_(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
     for _ in range(3):
         model(x).sum().backward()
