@@ -159,10 +159,13 @@ class WeightEmitter:
             self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))
             return self.graph.call_module(name)
         node = self.graph.get_attr(bases[0])
-        shape = (
-            packed_shape(self.captured, bases[0]) if self.captured.tensor_of(bases[0]).dim() == 2 and experts else None
-        )
-        return node if shape is None else self.graph.call_method("reshape", (node, *shape))
+        stored = self.captured.tensor_of(bases[0])
+        shape = packed_shape(self.captured, bases[0]) if stored.dim() == 2 and experts else None
+        if shape is None:
+            return node
+        if shape[2:] == stored.shape[1:]:  # which can be cut into slices of experts
+            return self.graph.call_method("unflatten", (node, 0, (shape[0], -1)))
+        return self.graph.call_method("reshape", (node, *shape))
 
 
 def _name_of(base: str) -> str:
