@@ -27,7 +27,7 @@ from hexa_fx.lora.traced import DORA, KINDS, PATCHED, TracedLora, is_peft_s
 from hexa_fx.ops.sources import takes_sources
 from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 from hexa_fx.sources.adapters import View
 
 _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
@@ -145,10 +145,10 @@ class LinearLora:
         self._same, self._additions = noted.still_the_same(), found
         return changed
 
-    def factors(self) -> list[PackedExperts]:
+    def factors(self) -> list[ListedExperts]:
         """The readers of stacked factors."""
         both = ((addition.a, addition.b) for addition in chain.from_iterable(self._additions.values()))
-        return [factor for factor in chain.from_iterable(both) if isinstance(factor, PackedExperts)]
+        return [factor for factor in chain.from_iterable(both) if isinstance(factor, ListedExperts)]
 
     def traced(self, block: nn.Module) -> TracedLora:
         """What is active while a compiler traces a call."""

@@ -17,7 +17,7 @@ from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.sources import row_norms
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 from hexa_fx.torch_private import without_autocast
 
 
@@ -152,8 +152,8 @@ def _addition(block: nn.Module, name: str, low: Sequence[Low | None], around: tu
     return Addition(lambda: _padded_a(low), lambda: _padded_b(low), 1.0, *around)
 
 
-def _stacked(block: nn.Module, paths: Sequence[str]) -> PackedExperts:
-    return PackedExperts(block, PackedWeight(paths[0], (tuple(paths),)))
+def _stacked(block: nn.Module, paths: Sequence[str]) -> ListedExperts:
+    return ListedExperts(block, PackedWeight(paths[0], (tuple(paths),)))
 
 
 def _padded_a(low: Sequence[Low | None]) -> Tensor:

@@ -6,11 +6,11 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import PackedWeight, RewrittenBlock
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 from hexa_fx.runtime.stacked_codes import StackedCodes, reads_codes
 from hexa_fx.runtime.stacked_parts import StackedParts, is_packed
 
-Reader = PackedExperts | StackedCodes | StackedParts
+Reader = ListedExperts | StackedCodes | StackedParts
 
 
 def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
@@ -43,4 +43,4 @@ def reader_of(block: nn.Module, weight: PackedWeight) -> Reader:
     """The reader of a stacked weight, as its parameters are now."""
     if is_packed(block, weight):
         return StackedParts(block, weight)
-    return StackedCodes(block, weight) if reads_codes(block, weight) else PackedExperts(block, weight)
+    return StackedCodes(block, weight) if reads_codes(block, weight) else ListedExperts(block, weight)

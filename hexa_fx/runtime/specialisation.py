@@ -19,7 +19,7 @@ from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.readers import packed_names
 from hexa_fx.runtime.resolution import inputs_of
@@ -36,7 +36,7 @@ class LayerAdapters(Protocol):
 
     def changed(self, block: nn.Module) -> bool: ...
     def traced(self, block: nn.Module) -> LayerAdapters: ...
-    def factors(self) -> Sequence[PackedExperts]: ...
+    def factors(self) -> Sequence[ListedExperts]: ...
     def seen_from(self, module: Any) -> Any: ...
 
 

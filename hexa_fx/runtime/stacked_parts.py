@@ -1,7 +1,7 @@
 """Reads the packed matrices of listed experts (a `QuantizedWeight` each) as one packed weight, without a second copy of them.
 
-As in `hexa_fx.runtime.packing`, the user's parameters stay the same objects, and only their memory moves: each keeps a storage of
-its own over its part of what all of them hold.
+As in `hexa_fx.runtime.moved_stack`, the user's parameters stay the same objects, and only their memory moves: each keeps a storage
+of its own over its part of what all of them hold.
 """
 
 from __future__ import annotations

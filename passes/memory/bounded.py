@@ -25,7 +25,7 @@ from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.size import FEW_TOKENS, collect, is_out_of_memory, raises_in_pieces
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 
 NO_MEMORY = "there is not enough memory"
 """How a refusal begins that may not hold later."""
@@ -116,7 +116,7 @@ def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Ref
     try:
         with following(graphs, captured.block.parameters()):
             for weight in rewritten.packed:
-                PackedExperts(captured.block, weight).refresh()
+                ListedExperts(captured.block, weight).refresh()
     except GuardMiss as miss:
         return Refusal(captured.path, str(miss))
     return None

@@ -9,7 +9,7 @@ from torch import nn
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime import moved_stack
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts
 
 pytestmark = pytest.mark.gpu
 EXPERTS, ROWS, COLUMNS = 12, 3000, 1000
@@ -32,7 +32,7 @@ def test_a_list_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(moved_stack.MappedMemory, "extend", watched)
     before = torch.cuda.memory_allocated()
-    read = PackedExperts(block, PackedWeight("w", (tuple(f"{e}.weight" for e in range(EXPERTS)),)))
+    read = ListedExperts(block, PackedWeight("w", (tuple(f"{e}.weight" for e in range(EXPERTS)),)))
     packed = read()
     assert len(held) == EXPERTS // 2
     torch.testing.assert_close(packed.detach().cpu(), expected, rtol=0, atol=0)

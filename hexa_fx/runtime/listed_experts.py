@@ -39,7 +39,7 @@ _OF_KIND: tuple[Callable[[Any], Any], ...] = (type, *map(attrgetter, ("dtype", "
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
-class PackedExperts(WeightReader):
+class ListedExperts(WeightReader):
     """A weight of shape (E, ...) that is one parameter an expert, or several below each other (gate and up)."""
 
     def _bind(self, block: nn.Module) -> None:
@@ -50,7 +50,7 @@ class PackedExperts(WeightReader):
 
     def __repr__(self) -> str:
         parts = self.weight.parts
-        return f"PackedExperts({self.weight.name}: {len(parts[0])} experts, {len(parts)} part(s), {self._seen[1]})"
+        return f"ListedExperts({self.weight.name}: {len(parts[0])} experts, {len(parts)} part(s), {self._seen[1]})"
 
     def __call__(self) -> torch.Tensor | Listed:
         """The weight: (E, N, K), or (E, N) for a bias.
