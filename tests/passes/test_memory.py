@@ -20,7 +20,7 @@ from hexa_fx.large_blocks import lazy_gradient, upcast_weight
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.verify import VerificationResult, verify_block
-from hexa_fx.runtime import packing
+from hexa_fx.runtime import listed_experts
 from tests.live_memory import LiveMemory
 
 E, D, INNER, K, T = 16, 128, 128, 2, 12
@@ -150,8 +150,8 @@ def test_all_experts_are_reached_in_as_few_turns_as_memory_allows(monkeypatch: p
 
 def moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of experts move into one tensor, as on CUDA."""
-    how, moved = packing._how_plain, {packing.IN_PLACE: packing.MOVED}
-    monkeypatch.setattr(packing, "_how_plain", lambda tensors: moved.get(how(tensors), how(tensors)))
+    how, moved = listed_experts._how_plain, {listed_experts.IN_PLACE: listed_experts.MOVED}
+    monkeypatch.setattr(listed_experts, "_how_plain", lambda tensors: moved.get(how(tensors), how(tensors)))
 
 
 def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pytest.MonkeyPatch):
