@@ -8,12 +8,14 @@ comes to one gets the stack (`dense`), a differentiable copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hexa_fx.torch_private import _are_functorch_transforms_active, without_autocast
+
+T = TypeVar("T")
 
 
 class Listed:
@@ -68,10 +70,9 @@ class Listed:
         made.sizes, made.shape = [size], torch.Size((experts, *inner))
         return made
 
-    def _parts(self, first: int = 0, end: int | None = None) -> list[list[Tensor]]:
+    def _parts(self, first: int = 0, end: int | None = None) -> list[Sequence[Tensor]]:
         """Tensors of some experts, of each part."""
-        experts, count = self.shape[0], len(self.tensors)
-        return [self.tensors[start : start + experts][first:end] for start in range(0, count, experts)]
+        return [part[first:end] for part in in_parts(self.tensors, self.shape[0])]
 
     def __getitem__(self, index: Any) -> Any:
         """The tensor of an expert, a copy where it has several parts; by slices, of which the first takes all experts, theirs."""
@@ -146,19 +147,28 @@ def separated(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [row for part in whole.split_with_sizes([*sizes], 1) for row in part.unbind(0)]
 
 
+def in_parts(tensors: Sequence[T], experts: int) -> list[Sequence[T]]:
+    """What there is for every expert of each part, one part after the other, as a sequence for each part."""
+    return [tensors[start : start + experts] for start in range(0, len(tensors), experts)]
+
+
+def wanted_of(gradient: Tensor, sizes: Sequence[int], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """`separated`, and None where a tensor wants no gradient."""
+    return [part if need else None for part, need in zip(separated(gradient, sizes), wanted, strict=True)]
+
+
 class Stack(torch.autograd.Function):
     """`joined`, of which every tensor that wants a gradient gets one of its own."""
 
     @staticmethod
     def forward(ctx: Any, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
-        ctx.sizes, ctx.parameters, count = sizes, tensors, len(tensors) // len(sizes)
-        return joined([tensors[start : start + count] for start in range(0, len(tensors), count)])
+        ctx.sizes, ctx.parameters = sizes, tensors
+        return joined(in_parts(tensors, len(tensors) // len(sizes)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, *needs = ctx.needs_input_grad
-        each = zip(separated(grads[0], ctx.sizes), needs, strict=True)
-        return None, *(part.clone() if need else None for part, need in each)
+        return None, *(None if part is None else part.clone() for part in wanted_of(grads[0], ctx.sizes, needs))
 
 
 class Gradients:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hexa_fx.ops import library, moe_ffn_autograd
 from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.library import DirectFunction
-from hexa_fx.ops.listed import Listed, dense, separated, tensors_of
+from hexa_fx.ops.listed import Listed, dense, tensors_of, wanted_of
 from hexa_fx.ops.main_grad import ListedGradients
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
 from hexa_fx.ops.table_layers import MoeFfn
@@ -121,4 +121,4 @@ class _Esmm(DirectFunction):
 def _split(grad: Tensor | None, weight: Listed, wanted: Sequence[bool]) -> list[Tensor | None]:
     if grad is None or not wanted:
         return [None] * len(wanted)
-    return [part if need else None for part, need in zip(separated(grad, weight.sizes), wanted, strict=True)]
+    return wanted_of(grad, weight.sizes, wanted)

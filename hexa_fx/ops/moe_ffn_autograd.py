@@ -21,7 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.library import DirectFunction
-from hexa_fx.ops.listed import Listed, dense, separated, tensors_of
+from hexa_fx.ops.listed import Listed, dense, tensors_of, wanted_of
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
@@ -168,7 +168,7 @@ def _given_to_listed(listed: _Marks, into: dict[str, Any], found: dict[str, Tens
         elif grad is None:
             given += [None] * len(wanted)
         else:
-            given += [part if need else None for part, need in zip(separated(grad, sizes), wanted, strict=True)]
+            given += wanted_of(grad, sizes, wanted)
     return given
 
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hexa_fx.isolation.size import owns_its_storage
 from hexa_fx.jit.errors import DriverError
 from hexa_fx.jit.mapped_memory import MappedMemory
-from hexa_fx.ops.listed import separated
+from hexa_fx.ops.listed import separated, wanted_of
 from hexa_fx.ops.rows import contiguous_strides
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.own_storage import with_own_storage
@@ -60,10 +60,9 @@ class ReadStack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        parts, needs = separated(grads[0], ctx.sizes), ctx.needs_input_grad[2:]
-        if all(needs):
-            return None, None, *parts
-        return None, None, *(part.clone() if need else None for part, need in zip(parts, needs, strict=True))
+        _, _, *needs = ctx.needs_input_grad
+        parts = wanted_of(grads[0], ctx.sizes, needs)
+        return None, None, *(parts if all(needs) else (None if part is None else part.clone() for part in parts))
 
 
 class MovedStack:
@@ -103,9 +102,8 @@ class MovedStack:
         if self.holds(parameters):
             return True
         with MOVING:
-            return self.holds(parameters) or self._lay(
-                parts, parameters
-            )  # another thread may have moved them meanwhile
+            # Another thread may have moved them meanwhile.
+            return self.holds(parameters) or self._lay(parts, parameters)
 
     def has_lost(self, first: Tensor, last: Tensor) -> bool:
         """Whether there is a stack in which the first or the last parameter no longer lies."""

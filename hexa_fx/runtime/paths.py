@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.isolation.module_tree import rebuilds, referenced
+from hexa_fx.ops.listed import in_parts
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 
 T = TypeVar("T")
@@ -222,8 +223,7 @@ class WeightReader:
 
     def in_parts(self, tensors: Sequence[T]) -> list[Sequence[T]]:
         """What is in the order of the paths as parts of the weight, each of all experts."""
-        count = len(self.weight.parts[0])
-        return [tensors[start : start + count] for start in range(0, len(tensors), count)]
+        return in_parts(tensors, len(self.weight.parts[0]))
 
     @property
     def stands_in(self) -> bool:
