@@ -57,7 +57,7 @@ def _multiplied_with(by: Any, rows: Tensor, factor: Tensor, scale: float = 1.0) 
         transposed: Tensor = by.scaled_transpose(matrix, rows.dtype, scale)
         return transposed.view(factor.shape)
     cast = factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
-    return cast if scale == 1 else cast * scale
+    return cast if scale == 1 else cast.mul(scale)
 
 
 @composed

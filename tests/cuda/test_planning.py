@@ -16,6 +16,7 @@ from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan, Operand, planning_of
 from hexa_fx.cuda.product import chosen_tile
+from hexa_fx.ops import projection
 from tests.cuda.cards import AMPERE, Cards
 
 ACTIVATE = KernelSpec("activate", "activate", 80, activation="silu").with_options(weights="f32", warps_per_row=1)
@@ -60,6 +61,13 @@ def test_functions_of_torch_run_between_launches_on_what_lies_there(cards: Cards
     assert second[:3] == (total.data_ptr(), total.data_ptr() + 16, first[1])
     assert first[0] not in (0, other.data_ptr())
     assert made.workspace == 0  # torch reads the sums, so they are a tensor
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_scaled_factors_of_adapters_are_steps_of_a_plan(cards: Cards, layout: str) -> None:
+    u, c = torch.randn(5, 4), torch.randn(3, 6, 4)
+    made = plan(lambda u, c: projection.left.on("cuda")(u, c, 0.5, layout), u, c)
+    assert torch.equal(run(made, u, c), projection.left(u, c, 0.5, layout))
 
 
 def test_a_function_that_nobody_needs_is_left_out_with_what_it_reads(cards: Cards) -> None:

@@ -64,7 +64,7 @@ class Layer:
 
     def __call__(self, x: Tensor, ids: Tensor, gates: Tensor | None) -> Tensor:
         """By the three launches, or it fails."""
-        out: Tensor = layer.moe_ffn(_general, *self.args(x, ids, gates))
+        out: Tensor = layer.LAYERS["moe_ffn"](_general, *self.args(x, ids, gates))
         return out
 
     def reference(self, x: Tensor, ids: Tensor, gates: Tensor | None) -> Tensor:
