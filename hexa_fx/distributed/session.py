@@ -26,10 +26,11 @@ from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import CachedLayer, SavedTensors, SharedCache, in_backward
-from hexa_fx.distributed.wrappers import Wrappers, forget_step
+from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import AttachedPartition, Plan, describe_layer
 from hexa_fx.runtime.program import Program
+from hexa_fx.steps.fully_sharded import forget_step
 from hexa_fx.steps.graphed import GraphedStep
 
 _numbers = itertools.count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class StepContext(Protocol):
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A model that no other process has a part of."""
+    """A model on one device, whole or FSDP2's shards of it. Each rank records for itself: every call does its collectives once."""
 
     model: nn.Module
 
@@ -52,4 +53,7 @@ class OneDevice:
         return
 
     def abandon(self) -> None:
-        return
+        if "torch.distributed.fsdp" in sys.modules:  # which takes a second to import
+            from hexa_fx.steps.fully_sharded import forget_step
+
+            forget_step(self.model)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.errors import InputError, PlanError, RankError, first_line
 from hexa_fx.steps.context import OneDevice, StepContext
 from hexa_fx.steps.recorder import CudaRecorder, Recording, StepRecorder
-from hexa_fx.steps.signature import Call, HostRandom, Optimizers, difference
+from hexa_fx.steps.signature import Call, HostState, Optimizers, difference
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def graphed(step: Callable[..., Any], model: nn.Module, warmup: int = 3) -> Grap
 
     Args:
         step: forward and backward, and what else of the step is to be in the graph, such as the optimizer.
-        model: whose parameters the step trains, with all of it on one device. On a CPU the step runs as it is.
+        model: whose parameters the step trains, all on one device, FSDP2's shards too. On a CPU the step runs as it is.
         warmup: how often a kind of call runs as it is before it is recorded, 1 or more.
 
     Returns:
@@ -191,11 +191,11 @@ class GraphedStep:
     # --- recording and replaying ------------------------------------------------------------------------------------
 
     def _record(self, call: Call, known: _Known) -> Any:
-        parameters, random = list(self._context.model.parameters()), HostRandom()
+        parameters, host = list(self._context.model.parameters()), HostState()
         before = [p.grad for p in parameters]
         problem = next((said for tensor in call.tensors if (said := _obstacle(tensor, self._device))), "")
         if not problem:
-            problem, known.recorded = self._try(call, parameters, before, random, known.notes)
+            problem, known.recorded = self._try(call, parameters, before, host, known.notes)
         failed = [rank for rank, (bad,) in enumerate(self._context.gathered([int(bool(problem))])) if bad]
         if not failed:
             assert known.recorded is not None
@@ -204,7 +204,7 @@ class GraphedStep:
         self.reset()
         for parameter, grad in zip(parameters, before):
             parameter.grad = grad
-        random.restore()
+        host.restore()
         self._give_up(problem or f"ranks {failed} could not record it")
         args, kwargs = call.with_tensors(call.tensors)
         return self._step(*args, **kwargs)
@@ -214,11 +214,11 @@ class GraphedStep:
         call: Call,
         parameters: list[nn.Parameter],
         before: list[Tensor | None],
-        random: HostRandom,
+        host: HostState,
         notes: list[Any],
     ) -> tuple[str, _Recorded | None]:
         assert self._recorder is not None
-        inputs, optimizers, context = [t.detach().clone() for t in call.tensors], Optimizers(), self._context
+        inputs, optimizers, context = [t.detach().clone() for t in call.tensors], host.optimizers, self._context
         args, kwargs = call.with_tensors(inputs)
 
         def run() -> Any:
@@ -237,12 +237,7 @@ class GraphedStep:
         after = [p.grad for p in parameters]
         added_to = [old if old is new else None for old, new in zip(before, after)]
         done = _Recorded(recording, inputs, outputs, after, added_to, optimizers, context.held())
-        if random.drawn():
-            return (
-                "the step draws random numbers on the host, which a replay would repeat: draw them on the device",
-                done,
-            )
-        return optimizers.change(), done
+        return host.change(), done
 
     def _replay(self, call: Call, recorded: _Recorded) -> Any:
         parameters = list(self._context.model.parameters())

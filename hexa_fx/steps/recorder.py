@@ -59,9 +59,17 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, reason = torch.cuda.CUDAGraph(), None
         # NCCL's own thread calls CUDA meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-            result = run()
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()), recording:
+                try:
+                    result = run()
+                except Exception as error:
+                    reason = error
+                    raise
+        except Exception as error:  # the end of a recording that failed, which says less and leaves its stream current
+            raise (reason or error) from None
         self._pool = graph.pool()
         return graph, result

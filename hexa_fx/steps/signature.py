@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -81,16 +82,20 @@ def difference(one: Signature, other: Signature) -> str:
 # --- what Python code reads and a graph does not -----------------------------------------------------------------------
 
 
+_Kept = tuple[dict[str, Any], str, Any]
+"""A state, a name in it, and what was kept under it."""
+
+
 @dataclass
 class Optimizers:
-    """The optimizers that stepped inside the recording, with the settings that it holds as numbers."""
+    """The optimizers that stepped inside the recording, with settings that it holds as numbers, and with what is on the host."""
 
-    seen: list[tuple[Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
+    seen: list[tuple[Optimizer, list[dict[str, Any]], list[_Kept]]] = field(default_factory=list)
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         handle = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: self.seen.append((optimizer, _settings(optimizer)))
+            lambda optimizer, *_: self.seen.append((optimizer, _settings(optimizer), _kept_on_host(optimizer)))
         )
         try:
             yield
@@ -99,7 +104,7 @@ class Optimizers:
 
     def change(self) -> str:
         """What differs from the recording, as a sentence; empty if nothing does."""
-        for optimizer, before in self.seen:
+        for optimizer, before, _ in self.seen:
             for old, new in zip(before, _settings(optimizer)):
                 for key in new:
                     if old.get(key) != new[key]:
@@ -110,6 +115,39 @@ class Optimizers:
                         )
         return ""
 
+    def counted(self) -> str:
+        """What a step changed on the host, as a sentence; empty if nothing."""
+        for optimizer, _, before in self.seen:
+            for state, key, value in before:
+                if not _same(state.get(key), value):
+                    return (
+                        f"{type(optimizer).__name__} changes {key!r} of its state on the host, which a replay would not: call it "
+                        "outside of the step"
+                    )
+        return ""
+
+    def put_back(self) -> None:
+        """Makes what they keep on the host what it was before the recording."""
+        for _, _, before in reversed(self.seen):
+            for state, key, value in before:
+                state[key] = value
+
+
+def _kept_on_host(optimizer: Optimizer) -> list[_Kept]:
+    """Numbers, and tensors that are not where their parameter is, with the state that they are in."""
+    kept = ((p, state, key, value) for p, state in optimizer.state.items() for key, value in state.items())
+    return [
+        (state, key, value.clone() if isinstance(value, Tensor) else value)
+        for p, state, key, value in kept
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.device != p.device)
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     def fixed(value: Any) -> Any:
@@ -118,16 +156,32 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: fixed(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-class HostRandom:
-    """The states of the generators that Python code draws from; numpy's too, where it is loaded."""
+class HostState:
+    """What a step changes on the host and a replay does not: generators that Python code draws from, and what optimizers count."""
 
     def __init__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), _of_numpy()
+        self.optimizers = Optimizers()
 
-    def drawn(self) -> bool:
-        """Whether somebody has drawn since."""
-        return not torch.equal(self._torch, torch.get_rng_state()) or self._python != random.getstate()
+    def change(self) -> str:
+        """Why replays would not be steps, as a sentence; empty if they are."""
+        drawn = not torch.equal(self._torch, torch.get_rng_state()) or self._python != random.getstate()
+        if drawn or _spelled(self._numpy) != _spelled(_of_numpy()):
+            return "the step draws random numbers on the host, which a replay would repeat: draw them on the device"
+        return self.optimizers.counted() or self.optimizers.change()
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
+        if self._numpy:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        self.optimizers.put_back()
+
+
+def _of_numpy() -> tuple[Any, ...]:
+    """The state of numpy's generator; nothing where it is not loaded."""
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else ()
+
+
+def _spelled(state: tuple[Any, ...]) -> list[Any]:
+    return [part if isinstance(part, str | int | float) else part.tolist() for part in state]

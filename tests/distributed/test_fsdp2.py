@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 import hexa_fx
-from hexa_fx.distributed import checkpoint, wrappers
+from hexa_fx.distributed import checkpoint
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from hexa_fx.steps import fully_sharded
+from hexa_fx.steps.context import OneDevice
 from tests.zoo.common import MLP, Looped
 
 
@@ -243,14 +245,14 @@ def forgotten(rank: int, world: int) -> float:
     with pytest.raises(ValueError, match="while it is recorded"):
         sharded(data[rank])
     handle.remove()
-    for group in wrappers.sharded_groups(sharded):
-        for name in wrappers._EVENTS:
+    for group in fully_sharded.sharded_groups(sharded):
+        for name in fully_sharded._EVENTS:
             setattr(group, name, NeverRecorded())
         for parameter in group.fsdp_params:
             gathered = parameter._unsharded_param
             if gathered.untyped_storage().size():
                 gathered.data.fill_(torch.nan)  # what was gathered never arrived
-    wrappers.forget_step(sharded)
+    OneDevice(sharded).abandon()
     loss_of(sharded, data[rank]).backward()
     (sum(loss_of(whole, batch) for batch in data) / world).backward()
     names = dict(whole.named_parameters())

@@ -2,8 +2,11 @@
 
 import copy
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_graphed import OnHost
@@ -14,6 +17,7 @@ import hexa_fx
 from hexa_fx.errors import InputError
 from hexa_fx.steps.context import OneDevice
 from hexa_fx.steps.graphed import GraphedStep
+from hexa_fx.steps.recorder import CudaRecorder
 
 
 class Case:
@@ -24,13 +28,14 @@ class Case:
         hexa_fx.optimize_(self.model, data(6), CONFIG)
         assert len(self.model.report.rewritten) == 2
         self.same, self.inside, self.made = copy.deepcopy(self.model), inside, 0
+        self.scale: Callable[[], float] = lambda: 1.0
         self.optimizers = [
             torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False) for net in (self.model, self.same)
         ]
 
     def step(self, net: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(net, x)
+        loss = loss_of(net, x) * self.scale()
         loss.backward()
         if self.inside:
             optimizer.step()
@@ -84,6 +89,80 @@ def test_a_recording_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage() for record in caplog.records] == [
         f"steps run without a CUDA graph: it cannot be recorded: {recorder.fails}"
     ]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps on the host, as optimizers in 8 bits do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+
+
+@pytest.mark.parametrize("what", ["steps", "numpy"])
+def test_what_changes_on_the_host_is_not_recorded(what: str) -> None:
+    case = Case(inside=True)
+    numpy.random.seed(0)
+    if what == "steps":
+        case.optimizers = [Counting(net.parameters(), lr=0.1) for net in (case.model, case.same)]
+    else:
+        case.scale = lambda: 1 + 0 * numpy.random.rand()
+    run = GraphedStep(OneDevice(case.model), case.graphed, 2, OnHost(case.model, case.optimizers[0]))
+    for _ in range(4):
+        case.compare(run)
+    assert run.replays == 0
+    if what == "steps":
+        assert "Counting changes 'step' of its state on the host" in run.reason
+        assert {state["step"] for optimizer in case.optimizers for state in optimizer.state.values()} == {4}
+    else:
+        assert "draws random numbers on the host" in run.reason
+        drawn = numpy.random.rand()
+        numpy.random.seed(0)
+        assert numpy.random.rand(9)[-1] == drawn
+
+
+class Broken:
+    """In place of `torch.cuda.graph`: its end raises another error than the one that broke it, and leaves its stream current."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream("side")
+
+    def __exit__(self, *_: Any) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["the user's"]
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        before = streams[-1]
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.append(before)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    for name, stands_in in {
+        "Stream": lambda _: "side",
+        "stream": on,
+        "set_stream": streams.append,
+        "current_stream": lambda: streams[-1],
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stands_in)
+
+    def reads() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        CudaRecorder(torch.device("cuda")).record(reads)
+    assert streams[-1] == "the user's"
 
 
 def test_what_graphed_is_given() -> None:
