@@ -8,8 +8,8 @@ caps and fixed costs a device, which `profile_costs` measures. `Measured` is wha
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hexa_fx.errors import PlanError
 
@@ -188,6 +188,8 @@ class Measured:
             not measured. Then it follows from bytes and latency.
         experts_fsdp: as ``experts_data_centric``, with weights as the model stores them and FSDP2's copies; None where FSDP2 is no
             choice.
+        host: what the host takes by mode to start the experts' work, forward and backward, with the exchange where tokens travel.
+            Nothing on a CPU, which does the work itself.
     """
 
     bandwidth: float = 0.0
@@ -199,6 +201,7 @@ class Measured:
     contention: float = 0.0
     exchange: float | None = None
     experts_fsdp: float | None = None
+    host: Mapping[str, float] = field(default_factory=dict)
 
     def without_fsdp(self) -> Measured:
         """The same where FSDP2 is no choice."""

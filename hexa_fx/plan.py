@@ -42,9 +42,17 @@ class ExpertShape:
         return max(1, columns // (self.matrices - 1))
 
 
+_LIMITS = 0.8
+"""Of a layer's time: whoever takes more is what the others wait for."""
+
+
 @dataclass(frozen=True)
 class LayerCost:
-    """The numbers behind the choice of a layer's mode: bytes that the busiest rank receives, seconds, and the reason."""
+    """The numbers behind the choice of a layer's mode: bytes that the busiest rank receives, seconds, and the reason.
+
+    Args:
+        seconds_host: what the host takes to start the layer's work in the mode that was taken; None on a CPU, which does it.
+    """
 
     bytes_model_centric: float
     bytes_data_centric: float
@@ -52,6 +60,7 @@ class LayerCost:
     seconds_data_centric: float | None = None
     seconds_fsdp: float | None = None
     reason: str = ""
+    seconds_host: float | None = None
 
     def lines(self) -> list[str]:
         """In words: both modes beside each other, and why one was taken."""
@@ -60,7 +69,12 @@ class LayerCost:
         taken = (self.seconds_model_centric, self.seconds_data_centric, self.seconds_fsdp)
         times = [f"{m} {1e3 * t:.3g} ms" for m, t in zip((*received, "fsdp"), taken) if t is not None]
         said += [f"experts and what no compute hides of the exchange: {', '.join(times)}"] if times else []
-        return [*said, f"chosen: {self.reason}"] if self.reason else said
+        said += [f"chosen: {self.reason}"] if self.reason else []
+        if self.seconds_host is not None:
+            limit = self.seconds_host > _LIMITS * min((t for t in taken if t is not None), default=0.0)
+            remedy = ", and is the limit: model.partition.graphed(step) starts whole steps at once, as CUDA graphs"
+            said.append(f"the host takes {1e3 * self.seconds_host:.3g} ms to start that{remedy if limit else ''}")
+        return said
 
 
 @dataclass(frozen=True)

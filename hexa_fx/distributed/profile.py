@@ -40,6 +40,18 @@ def timed(run: Callable[[], object], device: torch.device, count: int) -> float:
     return time.perf_counter() - start
 
 
+def launching(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds after which the host has started a run's work and may go on; 0 where the host itself does the work."""
+    if device.type == "cpu":
+        return 0.0
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    synchronize(device)
+    return seconds
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until the device is idle."""
     if device.type == "cuda":
@@ -289,14 +301,20 @@ def measure_modes(
             run()
         return max(gathered(statistics.median(timed(run, device, 1) for _ in range(repeats)), groups)) * scale
 
-    exchange = seconds(_exchange(shape, tokens, reduce, dtype, device, groups), 1.0)
-    by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
+    def host(*runs: Callable[[], object]) -> float:
+        times = (statistics.median(launching(run, device) for _ in range(repeats)) for run in runs)
+        return max(gathered(sum(times), groups))
+
+    move = _exchange(shape, tokens, reduce, dtype, device, groups)
+    compute = _experts_model_centric(small, rows, world, dtype, device)
+    exchange, by_model = seconds(move, 1.0), seconds(compute)
     forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
     by_data, alone = seconds(step), seconds(gather)
     both = seconds(lambda: gather(step))
     covered = min(alone, by_data)
     contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
-    by_fsdp = seconds(_experts_fsdp(small, max(1, rows // world), dtype, device))
+    whole = _experts_fsdp(small, max(1, rows // world), dtype, device)
+    by_fsdp = seconds(whole)
     return Measured(
         expert=seconds(forward),
         experts_model_centric=by_model,
@@ -304,6 +322,7 @@ def measure_modes(
         contention=contention,
         exchange=exchange,
         experts_fsdp=by_fsdp,
+        host={"model_centric": host(move, compute), "data_centric": host(lambda: gather(step)), "fsdp": host(whole)},
     )
 
 

@@ -65,9 +65,9 @@ def layer_cost(
     if measured.experts_fsdp is not None:
         times["fsdp"] = measured.experts_fsdp + _data_centric_communication(by_data, measured, 2, *moved)
     reason = f"less time for {tokens} tokens ({measured.describe()})"
-    return min(times, key=lambda mode: times[mode]), LayerCost(
-        by_model, by_data, time_model, time_data, times.get("fsdp"), reason
-    )
+    mode = min(times, key=lambda mode: times[mode])
+    host = measured.host.get(mode) or None
+    return mode, LayerCost(by_model, by_data, time_model, time_data, times.get("fsdp"), reason, host)
 
 
 def _data_centric_communication(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:

@@ -8,11 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
+from hexa_fx.distributed import profile
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from hexa_fx.plan import Plan
 from tests.zoo.common import Looped
 
 TWO = [KINDS["concat"], KINDS["mlp"]]
@@ -41,6 +43,17 @@ def test_measured_plans_are_equal_on_all_ranks():
     for _, shards, cost in layers:
         assert sum(shards) == 24
         assert cost.seconds_model_centric > 0
+
+
+def behind_the_host(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "launching", lambda run, device: 60.0)  # as on a device, of which a CPU is none
+        return Plan.from_json(planned(rank, world, None, "auto")[0]).describe()
+
+
+def test_time_of_the_host_is_told():
+    for said in run(2, behind_the_host):
+        assert "ms to start that, and is the limit: model.partition.graphed(step)" in said
 
 
 class Stacked(Looped):

@@ -253,6 +253,21 @@ def test_auto_weighs_fsdp2_where_it_was_measured():
     )
 
 
+def test_a_host_that_is_the_limit_is_said_with_what_helps():
+    sizes = {"dtype_bytes": 2, "reduce_bytes": 2, "slots": 1}
+    for host, limit in ((0.004, False), (0.014, True)):
+        measured = Measured(
+            1e9, 0.0, 0.01, 0.01, 0.01, 0.02, exchange=0.005, host={"model_centric": host, "data_centric": 1.0}
+        )
+        mode, cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=measured)
+        assert (mode, cost.seconds_host) == ("model_centric", host)
+        assert f"the host takes {1e3 * host:.3g} ms" in cost.lines()[-1]
+        assert ("model.partition.graphed(step)" in cost.lines()[-1]) == limit
+    on_a_cpu = dataclasses.replace(measured, host={"model_centric": 0.0})
+    cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=on_a_cpu)[1]
+    assert cost.lines()[-1].startswith("chosen: ")
+
+
 def test_strategy_by_layer_and_memory_caps():
     config = PartitionConfig(tile=16, batch=8, memory_caps=(10**9, 64 * SHAPE.weight_numel // 256 * 16))
     made = plan_layers({"a": SHAPE, "b": SHAPE}, [1.0, 1.0], {"a": "model", "b": "data"}, config)
