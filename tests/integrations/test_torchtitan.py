@@ -17,12 +17,12 @@ SCRIPT = Path(__file__).with_name("titan_training.py")
 OVERRIDE = "hexa_fx.integrations.torchtitan.hexa_grouped_experts"
 
 
-def trained(folder: Path, steps: int, world: int, *overrides: str) -> list[dict[str, Any]]:
+def trained(folder: Path, steps: int, world: int, kind: str, *overrides: str) -> list[dict[str, Any]]:
     """What every rank prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
-    command, ranks = [sys.executable, str(SCRIPT), str(steps), *overrides], []
+    command, ranks = [sys.executable, str(SCRIPT), str(steps), kind, *overrides], []
     for rank in range(world):
         (folder / f"{rank}").mkdir(parents=True)
         given = {"cwd": folder / f"{rank}", "env": os.environ | place | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}}
@@ -38,13 +38,18 @@ def trained(folder: Path, steps: int, world: int, *overrides: str) -> list[dict[
 
 
 @pytest.mark.timeout(1050)  # two runs of at most 500 s
-@pytest.mark.parametrize("world", [1, 2])
-def test_losses_of_20_steps_are_those_of_its_own_experts(world: int, tmp_path: Path) -> None:
-    """On 2 ranks each has half of the experts."""
-    own, ours = trained(tmp_path / "own", 20, world), trained(tmp_path / "ours", 20, world, OVERRIDE)
+@pytest.mark.parametrize(
+    ("world", "kind", "held"),
+    [(1, "expert", [64, 768, 256]), (2, "expert", [32, 768, 256]), (2, "tensor", [64, 384, 256])],
+)
+def test_losses_of_20_steps_are_those_of_its_own_experts(
+    world: int, kind: str, held: list[int], tmp_path: Path
+) -> None:
+    """On 2 ranks each has half of the experts, or half of every expert's channels."""
+    own, ours = trained(tmp_path / "own", 20, world, kind), trained(tmp_path / "ours", 20, world, kind, OVERRIDE)
     for theirs, found in zip(own, ours):
         assert theirs["experts"] != found["experts"] == ["HexaGroupedExperts"]
-        assert theirs["held"] == found["held"] == [[64 // world, 768, 256]]
+        assert theirs["held"] == found["held"] == [held]
         assert found["dispatchers"] == ["AllToAllTokenDispatcher"]
         expected, losses = torch.tensor(theirs["losses"]), torch.tensor(found["losses"])
         assert len(losses) == 20

@@ -1,8 +1,8 @@
-"""torchtitan's own training loop on CPUs, as a script: `titan_training.py STEPS [OVERRIDE]` prints the losses as JSON.
+"""torchtitan's own training loop on CPUs, as a script: `titan_training.py STEPS KIND [OVERRIDE]` prints the losses as JSON.
 
-Run in an empty folder, or as several ranks in one each: routed experts are then shared out over them, and their tokens travel by
-torchtitan's all-to-all. It asks for an accelerator; stand-ins are given for what it asks of one, and for FlexAttention, which has
-no backward on CPUs.
+Run in an empty folder, or as several ranks in one each, over which routed experts are shared out: by KIND ``expert`` whole ones,
+whose tokens travel by its all-to-all, by ``tensor`` channels of all of them. It asks for an accelerator; stand-ins are given
+for what it asks of one, and for FlexAttention, which has no backward on CPUs.
 """
 
 import json
@@ -63,7 +63,7 @@ def write_data() -> None:
     (folder / "data.json").write_text("\n".join(lines))
 
 
-def main(steps: int, *overrides: str) -> None:
+def main(steps: int, kind: str, *overrides: str) -> None:
     write_data()
     FlexAttention._compiled_flex_attn = staticmethod(attention)
     distributed_utils.set_pg_timeouts = lambda *_, **__: None  # asks for a function that this torch has not got yet
@@ -80,7 +80,8 @@ def main(steps: int, *overrides: str) -> None:
     config.debug.seed = 1
     config.override.imports = list(overrides)
     if (world := int(os.environ["WORLD_SIZE"])) > 1:
-        config.parallelism.expert_parallel_degree, config.training.disable_cuda_graphs = world, True
+        setattr(config.parallelism, f"{kind}_parallel_degree", world)
+        config.training.disable_cuda_graphs = True
         config.parallelism.spmd_backend = "partial_dtensor"  # its default wants a later torch than 2.13
     trainer = config.build()
     modules = [m for part in trainer.model_parts for m in part.modules()]
