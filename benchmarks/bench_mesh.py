@@ -1,6 +1,6 @@
 """Training steps of whole models on several GPUs of one host: FSDP2, hexa_fx's partition, expert parallelism, beside each other.
 
-    torchrun --nproc_per_node 4 benchmarks/bench_mesh.py [--models qwen3-30b,...] [--tokens 8192,65536] [--json FILE]
+    torchrun --nproc_per_node 4 benchmarks/bench_mesh.py [--models qwen3-30b,...] [--tokens 8192,65536] [--zipf 1] [--json FILE]
 
 Models of `benchmarks/real_blocks.py`: published widths, ``--layers`` layers, bf16, random weights, a vocabulary of 1024. Tokens are
 those of all GPUs together, in sequences of at most 2048, as many on each. A step is forward, loss, backward and what combines
@@ -10,8 +10,13 @@ the slowest rank's median in milliseconds, and the largest allocation of any ran
     fsdp2_grouped_mm   `fully_shard` of every layer, experts by transformers' grouped_mm
     fsdp2_hexa         the same on the rewritten model
     data, model, fsdp, auto  the partition over all GPUs, everything else under FSDP2; fsdp is FSDP2 as a plan has it
+    data_graphed, model_graphed  the same steps by ``model.partition.graphed``; how many were replays is said, and no peak: what a
+                       graph holds is not counted among allocations
     mesh_data, mesh_model   the partition over pairs, FSDP2 over the pairs and, for what is not expert, over all (4 GPUs or more)
     ep_grouped_mm, ep_hexa  transformers' expert parallelism by all-to-all, everything else under FSDP2
+
+``--zipf`` has routers choose by Zipf's law with this exponent, the popular experts anywhere; ``fullest`` is then what the fullest
+rank has to compute under expert parallelism, over the mean. ``--dtype float32`` is float32 weights under bf16 autocast.
 
 A row that fails has the reason, and so has one that would begin later than ``--seconds`` after the start. What a rank does alone
 ends the job after a minute; rows before it are kept, and another start with the same FILE goes on behind it.
@@ -47,7 +52,7 @@ from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 from hexa_fx.errors import kind_and_line  # noqa: E402
 
-ROWS = "fsdp2_hexa auto data model fsdp2_grouped_mm ep_grouped_mm mesh_data mesh_model ep_hexa fsdp".split()
+ROWS = "fsdp2_hexa auto fsdp2_grouped_mm data_graphed model_graphed ep_grouped_mm data model ep_hexa mesh_data mesh_model fsdp"
 SEQUENCE = 2048
 GIB = 2.0**30
 
@@ -119,6 +124,8 @@ KINDS: dict[str, tuple[Callable[..., Callable[[], None]], str]] = {
     "model": (partitioned, "model"),
     "fsdp": (partitioned, "fsdp"),
     "auto": (partitioned, "auto"),
+    "data_graphed": (partitioned, "data"),
+    "model_graphed": (partitioned, "model"),
     "mesh_data": (on_an_axis, "data"),
     "mesh_model": (on_an_axis, "model"),
     "ep_grouped_mm": (expert_parallel, "grouped_mm"),
@@ -131,25 +138,65 @@ def measured(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     began = time.perf_counter()
     per_rank = tokens // dist.get_world_size()
     ids = tokens_of(o.device, per_rank).view(-1, min(SEQUENCE, per_rank))
-    model = make(name, o.device, o.shrink, o.layers).train()
+    model = make(name, o.device, o.shrink, o.layers).to(o.dtype).train()
+    said: Row = skew(model, ids, o.zipf) if o.zipf else {}
     prepare, how = KINDS[row]
     combine = prepare(model, ids, how, o.device)
 
-    def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    def step(ids: Tensor) -> None:
+        with torch.autocast(o.device, torch.bfloat16, enabled=o.dtype == torch.float32):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
         combine()
 
     for _ in range(2):
-        step()
+        step(ids)
     wait_for_kernels()
-    step()
-    milliseconds, peak = timed(step, o.rounds)
     session = vars(model).get("partition")
-    modes = sorted({layer.mode for layer in session.plan.layers}) if session is not None else []
+    run = session.graphed(step) if row.endswith("_graphed") else step
+    for _ in range(6 if row.endswith("_graphed") else 1):
+        run(ids)
+    milliseconds, peak = timed(lambda: run(ids), o.rounds)
+    if row.endswith("_graphed"):
+        said |= {"replays": run.replays, "reason_not_graphed": run.reason}
+    else:
+        said["peak_gib"] = peak
     if session is not None:
+        said["modes"] = sorted({layer.mode for layer in session.plan.layers})
         session.close()
-    seconds = round(time.perf_counter() - began, 1)
-    return {"ms": milliseconds, "peak_gib": peak, "modes": modes, "row_seconds": seconds}
+    return {"ms": milliseconds, **said, "row_seconds": round(time.perf_counter() - began, 1)}
+
+
+def skew(model: nn.Module, ids: Tensor, exponent: float) -> Row:
+    """Has every router draw experts by Zipf's law: the first channel carries each one's popularity, the others the draw.
+
+    Embeddings are made so large that layers hardly change their direction.
+    """
+    embedded = model.get_input_embeddings().weight
+    draw = torch.Generator(embedded.device).manual_seed(2)
+    embedded.data.normal_(0.0, 8.0, generator=draw)
+    embedded.data[:, 0] = 0.8 * embedded.shape[1] ** 0.5
+    first = 0.1 * embedded.shape[1] ** 0.5  # of a normalised row, nearly
+    chosen: list[Tensor] = []
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        chosen.append(next(each for each in output if not each.is_floating_point()))
+
+    routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    for router in routers:
+        experts, width = router.weight.shape
+        popular = torch.arange(1.0, experts + 1, device=ids.device) ** -exponent
+        router.weight.data.normal_(0.0, 1.3 / width**0.5, generator=draw)
+        places = torch.randperm(experts, generator=draw, device=ids.device)
+        router.weight.data[:, 0] = (popular.log()[places] / first).to(router.weight.dtype)
+    hooks = [router.register_forward_hook(note) for router in routers]
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    ranks = dist.get_world_size()
+    loads = [torch.bincount(ids.flatten(), minlength=experts).view(ranks, -1).sum(1) for ids in chosen]
+    return {"fullest": round(statistics.mean(float(load.max() * ranks / load.sum()) for load in loads), 2)}
 
 
 def timed(step: Callable[[], None], rounds: int) -> tuple[float, float]:
@@ -203,11 +250,13 @@ def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--models", default="qwen3-30b,mixtral-8x7b,olmoe")
     parser.add_argument("--tokens", default="8192,65536")
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--rows", default=ROWS.replace(" ", ","))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--zipf", type=float, default=0.0)
+    parser.add_argument("--dtype", default="bfloat16", type=lambda name: getattr(torch, name))
     o = parser.parse_args()
     o.began = time.perf_counter()
     o.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,13 +265,20 @@ def main() -> None:
     dist.init_process_group("nccl" if o.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     cases = [(name, int(tokens)) for name in o.models.split(",") for tokens in o.tokens.split(",")]
     found: list[Row] = json.loads(o.json.read_text())["rows"] if o.json and o.json.exists() else []
-    done = {(row["model"], row["tokens"], row["row"]) for row in found}
+    kept = {(r["model"], r["tokens"], r["row"], r.get("zipf", 0.0), "dtype" in r) for r in found}
+    done = {
+        (model, tokens, row)
+        for model, tokens, row, zipf, wide in kept
+        if (zipf, wide) == (o.zipf, o.dtype == torch.float32)
+    }
     dist.barrier()  # everyone has read it
     for row in o.rows.split(","):  # of every case, before the next: what matters most comes first, should time be short
         for name, tokens in cases:
             if (name, tokens, row) in done:
                 continue
             head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
+            head |= {"zipf": o.zipf} if o.zipf else {}
+            head |= {"dtype": "float32, autocast"} if o.dtype == torch.float32 else {}
             note([*found, head | {"reason": "ended the job"}], o)
             found.append(head | attempt(name, tokens, row, o))
             note(found, o)

@@ -1,7 +1,8 @@
 #!/bin/sh
 # What needs several GPUs, on a machine of four, in one call of at most SECONDS (570):   sh benchmarks/gpu_several.sh [OUT] [SECONDS]
 #
-#   1. until 60 %   bench_mesh.py: training steps by FSDP2, by every strategy, on one axis of a mesh, by expert parallelism
+#   1. until 60 %   bench_mesh.py: training steps by FSDP2, by every strategy, as CUDA graphs, by expert parallelism; routers by Zipf's
+#                   law; float32 weights under autocast (all of it takes 530 s on four H200: pass 950 as SECONDS)
 #   2. until 78 %   GPUs 0 and 1: gradients in bf16 and two unequal devices; GPUs 2 and 3: the tests marked multigpu, torchtitan's among
 #                   them where it is installed
 #   3. until 92 %   all four: gradients in bf16, four unequal devices, and what of Swin's gathers is hidden
@@ -21,20 +22,32 @@ mkdir -p "$out"
 export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
 export NCCL_NVLS_ENABLE=0 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 smoke=${SMOKE:+--smoke}
-rows="--tokens 8192,65536" swin=:swin-moe-b
-[ -z "$smoke" ] || { rows="--tokens 64 --shrink 32 --layers 2 --rounds 1" swin=; }
+large="--layers 4" few=8192 some=65536 many=262144 swin=:swin-moe-b
+[ -z "$smoke" ] || { large="--shrink 32 --layers 2 --rounds 1" few=64 some=96 many=128 swin=; }
 
 left() { # seconds until this share of all is over
   echo $((begin + seconds * $1 / 100 - $(date +%s)))
 }
 
-mesh() { # share; a row that ends the job is left out by the next launch
+rows() { # share, options; a row that ends the job is left out by the next launch
+  until=$1
+  shift
   for _ in 1 2 3 4; do
-    [ "$(left "$1")" -gt 40 ] || break
+    [ "$(left "$until")" -gt 40 ] || break
     # shellcheck disable=SC2086
-    timeout -k 10 "$(left "$1")" python3 -m torch.distributed.run --master_port 29800 --nproc_per_node 4 benchmarks/bench_mesh.py \
-      $rows --seconds $(($(left "$1") - 25)) --json "$work/mesh.json" && break
+    timeout -k 10 "$(left "$until")" python3 -m torch.distributed.run --master_port 29800 --nproc_per_node 4 benchmarks/bench_mesh.py \
+      $large --seconds $(($(left "$until") - 25)) --json "$work/mesh.json" "$@" && break
   done
+}
+
+mesh() { # share
+  two=qwen3-30b,mixtral-8x7b six=fsdp2_hexa,auto,fsdp2_grouped_mm,data_graphed,model_graphed,ep_grouped_mm
+  rows "$1" --models $two --tokens $few,$some --rows $six
+  rows "$1" --models $two --tokens $some --rows auto,ep_grouped_mm,fsdp2_hexa,ep_hexa --zipf 1.2
+  rows "$1" --models olmoe --tokens $few,$some --rows $six
+  rows "$1" --models $two,olmoe --tokens $many --rows fsdp2_hexa,auto,fsdp2_grouped_mm,ep_grouped_mm
+  rows "$1" --models $two,olmoe --tokens $few,$some --rows data,model,ep_hexa,mesh_data,mesh_model
+  rows "$1" --models qwen3-30b --tokens $few,$some --rows fsdp2_hexa,auto,fsdp2_grouped_mm --dtype float32
   [ ! -s "$work/mesh.json" ] || cp "$work/mesh.json" "$out/mesh_h200x4.json"
 }
 

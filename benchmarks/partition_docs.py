@@ -156,36 +156,49 @@ def unequal(runs: Runs) -> str:
 
 
 def mesh(folder: Path) -> str:
-    """Steps of whole models beside each other, where they are recorded."""
+    """Steps of whole models beside each other: a table of dense routers in bf16, and what skew and mixed precision change."""
     paths = [path for n in (2, 4) if (path := folder / f"mesh_h200x{n}.json").exists()]
     found = [row for path in paths for row in json.loads(path.read_text())["rows"]]
-    if not found:
-        return "Not recorded yet: `sh benchmarks/gpu_several.sh` does, on four GPUs."
     by: dict[tuple[Any, ...], dict[str, Record]] = {}
     for row in found:
-        by.setdefault((row["gpus"], row["model"], row["layers"], row["tokens"]), {})[row["row"]] = row
-    kinds = list(dict.fromkeys(row["row"] for row in found))
+        set_up = _set_up(row)
+        by.setdefault((row["gpus"], row["model"], row["tokens"], set_up), {})[row["row"]] = row
+    said = [
+        f"* {row['model']}, {row['tokens']}, {_set_up(row)}, {row['row']}: {row['reason']}"
+        for row in found
+        if "reason" in row
+    ]
+    plain = {case[:3]: rows for case, rows in by.items() if case[3] == "bf16"}
+    other = {case: rows for case, rows in by.items() if case[3] != "bf16"}
+    parts = [
+        _steps(plain, ["GPUs", "model", "tokens"]),
+        _steps(other, ["GPUs", "model", "tokens", "set-up"]) if other else "",
+    ]
+    return "\n\n".join([*filter(None, parts), *(["\n".join(sorted(said))] if said else [])])
+
+
+def _set_up(row: Record) -> str:
+    skewed = f"Zipf {row['zipf']:g}, fullest rank {row['fullest']:.2f}" if "fullest" in row else ""
+    return skewed or str(row.get("dtype", "bf16"))
+
+
+def _steps(by: dict[tuple[Any, ...], dict[str, Record]], head: list[str]) -> str:
+    kinds = list(dict.fromkeys(kind for rows in by.values() for kind in rows))
     lines = []
     for case, rows in by.items():
-        cells = [f"{r['ms']:.1f}, {r['peak_gib']:.1f}" if "ms" in (r := rows.get(kind, {})) else "-" for kind in kinds]
         times = {kind: row["ms"] for kind, row in rows.items() if "ms" in row}
-        over = f"{times['auto'] / min(times.values()):.2f}" if "auto" in times else "-"
-        ours = [times[kind] for kind in ("data", "model", "mesh_data", "mesh_model") if kind in times]
-        gain = f"{times['fsdp2_hexa'] / min(ours):.2f}" if ours and "fsdp2_hexa" in times else "-"
+        cells = [_cell(rows[kind]) if kind in times else "-" for kind in kinds]
+        launched = [ms for kind, ms in times.items() if not kind.endswith("_graphed")]
+        over = f"{times['auto'] / min(launched):.2f}" if "auto" in times else "-"
+        gain = f"{times['fsdp2_hexa'] / min(times.values()):.2f}" if "fsdp2_hexa" in times else "-"
         lines.append([*case, *cells, over, gain])
-    said = sorted(
-        {f"* {row['model']}, {row['tokens']}, {row['row']}: {row['reason']}" for row in found if "reason" in row}
-    )
-    head = [
-        "GPUs",
-        "model",
-        "layers",
-        "tokens",
-        *kinds,
-        "auto over the best",
-        "FSDP2 with hexa over the best partition",
-    ]
-    return "\n".join([table(head, lines), *([""] + said if said else [])])
+    return table([*head, *kinds, "auto over the best that is launched", "FSDP2 with hexa over the best"], lines)
+
+
+def _cell(row: Record) -> str:
+    peak = f", {row['peak_gib']:.1f}" if "peak_gib" in row else ""
+    chosen = f" ({row['modes'][0].removesuffix('_centric')})" if row["row"] == "auto" and row.get("modes") else ""
+    return f"{row['ms']:.1f}{peak}{chosen}"
 
 
 def _split(record: Record) -> str:

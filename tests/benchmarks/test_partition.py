@@ -125,15 +125,17 @@ def test_tables_of_the_page_are_those_of_the_records() -> None:
 def test_steps_of_whole_models_beside_each_other(tmp_path: Path) -> None:
     from benchmarks import partition_docs as docs
 
-    assert "Not recorded yet" in docs.mesh(tmp_path)
-    head = {"gpus": 4, "model": "olmoe", "layers": 6, "tokens": 8192}
+    head = {"gpus": 4, "model": "olmoe", "tokens": 8192, "layers": 6}
     times = {"fsdp2_hexa": 12.0, "data": 11.0, "model": 10.0, "auto": 10.5}
     rows = [head | {"row": row, "ms": ms, "peak_gib": 3.0} for row, ms in times.items()]
+    graphed = head | {"row": "data_graphed", "ms": 6.0}
+    skewed = head | {"row": "auto", "ms": 9.0, "peak_gib": 2.0, "modes": ["fsdp"], "zipf": 1.2, "fullest": 1.5}
     failed = head | {"row": "ep_hexa", "reason": "out of memory"}
-    (tmp_path / "mesh_h200x4.json").write_text(json.dumps({"rows": [*rows, failed]}))
+    (tmp_path / "mesh_h200x4.json").write_text(json.dumps({"rows": [*rows, graphed, skewed, failed]}))
     said = docs.mesh(tmp_path).splitlines()
-    assert said[2] == "| 4 | olmoe | 6 | 8192 | 12.0, 3.0 | 11.0, 3.0 | 10.0, 3.0 | 10.5, 3.0 | - | 1.05 | 1.20 |"
-    assert said[-1] == "* olmoe, 8192, ep_hexa: out of memory"
+    assert said[2] == "| 4 | olmoe | 8192 | 12.0, 3.0 | 11.0, 3.0 | 10.0, 3.0 | 10.5, 3.0 | 6.0 | - | 1.05 | 2.00 |"
+    assert "| 4 | olmoe | 8192 | Zipf 1.2, fullest rank 1.50 | 9.0, 2.0 (fsdp) | 1.00 | - |" in said
+    assert said[-1] == "* olmoe, 8192, bf16, ep_hexa: out of memory"
 
 
 def test_a_step_as_a_graph_is_another_record_than_the_same_launched_by_the_host() -> None:
