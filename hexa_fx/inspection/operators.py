@@ -8,6 +8,9 @@ import torch.fx
 
 from hexa_fx.torch_private import OpOverload
 
+CHECKS = ("require", "require_experts", "require_finite", "require_routing")
+"""What asks in every call whether it is as it was when the block was analysed, and computes nothing."""
+
 
 def op_name(node: torch.fx.Node) -> str:
     """``hexa.esmm``, ``aten.cat.default``, ``getitem``, ``size``: what a node calls, in short."""

@@ -104,8 +104,8 @@ def _stage(stage: Stage, picture: Picture) -> dict[str, Any]:
 
 def _totals(stage: Stage) -> list[tuple[str, str]]:
     """(value, unit) pairs. What one tile costs depends on the tile, so that its graph has no costs."""
-    count = sum(stage.graph.counts.values())
-    found = [(str(count), "operator" if count == 1 else "operators")]
+    count, _, unit = stage.graph.size.partition(" ")
+    found = [(count, unit)]
     flops, moved = of_mixture(stage.graph)
     if flops:
         found.append((amount(flops, "FLOP"), "in the experts' products"))

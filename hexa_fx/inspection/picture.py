@@ -10,23 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from hexa_fx.inspection.operators import CHECKS
 from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
 
-_PLUMBING = (
-    "size",
-    "numel",
-    "dim",
-    "__len__",
-    "item",
-    "tolist",
-    "__bool__",
-    "__int__",
-    "after",
-    "require",
-    "require_experts",
-    "require_finite",
-    "require_routing",
-)
+_PASSED_ON = ("after", "require_experts")
+"""What gives its first argument, as it is or after something was written to it."""
+_PLUMBING = (*"size numel dim __len__ item tolist __bool__ __int__".split(), *_PASSED_ON, *CHECKS)
 _LONGEST_LOOP = 96
 
 
@@ -113,13 +102,12 @@ class _Drawing:
 
     def _fold(self, nodes: Sequence[NodeView]) -> None:
         """Finds stretches of the run that repeat, and lets the first repetition stand for all of them."""
-        labels = [(n.op, n.role, str(n.where)) for n in nodes]
-        lines = [(n.op, str(n.where)) for n in nodes]
+        labels = [(n.op, str(n.where or n.role)) for n in nodes]  # of one line, the first run may have another role
         at = 0
         while at < len(nodes):
-            runs = _runs_with_branches(lines, at)
+            runs = _runs_with_branches(labels, at)
             if runs:
-                self._fold_runs(nodes, lines, runs)
+                self._fold_runs(nodes, labels, runs)
                 at = runs[-1][1]
                 continue
             period, times = _repetition(labels, at)
@@ -181,7 +169,7 @@ class _Drawing:
         label, type_ = "", self.by_name[name].type
         while name not in visible:
             source = self.by_name[name]
-            if not source.inputs or (source.op in _PLUMBING and source.op != "after"):
+            if not source.inputs or (source.op in _PLUMBING and source.op not in _PASSED_ON):
                 return None
             if source.index is not None and not label:
                 label = f"[{source.index}]" if source.name.startswith("getitem") else source.name

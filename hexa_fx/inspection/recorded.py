@@ -37,7 +37,7 @@ class Seen:
         return f"{self.when} {self.name}, {self.path or 'the model'}{mode}"
 
     def __str__(self) -> str:
-        lines = [f"# {self.title}: {sum(self.graph.counts.values())} operators"]
+        lines = [f"# {self.title}: {self.graph.size}"]
         lines += [f"# changed: {self.difference}"] if self.difference else []
         lines += [f"# says: {self.note}"] if self.note else []
         return "\n".join([*lines, self.graph.readable()])

@@ -49,8 +49,7 @@ class Stage:
     direction: Direction = "block"
 
     def __str__(self) -> str:
-        count = sum(self.graph.counts.values())
-        head = f"# {self.name}: {self.title}; {count} operators"
+        head = f"# {self.name}: {self.title}; {self.graph.size}"
         if self.nodes_before is not None:
             head += f", before {self.nodes_before}" + (f" ({self.difference})" if self.difference else " (no change)")
         return f"{head}\n{self.graph.readable()}"

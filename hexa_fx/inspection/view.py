@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from hexa_fx.inspection.operators import op_name
+from hexa_fx.inspection.operators import CHECKS, op_name
 from hexa_fx.inspection.work import flops_of, moved_bytes
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes.detect.graph import nodes_in
@@ -95,8 +95,14 @@ class GraphView:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of nodes of each operator, without inputs, parameters and outputs."""
-        return dict(Counter(node.op for node in self.nodes if node.kind in ("call", "module")))
+        """Number of nodes of each operator, without inputs, parameters, outputs, and checks of what was assumed."""
+        return dict(Counter(node.op for node in self.nodes if node.kind in ("call", "module") and node.op not in CHECKS))
+
+    @property
+    def size(self) -> str:
+        """``35 operators``."""
+        count = sum(self.counts.values())
+        return f"{count} operator{'s' * (count != 1)}"
 
     @property
     def flops(self) -> int:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-_FREE = frozenset(
+from hexa_fx.inspection.operators import CHECKS
+
+_FREE = frozenset(CHECKS) | frozenset(
     "size dim numel getitem after view reshape unflatten flatten squeeze unsqueeze expand expand_as permute transpose t "
     "contiguous chunk split unbind detach item tolist __bool__ __int__ __index__ stack_ size_ getattr view_as "
-    "require require_experts require_finite require_routing not_ empty new_empty empty_like".split()
+    "not_ empty new_empty empty_like".split()
 )
 _GATHER = frozenset("index_select gather take index getitem_rows".split())
 _SCATTER = frozenset("index_add index_add_ scatter_add scatter_add_ index_put_ set_item index_copy_".split())

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from hexa_fx.inspection.layout import BOX_HEIGHT, lay_out
 from hexa_fx.inspection.picture import picture_of
 from hexa_fx.inspection.view import GraphView, NodeView, TensorType
 from hexa_fx.inspection.work import flops_of, moved_bytes
+from hexa_fx.ir import SourceLocation
 
 
 @pytest.fixture
@@ -64,6 +66,21 @@ def chain(*ops: str) -> GraphView:
 def test_what_counts_as_a_loop(ops, drawn):
     picture = picture_of(chain(*ops.split()))
     assert [(box.title, box.times) for box in picture.boxes if box.kind == "call"] == drawn
+
+
+def test_a_first_run_with_another_role_is_of_the_loop():
+    """Where ``out[token] += y`` reads, the first run reads zeros, and the others what was summed."""
+    runs = chain(*"take add take add take add".split())
+    nodes = [replace(node, where=SourceLocation("moe.py", 1), role="combine") for node in runs.nodes]
+    nodes[1] = replace(nodes[1], role="dispatch")
+    assert [box.times for box in picture_of(GraphView(tuple(nodes))).boxes if box.kind == "call"] == [3, 3]
+
+
+def test_checks_are_neither_drawn_nor_counted():
+    """They compute nothing: ids go through one as they are."""
+    checked = chain("require_experts", "hexa.moe_ffn")
+    assert [(arrow.source, arrow.target) for arrow in picture_of(checked).arrows] == [("x", "n1")]
+    assert (checked.counts, checked.size) == ({"hexa.moe_ffn": 1}, "1 operator")
 
 
 def test_boxes_do_not_overlap_and_arrows_point_down(graphs):
