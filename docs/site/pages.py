@@ -26,7 +26,7 @@ ELSEWHERE = {
 
 _AS_IT_IS = "examples/walkthrough.ipynb"
 _FENCE = re.compile(r"^```python [^\n]*", re.MULTILINE)
-_LINK = re.compile(r"(\]\(|src=\")([^)#\"\s:]+)((?:#[^)\"]*)?[)\"])")
+_LINK = re.compile(r"(\]\(|src(?:set)?=\")([^)#\"\s:]+)((?:#[^)\"]*)?[)\"])")
 
 
 def on_files(files: Files, config: Any) -> Files:
