@@ -51,6 +51,7 @@ def main() -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print("loss:", ", ".join(f"{loss:.2f}" for loss in losses))
         assert losses[-1] < 0.5 * losses[0]
+        print(model.report)  # what was rewritten, and what the forty steps ran
 
         model.save_pretrained(folder)
         plain = AutoModelForCausalLM.from_pretrained(folder).eval()  # no trace of hexa_fx in the checkpoint

@@ -23,7 +23,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.optimizing import Part, analyse_and_install, as_finished, at_first_call
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
-from hexa_fx.report import OptimizationReport
+from hexa_fx.report import OFF, WAITS, OptimizationReport
 from hexa_fx.runtime.preflight import called_in, check_model, check_values
 from hexa_fx.sources.packed_parameters import collecting
 from hexa_fx.spread import Spread
@@ -104,14 +104,15 @@ def optimize_(
             devices it may be left in parts.
     """
     check_model(model)
-    config = _checked(config)
+    config = _checked(config, model)
     if example_inputs is not None:
         check_values(model)
     let_go(model)  # of what an earlier call left, if the model was not called since
     spread = Spread(mesh, strategy, capacities, partition, data_mesh)
     spread.check(example_inputs)
-    if config.skip.strip() == "*" and mesh is None:
-        attach(model, "report", OptimizationReport(()))
+    if config.off and mesh is None:
+        attach(model, "report", OptimizationReport((), unseen=OFF))
+        attach(model, "graphs", Graphs({}))
         return model
     if example_inputs is not None or mesh is not None:
         example = example_tokens(model) if example_inputs is None else example_inputs
@@ -122,7 +123,7 @@ def optimize_(
     whole, graphs, called = Part(), Graphs({}), called_in(model)
     around = () if called is model else (model,)
     put_on(called, partial(at_first_call, config=config, model=whole, graphs=graphs, around=around))
-    attach(model, "report", OptimizationReport((), later=whole.later, waiting=True))
+    attach(model, "report", OptimizationReport((), later=whole.later, unseen=WAITS))
     attach(model, "graphs", graphs)
     return model
 
@@ -143,7 +144,7 @@ def explain(
         Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
-    config = _checked(config)
+    config = _checked(config, model)
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     with torch.inference_mode(False), tracing() as trace:
         report = as_finished(analyse_model(model, example_inputs, config, Inspector()), config)
@@ -151,7 +152,9 @@ def explain(
     return report
 
 
-def _checked(config: HexaConfig | None) -> HexaConfig:
+def _checked(config: HexaConfig | None, model: nn.Module) -> HexaConfig:
     if not isinstance(config, HexaConfig | None):
         raise InputError(f"config is a {type(config).__name__}; expected a hexa_fx.HexaConfig")
-    return config or HexaConfig.from_environment()
+    config = config or HexaConfig.from_environment()
+    config.say_unknown([path for path, _ in model.named_modules()])
+    return config

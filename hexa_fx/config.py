@@ -8,7 +8,7 @@ import fnmatch
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hexa_fx.errors import InputError
@@ -40,8 +40,8 @@ class HexaConfig:
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
         batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
-        skip: paths of blocks that are left as they are, as patterns of `fnmatch` with commas between them; ``*`` switches
-            everything off (so does ``HEXA_FX_SKIP=*`` in the environment).
+        skip: paths of blocks, or of modules around them, that are left as they are: patterns of `fnmatch` with commas between
+            them; ``*`` switches everything off (so does ``HEXA_FX_SKIP=*`` in the environment).
         specialisations: for how many kinds of calls (modes, dtypes, autocast, settings) a block is analysed; past that, calls of
             new kinds run its own code.
         check_every: one call in so many runs the original too and compares; a block that differs is left to its original, with a
@@ -102,9 +102,25 @@ class HexaConfig:
                 f"HexaConfig(compute={self.compute!r}) goes with neither batch_invariant nor an ablation; leave these as they are"
             )
 
+    @property
+    def off(self) -> bool:
+        """Whether everything is switched off."""
+        return self.skip.strip() == "*"
+
     def skips(self, path: str) -> bool:
-        """Whether the block at a path is left as it is."""
-        return any(fnmatch.fnmatchcase(path, pattern.strip()) for pattern in self.skip.split(",") if pattern.strip())
+        """Whether the block at a path is left as it is, since it or a module around it is to be skipped."""
+        names = path.split(".")
+        around = [".".join(names[: n + 1]) for n in range(len(names))]
+        return any(fnmatch.filter(around, pattern) for pattern in self._patterns())
+
+    def say_unknown(self, paths: Collection[str]) -> None:
+        """Warns of what is to be skipped and is at none of these paths of a model's modules."""
+        for pattern in self._patterns():
+            if not fnmatch.filter(paths, pattern):
+                logger.warning("skip=%r: named_modules() of the model lists no such path", pattern)
+
+    def _patterns(self) -> list[str]:
+        return [pattern.strip() for pattern in self.skip.split(",") if pattern.strip()]
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int | str) -> HexaConfig:
@@ -141,7 +157,7 @@ def checked_mode() -> bool:
 def _parse(name: str, text: str, kind: type) -> bool | int | str:
     lowered, boolean = text.strip().lower(), kind is bool
     if kind is str:
-        return lowered
+        return text.strip()
     if boolean and lowered in _TRUE + _FALSE:
         return lowered in _TRUE
     if not boolean and lowered.isdecimal():

@@ -25,7 +25,7 @@ from hexa_fx.errors import HexaError
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import why_not_analysed
-from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, REPLICATE, take_off
+from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, PUT_ON, REPLICATE, take_off
 from hexa_fx.runtime.guards import NoGlobals, SignatureOfOriginal, say_in_trace
 from hexa_fx.torch_private import graph_break
 
@@ -108,9 +108,14 @@ class FirstCall(InPlace):
                 said = f"{self._path or 'the model'} runs its own code, and is analysed in its next call: %s"
                 log.warning(said, reason)
             else:
-                self._analyse_call(module, args, kwargs)
+                failed = self._analyse_call(module, args, kwargs)
                 with shared.covered():
-                    return self._now(module, slot)(*args, **kwargs)
+                    result = self._now(module, slot)(*args, **kwargs)
+                if failed is not None:  # though the call itself succeeded; else the next one is analysed
+                    said = f"{self._path or 'the model'} runs its own code, since its first call could not be repeated"
+                    log.warning(said, exc_info=failed)
+                    let_go(module)
+                return result
         return self._now(module, slot)(*args, **kwargs)
 
     def _waits(self, module: nn.Module) -> bool:
@@ -129,20 +134,27 @@ class FirstCall(InPlace):
             return installed  # type: ignore[no-any-return]
         return self._own_original or functools.partial(type(module).forward, module)
 
-    def _analyse_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _analyse_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+        """Analyses the module, which then waits no more. It waits on if the user ends it, or the model's code raises what is
+        returned.
+        """
         with self._shared.lock:
             if not self._waits(module):  # another thread was faster
-                return
+                return None
+            own, there = vars(module), {slot: vars(module)[slot] for slot in PUT_ON if slot in vars(module)}
             try:
                 with self._in_front(module), self._shared.analysing():
                     self._shared.analyse(module, self._path, self._own_original, copied(args), copied(kwargs))
             except HexaError:
+                let_go(module)
                 raise
-            except Exception:  # of the model's code, which the call itself then shows
-                name = self._path or "the model"
-                log.warning("%s runs its own code, since its first call could not be repeated", name, exc_info=True)
-            finally:
-                self.go(module)
+            except BaseException as error:
+                own.update(there)
+                if not isinstance(error, Exception):
+                    raise
+                return error
+            self.go(module)
+            return None
 
     @contextmanager
     def _in_front(self, module: nn.Module) -> Iterator[None]:

@@ -17,7 +17,7 @@ from hexa_fx.analysis import ModelAnalysis, analyse_model
 from hexa_fx.attached import attach
 from hexa_fx.capture.host import compiled_as_python
 from hexa_fx.config import HexaConfig
-from hexa_fx.errors import HexaError, NothingRewritten, VerificationError
+from hexa_fx.errors import HexaError, NothingRewritten, VerificationError, kind_and_line
 from hexa_fx.example_inputs import Call, ExampleInputs
 from hexa_fx.first_call import let_go
 from hexa_fx.graphs import BlockGraphs, Graphs
@@ -113,8 +113,14 @@ def at_first_call(
     else:
         beside = shadow_of(module, frozenset({*PUT_ON, "report", "graphs"}), own_forward)
     part = replace(model, path=path)
-    with undisturbed(), collections_are_cheap(), compiled_as_python():
-        found, made = analyse_and_install(module, Call(args, kwargs), config, ONE_DEVICE, beside, part)
+    try:
+        with undisturbed(), collections_are_cheap(), compiled_as_python():
+            found, made = analyse_and_install(module, Call(args, kwargs), config, ONE_DEVICE, beside, part)
+    except Exception as error:
+        why = f"its first call could not be analysed: {kind_and_line(error)}"
+        for each in (module, *around) if not path else ():
+            attach(each, "report", OptimizationReport((), later=model.later, unseen=why))
+        raise
     graphs.add(made, path)
     if path:
         model.later.update({block.path: block for block in found.found})
@@ -137,14 +143,14 @@ def analyse_and_install(
     Raises:
         NothingRewritten, VerificationError: with ``strict``, as `hexa_fx.optimize`.
     """
-    part = part or Part()
+    waits, part = part is not None, part or Part()
     adopt_loaded(model)
     inspector, alone = Inspector(), spread.mesh is None
     with (
         torch.inference_mode(False),
         tracing() as trace,
         kernels_requested(config.compute),
-        whole_or_not_at_all(model),
+        whole_or_not_at_all(model, waits),
     ):
         most = config.probe_tokens if isinstance(example_inputs, Call) else None
         found = analyse_model(

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+WAITS = "the model is analysed in its first call, after which its .report says what was found"
+OFF = "hexa_fx is switched off (skip='*' of HexaConfig, or HEXA_FX_SKIP in the environment); the model is unchanged"
+
+
 @dataclass(frozen=True)
 class OptimizationReport:
     """Every block that looked like MoE, in model order.
@@ -33,14 +37,14 @@ class OptimizationReport:
         seconds: how long the analysis took.
         plan: how the blocks are spread over devices, with the numbers behind it; None on one device.
         later: reports of blocks that were first analysed, or first rewritten, when they were called, by path.
-        waiting: whether the model is analysed in its first call, which did not come yet. Parts of it may have been called.
+        unseen: why the model was not analysed, or not yet; empty if it was. Parts of it may have been called.
     """
 
     found: tuple[BlockReport, ...]
     seconds: float = 0.0
     plan: Plan | None = None
     later: dict[str, BlockReport] = field(default_factory=dict)
-    waiting: bool = False
+    unseen: str = ""
 
     @property
     def blocks(self) -> tuple[BlockReport, ...]:
@@ -61,10 +65,8 @@ class OptimizationReport:
 
     def summary(self) -> str:
         """One line: how many blocks were rewritten, and in what time."""
-        if self.waiting and not self.blocks:
-            return "the model is analysed in its first call, after which its .report says what was found"
         if not self.blocks:
-            return "no MoE block was found; the model is unchanged"
+            return self.unseen or "no MoE block was found; the model is unchanged"
         already = sum(block.status == "already" for block in self.blocks)
         now = sum(bool(block.now) for block in self.rewritten)
         said = []

@@ -101,7 +101,8 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
             "parse arguments under `if __name__ == '__main__':`"
         ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        parts = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
+        what = f"({parts})" if parts else f"a {type(made).__name__}"
         raise InputError(
             f"{target!r} returned {what}; expected (model, example_inputs), with several inputs in a tuple or dict of their own"
         )

@@ -42,13 +42,16 @@ def undo_(model: Model) -> Model:
 
 
 @contextmanager
-def whole_or_not_at_all(model: nn.Module) -> Iterator[None]:
-    """Takes what was installed off again if an error, or the user, ends the work before all of it is."""
+def whole_or_not_at_all(model: nn.Module, waits: bool) -> Iterator[None]:
+    """Takes what was installed off again if an error, or the user, ends the work before all of it is.
+
+    ``waits``: the model waits for its first call, and goes on with it and with its report.
+    """
     before = {id(module) for module in model.modules() if is_installed(module)}
     try:
         yield
     except BaseException:
-        if before:
+        if before or waits:
             for module in model.modules():
                 if is_installed(module) and id(module) not in before:
                     uninstall(module)

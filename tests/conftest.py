@@ -106,6 +106,14 @@ def rewritten_code_at_any_size() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_code_when_small(rewritten_code_at_any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users have it, nevertheless: what the first pages run is large enough."""
+    from hexa_fx.passes.rewrite.own_code import own_code_limit
+
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", own_code_limit)
+
+
+@pytest.fixture
 def requested(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The kernels that are requested for an H200. A stand-in: parameters lie on a CPU."""
     import torch

@@ -53,6 +53,7 @@ def test_blocks_of_the_page_run(page: Path) -> None:
     _run(page)
 
 
+@pytest.mark.usefixtures("own_code_when_small")
 def test_what_the_readme_begins_with_runs_on_the_operators() -> None:
     report = _run(ROOT / "README.md")["model"].report  # type: ignore[attr-defined]
     assert [block.status for block in report.blocks] == ["rewritten"] * 2

@@ -11,15 +11,15 @@ pytest.importorskip("transformers", minversion="5")
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SAYS = {
-    "transformers_inference": "same tokens",
-    "fine_tuning": "saved and loaded by plain transformers",
+    "transformers_inference": "calls: 2 rewritten",
+    "fine_tuning": "calls: 40 rewritten",
     "lora_experts": "loaded by plain PEFT: the same logits",
     "qlora_one_gpu": "the adapters alone were saved",
     "grpo_replay": "on the sampler's routing",
     "grpo_trl": "trained by TRL on the sampler's routing",
-    "handwritten_moe": "same weights after training",
+    "handwritten_moe": "calls: 10 rewritten",
     "train_small_moe": "'own_calls': 0}",
-    "inspect_graph": "The second block runs its own code:",
+    "inspect_graph": "# The first block's calls: 1 rewritten\n",
     "unequal_devices": "of one process",
     "all_to_all_experts": "equal to one device",
     "trainer_on_a_mesh": "as of one process",
@@ -35,6 +35,7 @@ def test_all_are_tested_and_listed() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name not in OF_SEVERAL])
+@pytest.mark.usefixtures("own_code_when_small")
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"fine_tuning": "accelerate", "lora_experts": "peft", "qlora_one_gpu": "peft", "grpo_trl": "trl"}
     if name in needed:

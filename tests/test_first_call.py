@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx import optimizing
 from hexa_fx.first_call import waiting_of
 from tests.zoo.loops import WherePlusAssign as Block
 from tests.zoo.variant import D
@@ -216,6 +217,47 @@ def test_optimize_again_before_the_first_call() -> None:
     for _ in range(2):
         model(x)
     assert counts(model) == {"left.1": (2, 0)}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_first_call_that_ends_early_is_followed_by_another(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user ends it, or gives it inputs that the model cannot take."""
+    torch.manual_seed(0)
+    model, x = Branches(), torch.randn(6, D)
+    opt = hexa_fx.optimize(model, config=CONFIG)
+    given = x
+    with pytest.MonkeyPatch.context() as patch:
+        if error is KeyboardInterrupt:
+            patch.setattr(optimizing, "find_sites", raises(error))
+        else:
+            given = x[:, 1:]
+        with pytest.raises(error):
+            opt(given)
+    assert not caplog.text
+    torch.testing.assert_close(opt(x), model(x))
+    torch.testing.assert_close(opt(x, True), model(x, True))
+    assert counts(opt) == {"left.1": (1, 0), "right.0": (1, 0), "right.1": (1, 0)}
+
+
+def test_a_first_call_that_cannot_be_repeated_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt = hexa_fx.optimize(Branches(), config=CONFIG)
+    monkeypatch.setattr(optimizing, "find_sites", raises(RuntimeError))
+    for _ in range(2):
+        opt(torch.randn(6, D))
+    assert caplog.text.count("runs its own code, since its first call could not be repeated") == 1
+    assert opt.report.summary() == "its first call could not be analysed: RuntimeError: ended"
+    assert all(waiting_of(module) is None for module in opt.modules())
+
+
+def raises(error: type[BaseException]) -> Callable[..., Any]:
+    def ends(*_: Any, **__: Any) -> Any:
+        raise error("ended")
+
+    return ends
 
 
 def test_export_before_the_first_call(caplog: pytest.LogCaptureFixture) -> None:

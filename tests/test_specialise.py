@@ -204,8 +204,11 @@ def test_undo_and_a_report_that_was_kept() -> None:
     model, opt = made()
     opt(tokens())
     report = opt.report
+    hexa_fx.undo_(opt.layers[0])
+    assert "2 of 2 MoE blocks rewritten in" in report.summary()
+    assert report.summary().endswith("; 1 of them runs the original code now")
     hexa_fx.undo_(opt)
-    assert "rewritten" in str(report)
+    assert "layers.0: runs its own code now: undo_ gave it its own forward back" in str(report)
     torch.testing.assert_close(opt(tokens()), model(tokens()))
 
 
@@ -216,8 +219,18 @@ def test_blocks_that_are_left_out_and_everything_switched_off(monkeypatch: pytes
     monkeypatch.setenv("HEXA_FX_SKIP", "*")
     for off in (hexa_fx.optimize(Model(), tokens()), hexa_fx.optimize(Model())):
         off(tokens())
-        assert not off.report.blocks
+        assert "switched off" in str(off.report)
+        assert not off.graphs
         assert not any("forward" in vars(module) for module in off.modules())
+
+
+def test_what_is_around_blocks_is_left_out_by_its_path(caplog: pytest.LogCaptureFixture) -> None:
+    config = hexa_fx.HexaConfig.from_environment({"HEXA_FX_SKIP": "Layers, layers.*, *.Mlp"})
+    assert all(map(config.skips, ("Layers.0.mlp", "layers.1", "a.Mlp.experts")))
+    assert not any(map(config.skips, ("layers", "a.mlp", "")))
+    hexa_fx.explain(Model(), tokens(), hexa_fx.HexaConfig(skip="layers,layer.0"))
+    assert "skip='layer.0': named_modules() of the model lists no such path" in caplog.text
+    assert "skip='layers'" not in caplog.text
 
 
 def test_experts_that_are_exchanged_again_and_again_are_read_anew() -> None:

@@ -102,18 +102,21 @@ def _is_own_code(blocks: Sequence[BlockReport], gradients: int, device: str) -> 
 
 def _own_code(report: OptimizationReport, device: str) -> str:
     """A sentence if blocks run their own code because the example is small, so that two times of the same code are compared."""
+    from hexa_fx.inspection.text import small_calls
+    from hexa_fx.ir import Small
+
     if device.startswith("cuda"):
         return ""
     small = [b for b in report.rewritten if b.costs is not None and b.costs.tokens <= max(b.small_tokens)]
     if not small:
         return ""
     both = all(b.costs is not None and b.costs.tokens <= min(b.small_tokens) for b in small)
-    without, wanted = (max(limits) for limits in zip(*(b.small_tokens for b in small)))
-    limit = f"{without} tokens" if without == wanted else f"{without} tokens, with gradients {wanted}"
+    limits = Small(*map(max, zip(*(b.small_tokens for b in small))))
+    without, wanted = limits
     which = "Both times" if both else f"Times with{'' if wanted > without else 'out'} gradients"
     return (
-        f"{len(small)} of {len(report.rewritten)} rewritten blocks run their own code on this example, which a CPU does faster "
-        f"up to {limit}. {which} are of the same code; "
+        f"{len(small)} of {len(report.rewritten)} rewritten blocks run their own code on this example, as a CPU is faster so in "
+        f"{small_calls(limits)}. {which} are of the same code; "
         "--like Granite-3.0-1B-A400M --layers 1 times a model of real widths"
     )
 

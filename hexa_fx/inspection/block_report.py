@@ -172,10 +172,8 @@ class BlockReport:
         Raises:
             KernelError: there are no kernels for ``arch``. InputError: ``arch`` is no whole number, or ``tokens`` less than 1.
         """
-        if type(arch) is not int:
-            raise InputError(f"arch={arch!r}: expected a compute capability as a whole number, such as 90")
-        if tokens is not None and tokens < 1:
-            raise InputError(f"tokens={tokens}: expected at least 1")
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise InputError(f"tokens={tokens!r}: expected a whole number of at least 1")
         return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from hexa_fx.errors import HexaError
+from hexa_fx.errors import HexaError, InputError
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import FfnCase, operator_values
 from hexa_fx.observers import muted
@@ -77,8 +77,10 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
         arch: compute capability, 80, 86, 89 or 90. Default: this machine's GPU, else 90.
 
     Raises:
-        KernelError: there are no kernels for ``arch``.
+        KernelError: there are no kernels for ``arch``. InputError: ``arch`` is no whole number.
     """
+    if arch is not None and type(arch) is not int:
+        raise InputError(f"arch={arch!r}: expected a compute capability as a whole number, such as 90")
     from hexa_fx.cuda.choosing import collect, device_card, typical_card
 
     arch = arch or default_arch()

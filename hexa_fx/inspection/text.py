@@ -9,6 +9,7 @@ from typing import Any
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.costs import Costs
+from hexa_fx.ir import Small
 
 
 def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
@@ -51,9 +52,15 @@ def runs_with(block: BlockReport) -> Iterator[str]:
     if block.packed:
         yield f"weights packed as {block.packed}"
     if _small_run_their_own(block):
-        without, wanted = block.small_tokens
-        tokens = f"up to {without} tokens" if without == wanted else f"up to {without} tokens, with gradients {wanted},"
-        yield f"on a CPU, {tokens} run its own code, which is the quicker there"
+        yield f"on a CPU, {small_calls(block.small_tokens)} run its own code, which is the quicker there"
+
+
+def small_calls(tokens: Small) -> str:
+    """``calls of up to 83 tokens``; ``calls of up to 2041 tokens with gradients`` where all others run rewritten."""
+    if tokens.without_gradients == tokens.with_gradients:
+        return f"calls of up to {tokens.with_gradients} tokens"
+    limits = (tokens.without_gradients, "without"), (tokens.with_gradients, "with")
+    return "calls of " + " and ".join(f"up to {limit} tokens {how} gradients" for limit, how in limits if limit)
 
 
 def _small_run_their_own(block: BlockReport) -> bool:

@@ -96,7 +96,8 @@ class GraphView:
     @property
     def counts(self) -> dict[str, int]:
         """Number of nodes of each operator, without inputs, parameters, outputs, and checks of what was assumed."""
-        return dict(Counter(node.op for node in self.nodes if node.kind in ("call", "module") and node.op not in CHECKS))
+        calls = (node.op for node in self.nodes if node.kind in ("call", "module"))
+        return dict(Counter(op for op in calls if op not in CHECKS))
 
     @property
     def size(self) -> str:

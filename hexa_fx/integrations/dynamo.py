@@ -28,7 +28,7 @@ from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, moved_to, refused
-from hexa_fx.report import OptimizationReport
+from hexa_fx.report import OFF, OptimizationReport
 from hexa_fx.runtime.guards import require, require_finite
 from hexa_fx.torch_private import FakeTensor, lookup_backend
 
@@ -99,6 +99,8 @@ def _rewrite_or_leave(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: HexaConfig
 ) -> OptimizationReport:
     """Rewrites the graph, or leaves it as Dynamo made it: a failure of ours must not keep the user from compiling."""
+    if config.off:
+        return OptimizationReport((), unseen=OFF)
     backup = _copy(gm.graph)
     try:
         return rewrite_graph(gm, example_inputs, config)

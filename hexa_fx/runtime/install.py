@@ -89,6 +89,7 @@ class Calls(NamedTuple):
 
 
 NO_CALLS = Calls()
+_TAKEN_OFF = "undo_ gave it its own forward back; optimize_ has it rewritten again"
 _EXCHANGED = "the module is no part of the model any more, and what may be in its place was not rewritten"
 
 
@@ -110,8 +111,8 @@ def why_original(forward: HexaForward) -> str:
         return _EXCHANGED if model is not None else ""
     if model is not None and all(other is not module for other in model.modules()):
         return _EXCHANGED
-    if installed_forward(module) is not forward:  # taken off since
-        return ""
+    if getattr(vars(module).get(REPLICATE), "__self__", None) is not forward:
+        return _TAKEN_OFF
     made = forward.in_mode(bool(module.training))
     miss = None if made is None else made.why_not_now(module)
     analysed = forward.analyst is not None and not isinstance(miss, OwnCodeOnly)

@@ -251,8 +251,9 @@ def test_variables_that_are_read_are_known():
 
 
 def test_a_capability_is_a_number(model):
-    block = hexa_fx.optimize(model, INPUT).report.blocks[0]
-    assert "arch='90': expected a compute capability as a whole number" in sentence(lambda: block.kernels_on("90"))
+    optimized = hexa_fx.optimize(model, INPUT)
+    for listed in (optimized.report.blocks[0].kernels_on, optimized.graphs.kernels):
+        assert "arch='90': expected a compute capability as a whole number" in sentence(partial(listed, "90"))
 
 
 def test_a_warning_of_torch_appears_where_the_user_s_code_is():

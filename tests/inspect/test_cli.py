@@ -107,7 +107,7 @@ def test_bench_says_when_the_same_code_is_timed_twice(monkeypatch):
     rewrite = importlib.import_module("hexa_fx.passes.rewrite")
     monkeypatch.setattr(rewrite, "own_code_limit", lambda *_: Small(8000, 8000))
     text = call("bench", FACTORY, "--repeat", "1")
-    assert "blocks run their own code on this example, which a CPU does faster up to 1000 tokens" in text
+    assert "blocks run their own code on this example, as a CPU is faster so in calls of up to 1000 tokens" in text
     assert text.count("ms, the same code") == 4
     assert "times as fast" not in text
 

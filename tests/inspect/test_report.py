@@ -249,5 +249,5 @@ def test_cached_follows_the_cache(monkeypatch, tmp_path):
 
 
 def test_kernels_are_those_of_some_tokens(optimized) -> None:
-    with pytest.raises(InputError, match="tokens=-3: expected at least 1"):
+    with pytest.raises(InputError, match="tokens=-3: expected a whole number of at least 1"):
         optimized.report.blocks[0].kernels_on(90, tokens=-3)

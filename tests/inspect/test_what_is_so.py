@@ -87,7 +87,7 @@ def test_small_inputs_are_counted_in_tokens(models, monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: Small(247, 247))
     model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
     for text in (str(model.report), html(model.report)):
-        assert "on a CPU, up to 30 tokens run its own code" in text
+        assert "on a CPU, calls of up to 30 tokens run its own code" in text
         assert "(if they did not run its own code)" in text
 
 
@@ -148,7 +148,7 @@ def registered():
 def test_blocks_that_are_on_the_operators_already_are_not_called_refused(registered, caplog) -> None:
     registered.set_experts_implementation("hexa")
     model = hexa_fx.optimize(registered)
-    assert model.report.waiting
+    assert model.report.unseen
     model(torch.randint(3, 60, (2, 9)))
     assert model.report.summary() == "1 MoE block already runs on hexa_fx's operators"
     assert "left as it is: its experts run on hexa_fx's operators already" in str(model.report)
