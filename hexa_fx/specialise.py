@@ -22,7 +22,7 @@ from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
-from hexa_fx.errors import InputError
+from hexa_fx.errors import CaptureError, InputError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
@@ -48,6 +48,8 @@ _analysing = threading.RLock()
 
 _AGAIN = 10
 """Calls after which a block is analysed again that memory was too short for; ten times as many the next time."""
+
+_NOT_RECORDED = CaptureError.message.partition("{")[0]
 
 _TOO_MANY = (
     "it was analysed for {} kinds of calls, as many as HexaConfig(specialisations=...) allows; what changed last: {}"
@@ -140,7 +142,8 @@ class Specialiser:
         reads = () if analysis is None or analysis.settled else analysis.reads
         kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
-        if forward.specialisations and analysis is not None and not analysis.settled:
+        recorded = not reason.startswith(_NOT_RECORDED)  # else no module around it can be, either
+        if forward.specialisations and analysis is not None and not analysis.settled and recorded:
             self._try_around(forward)
         return reason
 

@@ -200,6 +200,31 @@ def test_a_replica_runs_its_own_weights() -> None:
     assert isinstance(block.forward, HexaForward)
 
 
+def test_wrong_arguments_of_a_call_say_nothing_of_later_ones() -> None:
+    """Its own code cannot run them either: the kind of the call is not left to that code."""
+    _, opt = made(1)
+    opt(tokens())
+    with pytest.raises(RuntimeError, match="dtype"):
+        opt(tokens().bfloat16())
+    opt.bfloat16()
+    opt(tokens().bfloat16())
+    assert opt.report.blocks[0].calls.rewritten == 2
+
+
+def test_code_that_always_raises_is_not_analysed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, opt = made(1)
+    opt(tokens())
+    analysed = []
+    analyst = opt.layers[0].forward.analyst
+    monkeypatch.setattr(
+        analyst, "specialise", lambda *call, own=analyst.specialise: analysed.append(call) or own(*call)
+    )
+    for _ in range(8):
+        with pytest.raises(RuntimeError):
+            opt(tokens().bfloat16())
+    assert len(analysed) == 4
+
+
 def test_undo_and_a_report_that_was_kept() -> None:
     model, opt = made()
     opt(tokens())

@@ -113,6 +113,8 @@ FOR_THE_NEXT = "its router had been called before the call was found to be of an
 _UNSAID = (SMALL, FOR_THE_NEXT, RUNS_ALREADY)
 
 _WARN_AFTER = 100
+_MOST_MISTAKES = 3
+"""After so many, code that raises in its calls means to, as hooks do that end a forward early."""
 _REMEDY = "print(model.report) says what every block ran, and why"
 
 
@@ -156,7 +158,7 @@ class HexaForward(InPlace):
     def _forget_calls(self) -> None:
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.ran, self.own = 0, Counter[str]()
-        self._warned = False
+        self._warned, self._mistakes = False, 0
         self._latest = next(iter(self.specialisations), None)
 
     def _bind(self, module: nn.Module) -> None:
@@ -300,7 +302,11 @@ class HexaForward(InPlace):
         raise miss or GuardMiss("nothing was made of the block yet")
 
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
-        """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes."""
+        """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes.
+
+        What is refused in a call that the block's own code cannot run either says nothing of later ones: some arguments were wrong.
+        """
+        left = self.refused, self.exhausted
         known = self.refusal_of(args, kwargs, miss)
         if known is not None:
             reason = known.reason
@@ -311,7 +317,12 @@ class HexaForward(InPlace):
         else:
             reason = self.analyst.specialise(self, args, kwargs, miss, tried)
         if reason:
-            return self._own(reason, args, kwargs)
+            try:
+                return self._own(reason, args, kwargs)
+            except Exception:
+                if left != (self.refused, self.exhausted) and self._mistakes < _MOST_MISTAKES:
+                    (self.refused, self.exhausted), self._mistakes = left, self._mistakes + 1
+                raise
         self._restart()
         first = min(tried, len(self.specialisations) - 1)  # `add` may have taken the others away
         added = self.specialisations[first:]
@@ -390,4 +401,6 @@ class HexaForward(InPlace):
         self._bind(module)
 
 
-_UNPICKLED = frozenset("_module within _arguments restarted called ran own _warned _latest __doc__ __name__".split())
+_UNPICKLED = frozenset(
+    "_module within _arguments restarted called ran own _warned _mistakes _latest __doc__ __name__".split()
+)

@@ -106,7 +106,9 @@ def find_combine(
             candidates[-1],
         )
     more = _rows_a_token(graph, tokens)
-    raise Refuse(_NO_SUM if more == 1 else _LAID_OUT if more == int(more) else PADDED, candidates[0])
+    if more != 1:
+        raise Refuse(_LAID_OUT if more == int(more) else PADDED, candidates[0])
+    raise Refuse(_NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
@@ -216,6 +218,17 @@ class _Probes:
         for instance, part in zip(self._instances, rows.split(self._sizes)):
             replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)
         return replay.run(replace, wanted)
+
+    def mixing(self, replay: Replay, end: torch.fx.Node) -> torch.fx.Node | None:
+        """The first node from the largest of the products to ``end`` of which a row depends on other rows of the product."""
+        second = max((i.second.node for i in self._instances), key=lambda node: record_of(node).value.numel())
+        behind, value = ancestors([end]) & descendants([second]), replay.value(second)
+        nodes = [node for node in second.graph.nodes if node in behind and record_of(node).value.shape == value.shape]
+        other = value.clone()
+        other[..., :1, :] += 1.0
+        before, after = (replay.run({second: rows}, nodes) for rows in (value, other))
+        apart = (n for n in nodes if n is not end and not torch.equal(before[n][..., 1:, :], after[n][..., 1:, :]))
+        return next(apart, None)
 
     def coefficients(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """One coefficient a row, or None if the outputs are no token-wise weighted sum of the rows."""

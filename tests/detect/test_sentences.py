@@ -169,6 +169,26 @@ def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said
         assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
 
 
+class Centred(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            y = expert(flat[token]) * 2
+            y = y - y.mean(0)  # decides
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+def test_where_rows_are_mixed_is_the_line_that_mixes_them() -> None:
+    (block,) = hexa_fx.explain(Centred().double(), _tokens(2, 7)).blocks
+    assert "mixed between tokens" in block.reason
+    assert block.location is not None
+    assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
+
+
 class TwoTasks(Mixture):
     """Two soft mixtures of the same experts, of tokens beside a category each."""
 
