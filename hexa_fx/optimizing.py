@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -45,7 +45,7 @@ from hexa_fx.passes.rewrite import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.call_kinds import RefusedKind
-from hexa_fx.runtime.forward import PUT_ON, HexaForward
+from hexa_fx.runtime.forward import PUT_ON, Analyst, HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.warmup import request_kernels_of_steps
@@ -56,6 +56,9 @@ from hexa_fx.specialise import Specialiser, undisturbed
 from hexa_fx.spread import Spread
 from hexa_fx.tracing import tracing
 from hexa_fx.undo import whole_or_not_at_all
+
+if TYPE_CHECKING:
+    from hexa_fx.passes.partition.install import Installed
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +167,10 @@ def analyse_and_install(
         else:
             sites = _sites_of_whole(model, found, config)
             with listening(inspector.see):
-                session = spread.apply(model, found, example_inputs, config, partial(_with_options, config=config))
+                analyst = partial(_analyst_of_spread, part=part, config=config, written=frozenset(found.written))
+                session = spread.apply(
+                    model, found, example_inputs, config, partial(_with_options, config=config), analyst
+                )
             for path, known in sites.items():
                 if (forward := installed_forward(model.get_submodule(path))) is not None:
                     forward.sites = known
@@ -212,6 +218,12 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
     blocks = (*report.found, *(BlockReport(waiting, "waiting") for waiting in found.waiting))
     report = with_forwards(replace(report, found=blocks, later=part.later), installed)
     return report.inside(part.path)
+
+
+def _analyst_of_spread(installed: Installed, part: Part, config: HexaConfig, written: frozenset[str]) -> Analyst:
+    from hexa_fx.spread_calls import SpreadSpecialiser  # here, since it loads DTensor
+
+    return SpreadSpecialiser(installed, config, finished, part.cache, part.later, written)
 
 
 def _sites_of_whole(

@@ -22,7 +22,7 @@ from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
-from hexa_fx.errors import CaptureError, InputError
+from hexa_fx.errors import CaptureError, InputError, PlanError, RankError
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
@@ -128,10 +128,12 @@ class Specialiser:
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
-                    forward.add(self.finish(analysis.rewritten, self.config))
+                    self._add(forward, analysis.rewritten)
                     return ""
                 reason = analysis.refusal.reason if analysis.refusal else ""
-        except (GuardMiss, InputError) as error:
+        except RankError:
+            raise
+        except (GuardMiss, InputError, PlanError) as error:
             reason = str(error)
         except Exception as error:  # of ours: the user's forward goes on in its own code
             log.exception("hexa_fx failed on %s; please report this", forward.path or "the model")
@@ -173,8 +175,7 @@ class Specialiser:
         gradients: bool = True,
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
-        config, left = self.config, frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
-        shadow = shadow_of(module, left, forward.own_forward)
+        config, shadow = self.config, self._shadow(forward, module)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
@@ -191,6 +192,15 @@ class Specialiser:
                 return analyse_level(observation, config, self.cache, config.compute == "native")
         finally:
             effects.restore()
+
+    def _shadow(self, forward: HexaForward, module: nn.Module) -> nn.Module:
+        """What is analysed in the place of a block."""
+        left = frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
+        return shadow_of(module, left, forward.own_forward)
+
+    def _add(self, forward: HexaForward, rewritten: RewrittenBlock) -> None:
+        """Adds what was made of a block for calls of another kind."""
+        forward.add(self.finish(rewritten, self.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Specialiser:
         return self

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from hexa_fx.distributed.session import PartitionSession
+    from hexa_fx.passes.partition.install import Installed
+    from hexa_fx.runtime.forward import Analyst
 
 
 @dataclass(frozen=True)
@@ -59,31 +61,33 @@ class Spread:
         example_inputs: ExampleInputs,
         config: HexaConfig,
         finish: Callable[[RewrittenBlock], RewrittenBlock],
+        analyst: Callable[[Installed], Analyst],
     ) -> PartitionSession:
         """Spreads what was found rewritable over the devices, and installs it.
+
+        Args:
+            finish, analyst: see `hexa_fx.passes.partition.apply.Caller`.
 
         Raises:
             PlanError: that is nothing, or it cannot be spread as asked.
         """
         # here, since it loads torch's DTensor and networkx, which only those need who have a mesh
-        from hexa_fx.passes.partition.apply import apply_partition
+        from hexa_fx.passes.partition.apply import Caller, Wanted, apply_partition
 
         if not found.rewritten:
             raise PlanError(f"there is nothing to spread over devices: {found.report}")
         say_what_batches_decide(found.around.values())
         args, kwargs = call_arguments(example_inputs)
-        return apply_partition(
-            model,
-            [found.forms[analysis.path] for analysis in found.rewritten],
+        wanted = Wanted(
             self.mesh,
             self.strategy,
             self.capacities,
             self._config((*args, *kwargs.values()), config),
-            finish=finish,
-            example=_timed(model, found, args, kwargs),
             data_mesh=self.data_mesh,
-            changed=note_session,
         )
+        caller = Caller(finish, _timed(model, found, args, kwargs), analyst, note_session)
+        blocks = [found.forms[analysis.path] for analysis in found.rewritten]
+        return apply_partition(model, blocks, wanted, caller=caller)
 
     def _config(self, example: tuple[Any, ...], config: HexaConfig) -> PartitionConfig:
         """Without what ``config`` switches off. The global batch defaults to that of the example inputs."""

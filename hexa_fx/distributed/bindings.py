@@ -18,6 +18,7 @@ from hexa_fx.distributed.slice_states import SliceStates
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.program import Program
+from hexa_fx.runtime.specialisation import Specialisation
 
 
 class _Bound(functools.partial[Any]):
@@ -29,6 +30,14 @@ class _Bound(functools.partial[Any]):
             "checkpoint.save writes it; for an average of its weights (EMA) keep copies of its parameters, or optimize_ a second "
             "model that was copied before, with capacities=model.partition.plan.capacities and the same strategy"
         )
+
+
+def unbind(shadow: nn.Module) -> None:
+    """Takes a session's hooks off modules that are copies of its own."""
+    for module in shadow.modules():
+        module._state_dict_hooks.clear(), module._load_state_dict_pre_hooks.clear()
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Bound)]:
+            del module._forward_pre_hooks[key]
 
 
 def _check_unchanged(owner: nn.Module, shards: Iterable[ShardedParameter]) -> None:
@@ -61,10 +70,10 @@ class Bindings:
             return
         for made in forward.specialisations:
             instead = traced.get("train" if made.training else "eval")
-            function = self._wrapped(
-                made.program.function, label, None if instead is None else instead.function, inside
-            )
-            self._set(made.program.__dict__, "function", function)
+            self._bind_made(made, label, None if instead is None else instead.function, inside)
+
+        def bind_added(made: Specialisation) -> None:
+            self._bind_made(made, label, None, inside)
 
         @_Bound
         def refuse(*_: Any, **__: Any) -> Any:
@@ -74,7 +83,8 @@ class Bindings:
                 "build the model anew and call optimize_ on it as it will be, with inputs like these"
             )
 
-        self._set(forward.__dict__, "_own_original", refuse)
+        self._set(forward.__dict__, "bind_added", _Bound(bind_added))
+        self._set(forward.__dict__, "run_original", refuse)
         self._set(forward.__dict__, "takes_adapters", lambda: False)
 
     def before_forward(self, model: nn.Module, begin: Callable[..., None]) -> None:
@@ -121,6 +131,15 @@ class Bindings:
 
         untraced = torch.compiler.disable(bound, reason="experts in a form that is not traced: lists, or DTensors")
         return bound
+
+    def _bind_made(
+        self,
+        made: Specialisation,
+        label: str,
+        traced: Callable[..., Any] | None,
+        shards: Sequence[ShardedParameter],
+    ) -> None:
+        self._set(made.program.__dict__, "function", self._wrapped(made.program.function, label, traced, shards))
 
     def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
         before = (

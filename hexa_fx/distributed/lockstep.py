@@ -13,7 +13,7 @@ torchrun names the rank that ended and ends the others. A rank that stops withou
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
 
@@ -88,6 +89,7 @@ class Place(IntEnum):
     NORM = 6
     PACE = 7
     PLAN = 8
+    ANALYSIS = 9
 
 
 _SAID = {
@@ -100,6 +102,7 @@ _SAID = {
     Place.NORM: "the norm of the gradients",
     Place.PACE: "the timing of the devices",
     Place.PLAN: "the exchange of plans",
+    Place.ANALYSIS: "the analysis of a call of another kind",
 }
 
 _backwards: set[tuple[str, int]] = set()
@@ -121,6 +124,42 @@ def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
     if places.count(place) != groups.world:
         raise _apart(places, groups.rank)
     return numbers  # type: ignore[no-any-return]
+
+
+_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def kind_of_forward(model: nn.Module, weight: Tensor) -> int:
+    """In what mode a model is, the dtype of its experts' weights and that of autocast, as one number."""
+    device = weight.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    kinds = [_DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES) for dtype in (weight.dtype, cast)]
+    return (2 * kinds[0] + model.training) * 8 + kinds[1]
+
+
+def begin_forward(groups: Groups, kind: Callable[[], int]) -> None:
+    """Waits until all hosts begin a forward.
+
+    Raises:
+        PlanError: on all ranks, if they begin forwards of different kinds, which would exchange other numbers of bytes.
+        RankError: some are at another place; or one does not come.
+    """
+    if groups.world == 1 or is_capturing():
+        return
+    kinds = meet(groups, Place.FORWARD, kind())
+    if kinds.count(kinds[0]) != len(kinds):
+        said = "; ".join(f"rank {rank} {_spelled(number)}" for rank, number in enumerate(kinds))
+        raise PlanError(
+            f"the ranks of the partition call the model in different ways: {said}. What they exchange would not fit: call it in "
+            "one mode, with weights of one dtype and under one autocast on all of them"
+        )
+
+
+def _spelled(kind: int) -> str:
+    weights, training, cast = kind // 16, kind // 8 % 2, kind % 8
+    weight, cast_to = ((*_DTYPES, "another dtype")[number] for number in (weights, cast))
+    mode, autocast = "train" if training else "eval", f"autocast to {cast_to}" if cast else "no autocast"
+    return f"in {mode} mode, weights in {weight}, {autocast}"
 
 
 class NotedCounts:

@@ -20,7 +20,16 @@ from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, check_there, data_axes, make_groups
-from hexa_fx.distributed.lockstep import NotedCounts, Place, guarded, in_backward_of, is_capturing, join, meet
+from hexa_fx.distributed.lockstep import (
+    NotedCounts,
+    Place,
+    guarded,
+    in_backward_of,
+    is_capturing,
+    join,
+    kind_of_forward,
+    meet,
+)
 from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.reductions import GradientReductions
@@ -67,7 +76,7 @@ class PartitionSession(AttachedPartition):
         centric = [layer for layer in plan.layers if layer.mode == "data_centric"]
         layers = [CachedLayer(layer.path, self._geometries[layer.path], layer.shards) for layer in centric]
         self.reductions = GradientReductions(self.groups)
-        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of, self._kind)
         self.saved_tensors = SavedTensors(self.cache)
         self._wrappers = Wrappers(
             self.groups, dist.get_process_group_ranks(self.everyone) if plan.data_parallel == "sum" else ()
@@ -115,6 +124,9 @@ class PartitionSession(AttachedPartition):
     def shards_of(self, layer: str) -> tuple[ShardedParameter, ...]:
         """What was cut of a planned layer."""
         return self._of_layer.get(layer, ())
+
+    def _kind(self) -> int:
+        return kind_of_forward(self.model, self.shards[0].parameter) if self.shards else 0
 
     def _parameters_of(self, layer: str) -> tuple[Tensor, ...]:
         return parameters_here(self.shards_of(layer), self._model())

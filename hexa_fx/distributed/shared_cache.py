@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.distributed.collectives import Works, fill_slot, finish
 from hexa_fx.distributed.geometry import Copies, Geometry, Weights
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.lockstep import Place, guarded, in_backward_of, meet
+from hexa_fx.distributed.lockstep import begin_forward, guarded, in_backward_of
 from hexa_fx.distributed.reductions import Destination, destinations, origin
 from hexa_fx.errors import PlanError
 
@@ -238,7 +238,9 @@ class SharedCache:
         groups: Groups,
         prefetch: bool,
         parameters_of: Callable[[str], tuple[Tensor, ...]],
+        kind: Callable[[], int],
     ) -> None:
+        self._kind = kind
         self.layers = tuple(layers)
         self.groups = groups
         self.parameters_of = parameters_of
@@ -394,7 +396,7 @@ class SharedCache:
         self._last = index
 
     def _new_pass(self) -> None:
-        meet(self.groups, Place.FORWARD)
+        begin_forward(self.groups, self._kind)
         self._pass += 1
         self._last = -1
         for slot in self.slots:  # those of frozen weights have no backward to release them

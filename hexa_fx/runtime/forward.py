@@ -203,7 +203,11 @@ class HexaForward(InPlace):
         module.__dict__.update(readers(module, block))
         made = Specialisation(module, block, self._own_original)
         made.look_anew(module)
+        self.bind_added(made)
         self.specialisations, self._latest = (*self.specialisations, made), made
+
+    def bind_added(self, made: Specialisation) -> None:
+        """Told of every specialisation that is added, on behalf of whoever binds them."""
 
     def refusal_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None) -> RefusedKind | None:
         """The kind of a call that is left to the original, counted; None if no such kind is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from hexa_fx.passes.partition.overlap import Seconds
 from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
+from hexa_fx.runtime.forward import Analyst
 from hexa_fx.runtime.install import install, installed_forward, uninstall
 
 _STRATEGIES: dict[Mode, Literal["data", "model", "fsdp"]] = {
@@ -33,38 +34,59 @@ _STRATEGIES: dict[Mode, Literal["data", "model", "fsdp"]] = {
 }
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """How experts are to be spread; see `partition_model` and `install_plan`."""
+
+    mesh: Any = None
+    strategy: Strategy = "auto"
+    capacities: Literal["measure"] | Sequence[float] | None = "measure"
+    config: PartitionConfig | None = None
+    timeout: timedelta | None = None
+    data_mesh: Any = None
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What whoever spreads a model does about it.
+
+    Args:
+        finish: a last pass over every partitioned block.
+        example: runs the model's forward once on the global batch, for the times of ``auto``.
+        analyst: makes what analyses calls of other kinds than those that were planned, of what was installed; None if nobody does.
+        changed: called with the session that takes the place of another when the running job is planned anew.
+    """
+
+    finish: Finish | None = None
+    example: Callable[[], object] | None = None
+    analyst: Callable[[Installed], Analyst] | None = None
+    changed: Callable[[PartitionSession], None] | None = None
+
+
 def apply_partition(
     model: nn.Module,
     blocks: Sequence[Modes],
-    mesh: Any = None,
-    strategy: Strategy = "auto",
-    capacities: Literal["measure"] | Sequence[float] | None = "measure",
-    config: PartitionConfig | None = None,
+    wanted: Wanted | None = None,
     plan: Plan | None = None,
-    timeout: timedelta | None = None,
-    finish: Finish | None = None,
-    example: Callable[[], object] | None = None,
-    data_mesh: Any = None,
-    changed: Callable[[PartitionSession], None] | None = None,
+    caller: Caller | None = None,
 ) -> PartitionSession:
     """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
 
     Args:
         blocks: the rewritten forms of every block, by mode (``train``, ``eval``), not yet installed.
-        changed: called with the session that takes the place of another when the running job is planned anew.
 
     Returns:
-        The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
+        The session, which the model must keep.
     """
-    blocks = [that_spread(forms) for forms in blocks]
-    config = _on_mesh(config, mesh)
-    plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
-    installed = install_plan(model, blocks, plan, mesh, timeout, finish, data_mesh=data_mesh)
-    _put_in(model, installed, installed.fsdp)
+    blocks, caller, wanted = [that_spread(forms) for forms in blocks], caller or Caller(), wanted or Wanted()
+    mesh, config = wanted.mesh, _on_mesh(wanted.config, wanted.mesh)
+    if plan is None:
+        plan = partition_model(model, blocks, mesh, wanted.strategy, wanted.capacities, config, caller.example)
+    installed = install_plan(model, blocks, plan, mesh, wanted.timeout, caller.finish, data_mesh=wanted.data_mesh)
+    _put_in(model, installed, caller)
     shard_blocks(model, installed.session, installed.fsdp, mesh)
-    config = replace(config, batch=sum(plan.batch))
-    known = {"timeout": timeout, "finish": finish, "data_mesh": data_mesh}
-    installed.session.replanner = _Replanner(tuple(blocks), installed.layers, mesh, config, known, changed)
+    wanted = replace(wanted, config=replace(config, batch=sum(plan.batch)))
+    installed.session.replanner = _Replanner(tuple(blocks), installed.layers, wanted, caller)
     return installed.session
 
 
@@ -74,17 +96,18 @@ def _on_mesh(config: PartitionConfig | None, mesh: Any) -> PartitionConfig:
     return replace(config, least_channels=1) if config.least_channels is None and is_axis(mesh) else config
 
 
-def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> None:
+def _put_in(model: nn.Module, installed: Installed, caller: Caller) -> None:
     """Patches the blocks, and binds to the session those that are cut."""
+    analyst = caller.analyst(installed) if caller.analyst is not None else None
     for forms in installed.blocks:
         path = any_mode(forms).path
         module = model.get_submodule(path)
         before = installed_forward(module)
         if before is not None:
             uninstall(module)
-        forward = install(module, *forms.values())
+        forward = install(module, *forms.values(), analyst=analyst)
         forward.sites = {} if before is None else before.sites
-        if path not in unbound:
+        if path not in installed.fsdp:
             installed.session.bind(module, path, installed.traced.get(path))
     installed.session.follow(model)
 
@@ -95,10 +118,8 @@ class _Replanner:
 
     blocks: tuple[Modes, ...]
     layers: tuple[tuple[Any, ...], ...]
-    mesh: Any
-    config: PartitionConfig
-    given: Mapping[str, Any]
-    changed: Callable[[PartitionSession], None] | None
+    wanted: Wanted
+    caller: Caller
 
     def __call__(
         self,
@@ -110,30 +131,31 @@ class _Replanner:
         partition: PartitionConfig | None = None,
     ) -> PartitionSession:
         """Exchanges the plan of a running model; see `PartitionSession.replan`."""
-        model, old = session.model, session.plan
+        model, old, mesh, caller = session.model, session.plan, self.wanted.mesh, self.caller
         session.settle()
         for optimizer in optimizers:
             slice_states.check_optimizer(optimizer)
         check_movable(session.shards, optimizers, session.groups)
-        config = _on_mesh(partition or self.config, self.mesh)
+        config = _on_mesh(partition or self.wanted.config, mesh)
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
         strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}
-        plan = partition_model(model, self.blocks, self.mesh, strategy, capacities, config, by_block=self.layers)
+        plan = partition_model(model, self.blocks, mesh, strategy, capacities, config, by_block=self.layers)
         if any((one.mode == "fsdp") != (other.mode == "fsdp") for one, other in zip(old.layers, plan.layers)):
             raise PlanError(
                 "FSDP2 keeps what it holds: to change layers to or from 'fsdp', save a checkpoint and load it"
             )
         known = Known(self.layers, lambda path: unite(session.shards_of(path), session.groups))
-        installed = install_plan(model, self.blocks, plan, self.mesh, **self.given, known=known)
+        given = {"timeout": self.wanted.timeout, "finish": caller.finish, "data_mesh": self.wanted.data_mesh}
+        installed = install_plan(model, self.blocks, plan, mesh, **given, known=known)
         for optimizer in optimizers:
             move_state(optimizer, session.shards, installed.session.shards, session.groups)
         session.close()
         for optimizer in optimizers:
             slice_states.mark_optimizer(optimizer)
-        _put_in(model, installed, installed.fsdp)
-        installed.session.replanner = replace(self, config=config)
-        if self.changed is not None:
-            self.changed(installed.session)
+        _put_in(model, installed, caller)
+        installed.session.replanner = replace(self, wanted=replace(self.wanted, config=config))
+        if caller.changed is not None:
+            caller.changed(installed.session)
         return installed.session
 
 

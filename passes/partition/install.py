@@ -112,7 +112,7 @@ def install_plan(
             whole.append(path)
             done.append({mode: replace(form, small=NEVER_SMALL) for mode, form in forms})
         else:
-            done.append({mode: _partition_block(form, here, plan, placement) for mode, form in forms})
+            done.append({mode: partition_block(form, here, plan, placement) for mode, form in forms})
             if not is_axis(mesh):
                 traced[path] = {
                     str(mode): _traced(form, str(mode), here, plan, placement, session) for mode, form in forms
@@ -195,9 +195,10 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
     return found[0]
 
 
-def _partition_block(
+def partition_block(
     block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
+    """A block on this rank's slices, with collectives."""
     planned = [plan.layer(layer.path) for layer in layers]
     with at_block(block.path), announced("partition", block.graph) as done:
         done.graph = graph = _on_slices(block, layers, planned, placement)

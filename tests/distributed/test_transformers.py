@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
-from hexa_fx.passes.partition.apply import apply_partition
+from hexa_fx.passes.partition.apply import Wanted, apply_partition
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
@@ -47,7 +47,8 @@ def optimized(model, ids, **kwargs):
 
     blocks = [*analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector(), spread=True).forms.values()]
     assert len(blocks) == 2
-    return apply_partition(model, blocks, **kwargs)
+    plan = kwargs.pop("plan", None)
+    return apply_partition(model, blocks, Wanted(**kwargs), plan)
 
 
 def loss_of(model, ids):
