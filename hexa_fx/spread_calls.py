@@ -83,6 +83,9 @@ class SpreadSpecialiser(Specialiser):
             raise failed
         return found
 
+    def _try_around(self, forward: HexaForward) -> None:
+        """Nothing: what is around a block of which every rank has slices runs its own code."""
+
     def _add(self, forward: HexaForward, rewritten: RewrittenBlock) -> None:
         layers, whole, self._whole = self._layers.get(forward.path, ()), self._whole, None
         if whole is not None and any(self._session.shards_of(layer.path) for layer in layers):  # else FSDP2 has them

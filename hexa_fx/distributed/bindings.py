@@ -35,7 +35,8 @@ class _Bound(functools.partial[Any]):
 def unbind(shadow: nn.Module) -> None:
     """Takes a session's hooks off modules that are copies of its own."""
     for module in shadow.modules():
-        module._state_dict_hooks.clear(), module._load_state_dict_pre_hooks.clear()
+        module._state_dict_hooks.clear()
+        module._load_state_dict_pre_hooks.clear()
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Bound)]:
             del module._forward_pre_hooks[key]
 

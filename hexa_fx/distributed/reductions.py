@@ -128,11 +128,20 @@ def _destination(weight: Tensor) -> Destination | None:
     if isinstance(node, _LOCAL):
         parameter = node.parameter
         return Destination((parameter,), partial(as_gradients, parameter)) if parameter.is_leaf else None
-    return Destination(node.parameters, partial(separated, sizes=node.sizes)) if isinstance(node, _OF_LISTS) else None
+    return (
+        Destination(node.parameters, partial(separated, sizes=node.sizes))
+        if isinstance(node, (_OF_COPIES, _OF_STACKS))
+        else None
+    )
 
 
-_OF_LISTS: tuple[type[Any], ...] = tuple(getattr(read, "_backward_cls") for read in (Stack, ReadStack))  # noqa: B009
+_OF_COPIES, _OF_STACKS = (getattr(read, "_backward_cls") for read in (Stack, ReadStack))  # noqa: B009
 _LOCAL: type[Any] = getattr(LocalWeight, "_backward_cls")  # noqa: B009
+
+
+def is_copy(weight: Tensor) -> bool:
+    """Whether a weight is a copy of parameters of a list, which later values of these do not reach."""
+    return isinstance(weight.grad_fn, _OF_COPIES)
 
 
 def origin(weight: Tensor) -> Tensor | None:

@@ -34,7 +34,7 @@ from hexa_fx.distributed.collectives import Works, fill_slot, finish
 from hexa_fx.distributed.geometry import Copies, Geometry, Weights
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.lockstep import begin_forward, guarded, in_backward_of
-from hexa_fx.distributed.reductions import Destination, destinations, origin
+from hexa_fx.distributed.reductions import Destination, destinations, is_copy, origin
 from hexa_fx.errors import PlanError
 
 _version = attrgetter("_version")
@@ -188,7 +188,7 @@ def _lies_in_parameters(weight: Tensor, target: Destination | None) -> bool:
     parameter = origin(weight)
     if parameter is not None and parameter is not weight:
         return True
-    held = (weight,) if target is None else target.parameters
+    held = (weight,) if target is None or is_copy(weight) else target.parameters
     return all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in held)
 
 

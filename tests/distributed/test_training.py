@@ -7,6 +7,9 @@ import pytest
 import torch
 from harness import run
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
+from test_mesh import CONFIG, build, difference, loss_of
+from test_mesh import data as tokens
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -164,6 +167,30 @@ def test_under_activation_checkpointing(mode, slots):
         assert kept <= 5 * 8 * 3 + 8  # the layers' inputs: what is saved inside goes through checkpointing's hooks
         if mode == "data":  # forward all, backward all but the last layer's (or two)
             assert gathers <= 3 + 3
+
+
+def listed_steps(rank, world):
+    """Experts in a list, whose weights a data-centric layer copies: every step gathers those of the step before."""
+    model, whole, x, worst = build("listed"), build("listed"), tokens(9), []
+    given = {"strategy": "data", "capacities": (1.0, 2.0), "partition": PartitionConfig(tile=2, batch=9)}
+    hexa_fx.optimize_(model, x, CONFIG, mesh=init_device_mesh("cpu", (world,)), **given)
+    session = model.partition
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False) for net in (model, whole)]
+    mine = split_batch(x, session.plan, rank)
+    for _ in range(3):
+        weighted_loss(session, loss_of(model, mine), len(mine)).backward()
+        sync_gradients(model, session)
+        loss_of(whole, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst.append(difference(model, whole, session, lambda p: p.detach()))
+    session.close()
+    return worst
+
+
+def test_gathers_of_lists_see_every_step():
+    assert max(map(max, run(2, listed_steps))) < 1e-12
 
 
 def autocast(rank, world, plan):
