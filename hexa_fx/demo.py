@@ -16,15 +16,14 @@ def run(as_json: bool = False) -> None:
     """Prints the report of a small Mixtral, one of its graphs, and its largest differences from the original."""
     model, inputs = example()
     optimized = optimize(model, inputs)
+    output, gradient = differences(model, optimized, inputs)
     if as_json:
-        output, gradient = differences(model, optimized, inputs)
         found = {"report": attached(optimized, "report").as_dict(), "logits_difference": output}
         print(json.dumps({**found, "gradient_difference": gradient}, indent=2))
         return
     path, graphs = next(iter(attached(optimized, "graphs").items()))
     print(f"{path}, rewritten:\n\n{graphs.rewritten.code.strip()}\n")
     attached(optimized, "report").print()
-    output, gradient = differences(model, optimized, inputs)
     print(f"largest relative difference: logits {output:.1e}, gradients of {_count(model)} parameters {gradient:.1e}")
 
 

@@ -202,16 +202,16 @@ def user_location() -> SourceLocation | None:
 
 def written_at(block: nn.Module, anybodys: bool = False) -> SourceLocation | None:
     """Where the forward of a module's class is written, if it is not torch's, or ``anybodys``; None where there is no source of it,
-    or a compiler made the class."""
+    or a compiler made the class. The source itself is not read: its file may have been edited since."""
     kind = type(block)
     if issubclass(kind, torch.fx.GraphModule) or not (anybodys or is_users(kind.forward.__module__)):
         return None
-    try:
-        forward = inspect.unwrap(kind.forward)
-        file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
-    except (OSError, TypeError):  # a built-in, or typed into a prompt
+    forward = inspect.unwrap(kind.forward)
+    if (
+        not inspect.isfunction(forward) or (file := inspect.getsourcefile(forward)) is None
+    ):  # a built-in, or typed into a prompt
         return None
-    return SourceLocation(file or "", line)
+    return SourceLocation(file, forward.__code__.co_firstlineno)
 
 
 _AS_A_KEY = (

@@ -57,10 +57,14 @@ def runs_with(block: BlockReport) -> Iterator[str]:
 
 def small_calls(tokens: Small) -> str:
     """``calls of up to 83 tokens``; ``calls of up to 2041 tokens with gradients`` where all others run rewritten."""
-    if tokens.without_gradients == tokens.with_gradients:
-        return f"calls of up to {tokens.with_gradients} tokens"
-    limits = (tokens.without_gradients, "without"), (tokens.with_gradients, "with")
-    return "calls of " + " and ".join(f"up to {limit} tokens {how} gradients" for limit, how in limits if limit)
+    without, wanted = (f"up to {limit} token{'s' * (limit != 1)}" for limit in tokens)
+    if without == wanted:
+        return f"calls of {wanted}"
+    said = (
+        (f"{without} without gradients", tokens.without_gradients),
+        (f"{wanted} with gradients", tokens.with_gradients),
+    )
+    return f"calls of {' and '.join(words for words, limit in said if limit)}"
 
 
 def _small_run_their_own(block: BlockReport) -> bool:

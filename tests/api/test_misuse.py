@@ -1,6 +1,8 @@
 """What people give by mistake, and the one sentence they get."""
 
 import copy
+import importlib
+import inspect
 import pickle
 import re
 import subprocess
@@ -248,6 +250,15 @@ def test_variables_that_are_read_are_known():
     text = "".join(file.read_text() for folder in (root, root / "passes") for file in folder.rglob("*.py"))
     fields = {name.upper() for name in hexa_fx.HexaConfig.__dataclass_fields__}
     assert set(re.findall(r"HEXA_FX_([A-Z_]*[A-Z])", text)) - {"VERFY"} <= fields | {*OTHER_VARIABLES}
+
+
+def test_a_file_that_is_edited_while_it_runs(tmp_path, monkeypatch):
+    file = tmp_path / "edited_since.py"
+    file.write_text(Path(inspect.getsourcefile(Model)).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("edited_since").Model()
+    file.write_text("def forward(\n" * 30)
+    assert f"Block at {file}:" in str(hexa_fx.optimize(model, INPUT).report)
 
 
 def test_a_capability_is_a_number(model):

@@ -14,6 +14,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.inspection.report_page import report_page
+from hexa_fx.inspection.text import small_calls
 from hexa_fx.ir import Small
 from hexa_fx.report import OptimizationReport
 
@@ -36,6 +37,18 @@ class Dropping(nn.Module):
             hidden = nn.functional.alpha_dropout(torch.relu(x[token] @ self.w1[number].T), 0.3, self.training)
             out.index_add_(0, token, hidden @ self.w2[number].T * weights[token, slot, None])
         return out
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ((83, 83), "calls of up to 83 tokens"),
+        ((0, 1), "calls of up to 1 token with gradients"),
+        ((5, 9), "calls of up to 5 tokens without gradients and up to 9 tokens with gradients"),
+    ],
+)
+def test_which_calls_run_their_own_code(limits: tuple[int, int], said: str) -> None:
+    assert small_calls(Small(*limits)) == said
 
 
 def html(report: OptimizationReport) -> str:
