@@ -12,6 +12,7 @@ from torch import nn
 
 from hexa_fx.analysis import ModelAnalysis
 from hexa_fx.attached import note_session
+from hexa_fx.batch_dependence import say_what_batches_decide
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import InputError, PlanError
 from hexa_fx.example_inputs import ExampleInputs, call_arguments
@@ -19,7 +20,6 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.torch_state import random_state_kept
-from hexa_fx.passes.partition.batch_dependence import say_what_batches_decide
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy, wanted_modes
 
 if TYPE_CHECKING:

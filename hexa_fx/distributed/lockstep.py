@@ -13,6 +13,7 @@ torchrun names the rank that ended and ends the others. A rank that stops withou
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -126,15 +127,16 @@ def meet(groups: Groups, place: Place, number: int = 0) -> list[int]:
     return numbers  # type: ignore[no-any-return]
 
 
-_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KINDS = (*itertools.product((True, False), _DTYPES, (None, *_DTYPES)),)
 
 
 def kind_of_forward(model: nn.Module, weight: Tensor) -> int:
-    """In what mode a model is, the dtype of its experts' weights and that of autocast, as one number."""
+    """In what mode a model is, the dtype of its experts' weights and that of autocast, as a number; -1 for other dtypes."""
     device = weight.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    kinds = [_DTYPES.index(dtype) if dtype in _DTYPES else len(_DTYPES) for dtype in (weight.dtype, cast)]
-    return (2 * kinds[0] + model.training) * 8 + kinds[1]
+    found = model.training, weight.dtype, cast
+    return _KINDS.index(found) if found in _KINDS else -1
 
 
 def begin_forward(groups: Groups, kind: Callable[[], int]) -> None:
@@ -156,10 +158,11 @@ def begin_forward(groups: Groups, kind: Callable[[], int]) -> None:
 
 
 def _spelled(kind: int) -> str:
-    weights, training, cast = kind // 16, kind // 8 % 2, kind % 8
-    weight, cast_to = ((*_DTYPES, "another dtype")[number] for number in (weights, cast))
-    mode, autocast = "train" if training else "eval", f"autocast to {cast_to}" if cast else "no autocast"
-    return f"in {mode} mode, weights in {weight}, {autocast}"
+    if kind < 0:
+        return "in another dtype"
+    training, weights, cast = _KINDS[kind]
+    autocast = f"autocast to {cast}" if cast else "no autocast"
+    return f"in {'train' if training else 'eval'} mode, weights in {weights}, {autocast}"
 
 
 class NotedCounts:

@@ -23,6 +23,8 @@ from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.library import DirectFunction
+from hexa_fx.ops.listed import Listed
+from hexa_fx.runtime.program import keep_lists
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -35,6 +37,23 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def to_compute_dtype(x: Tensor) -> Tensor:
     """``x`` in the dtype that the experts compute in."""
     return x.to(autocast_dtype(x))
+
+
+def weight_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
+    """The dtype in which a weight is multiplied with ``x``, which has 16 bits under mixed precision of FSDP2 around experts."""
+    if torch.is_autocast_enabled(x.device.type):
+        return autocast_dtype(weight)
+    return x.dtype if weight.dtype == torch.float32 and x.dtype in _MIXED else weight.dtype
+
+
+_MIXED = (torch.bfloat16, torch.float16)
+
+
+def in_dtype_of(weight: Any, x: Tensor) -> Any:
+    """A weight, which may be a list, as mixed precision around the experts has it; under autocast as it is."""
+    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
+        return weight
+    return weight.to(weight_dtype(weight, x))
 
 
 def token_counts(x: Tensor, session: str) -> list[int]:
@@ -61,12 +80,16 @@ def own_rows(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
     return x.narrow(0, sum(tokens[:rank]), tokens[rank])
 
 
-def scale_gradient(x: Tensor | None, factor: float) -> Tensor | None:
-    """Returns ``x`` unchanged, and multiplies its gradient by ``factor``."""
+def scale_gradient(x: Any, factor: float) -> Any:
+    """Returns a weight, which may be a list, unchanged, and multiplies its gradient by ``factor``."""
     if x is None:
         return None
-    result: Tensor = _ScaleGradient.apply(x, factor)
-    return result
+    if type(x) is Listed:
+        return x.each(lambda tensor: _ScaleGradient.apply(tensor, factor))
+    return _ScaleGradient.apply(x, factor)
+
+
+keep_lists(in_dtype_of, scale_gradient)
 
 
 class _ScaleGradient(DirectFunction):
@@ -121,7 +144,9 @@ def cache_prefetch(
 ) -> None:
     """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
     w1, b1, w3, b3, w2 = [None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2)]  # type: ignore[assignment]
-    find_session(session).cache.prefetch(layer, (w1, b1, w3, b3, w2), autocast_dtype(w1))
+    cache = find_session(session).cache
+    dtype = autocast_dtype(w1) if torch.is_autocast_enabled(w1.device.type) else cache.dtype_of(layer) or w1.dtype
+    cache.prefetch(layer, (w1, b1, w3, b3, w2), dtype)
 
 
 def cache_gather(
@@ -131,6 +156,7 @@ def cache_gather(
     b3: Tensor | None,
     w2: Tensor,
     shards: Sequence[int],
+    x: Tensor,
     layer: str,
     session: str,
 ) -> Weights:
@@ -142,7 +168,7 @@ def cache_gather(
     weights = (w1, b1, w3, b3, w2)
     active = find_session(session)
     cache = active.cache
-    source = cache.source(layer, weights, autocast_dtype(w1))
+    source = cache.source(layer, weights, weight_dtype(w1, x))
     if not is_grad_enabled():
         return active.geometry(layer).views(cache.fetch(layer))
     active.saved_tensors.check_bound()

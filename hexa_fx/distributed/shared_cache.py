@@ -269,6 +269,11 @@ class SharedCache:
             source = self._sources[index] = GatherSource.of(weights, dtype, self.parameters_of(path))
         return source
 
+    def dtype_of(self, path: str) -> torch.dtype | None:
+        """In which a layer was gathered last."""
+        source = self._sources.get(self._index[path])
+        return None if source is None else source.dtype
+
     def fetch(self, path: str) -> Tensor:
         """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot.
 

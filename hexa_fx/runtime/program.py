@@ -53,10 +53,20 @@ def _stack_for_others(graph: torch.fx.Graph, lists: Collection[str]) -> None:
                 node.replace_input_with(weight, graph.call_function(dense, (weight,)))
 
 
+_KEEP_LISTS: set[Any] = set()
+
+
+def keep_lists(*functions: Callable[..., Any]) -> None:
+    """Says of functions of a weight that they take a list, and make one of it."""
+    _KEEP_LISTS.update(functions)
+
+
 def _keeps_lists(node: torch.fx.Node, listed: Set[torch.fx.Node]) -> bool:
     """Whether a list of what it makes of every expert's tensor is as good as the same of the stack."""
     if node.op == "call_method":
         return (node.target, node.args[1:]) in (("flatten", (1,)), ("unsqueeze", (1,)), ("unsqueeze", (2,)))
+    if node.target in _KEEP_LISTS:
+        return True
     if node.target is operator.getitem:
         return type(node.args[1]) is tuple and node.args[1][0] == slice(None)
     return node.target is operator.mul and set(node.args) <= listed

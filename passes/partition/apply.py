@@ -160,14 +160,7 @@ class _Replanner:
 
 
 def apply_to_graph_module(
-    module: fx.GraphModule,
-    mesh: Any = None,
-    strategy: Strategy = "auto",
-    capacities: Literal["measure"] | Sequence[float] | None = "measure",
-    config: PartitionConfig | None = None,
-    plan: Plan | None = None,
-    timeout: timedelta | None = None,
-    seconds: Seconds | None = None,
+    module: fx.GraphModule, wanted: Wanted | None = None, plan: Plan | None = None, seconds: Seconds | None = None
 ) -> Installed:
     """As `apply_partition`, for an optimized model as one graph: ``torch.export.export(model, ...).module()``, or make_fx.
 
@@ -178,11 +171,11 @@ def apply_to_graph_module(
     Args:
         seconds: estimated time of a node, equal on all ranks, which says what may wait; see `overlap.overlap`.
     """
-    block = RewrittenBlock("", module.graph)
-    plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
+    block, w = RewrittenBlock("", module.graph), wanted or Wanted()
+    plan = plan or partition_model(module, [block], w.mesh, w.strategy, w.capacities, w.config)
     if any(layer.mode == "fsdp" for layer in plan.layers):
         raise PlanError("a model as one graph is cut or left alone: 'fsdp' is for modules, which FSDP2 hooks")
-    installed = install_plan(module, [block], plan, mesh, timeout, seconds=seconds)
+    installed = install_plan(module, [block], plan, w.mesh, w.timeout, seconds=seconds)
     module.graph = any_mode(installed.blocks[0]).graph
     installed.session.bind(module)
     return installed

@@ -102,6 +102,9 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
             # One rank's partial sum carries the bias. A factor, so that the graph and its gradients exist on all ranks.
             owner = 1.0 if at.rank == layer.bias_owner else 0.0
             args["b2"] = graph.call_function(torch.mul, (args["b2"], owner))
+        for name in WEIGHT_ARGS:
+            if args[name] is not None:
+                args[name] = graph.call_function(nodes.in_dtype_of, (args[name], args["x"]))
         _scale_weights(graph, args, plan)
     node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
     if layer.shards[at.rank] == 0:
@@ -137,7 +140,9 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
     args = ffn_arguments(node)
     with graph.inserting_before(node):
         local = tuple(args[name] for name in WEIGHT_ARGS)
-        gathered = graph.call_function(nodes.cache_gather, (*local, list(layer.shards), layer.path, at.session))
+        gathered = graph.call_function(
+            nodes.cache_gather, (*local, list(layer.shards), args["x"], layer.path, at.session)
+        )
         gathered.meta["hexa_partition"] = {"layer": layer.path, "mode": layer.mode}
         gated = args["glu"] != "none"
         bias = args["b1"] is not None or args["b3"] is not None

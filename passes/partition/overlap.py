@@ -13,7 +13,7 @@ collectives in the same order. In backward, the shared cache prefetches on its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -102,38 +102,15 @@ Seconds = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True)
-class GatherSlot:
-    """Where one data-centric gather went.
-
-    Args:
-        layer: path of the layer.
-        slot: the cache slot it fills.
-        moved: nodes between its start and the use of its result.
-        window: seconds of computation between the two.
-        slack: seconds by which it could start later without lengthening the critical path.
-    """
-
-    layer: str
-    slot: int
-    moved: int
-    window: float
-    slack: float
-
-
-@dataclass(frozen=True)
 class OverlapReport:
     """What the pass did.
 
     Args:
-        hoisted: how many nodes that prepare or start a transfer of tokens run earlier than before.
         held: layers whose weights start to travel later than they could, so that a more critical transfer has the link.
-        gathers: every data-centric gather.
         critical_path: names of the nodes of the longest chain, by seconds (or by count).
     """
 
-    hoisted: int
     held: tuple[str, ...]
-    gathers: tuple[GatherSlot, ...]
     critical_path: tuple[str, ...]
 
 
@@ -149,7 +126,6 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
         PlanError: the dependencies contradict each other; the cycle is named.
     """
     with announced("overlap", graph):
-        before = _ahead_of_transfers(graph)
         _insert_prefetches(graph)
         dag = dependency_graph(graph, slots)
         _check_cycles(dag)
@@ -159,29 +135,15 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
         _reorder(graph, dag, starts)
         graph.lint()
         check_schedule(graph, dag)
-    after = _ahead_of_transfers(graph)
     prefetches = [node for node in graph.nodes if node.target is nodes.cache_prefetch]
     return OverlapReport(
-        sum(after[name] < count for name, count in before.items()),
         tuple(_layer_of(node) for node in prefetches if starts.chosen[node.name] > starts.earliest[node.name]),
-        tuple(_gather_slots(graph, slots, times, starts)),
         tuple(nx.dag_longest_path(timeline, weight="weight")),
     )
 
 
 def _count_calls(node: fx.Node) -> float:
     return 0.0 if takes_no_time(node) else 1.0
-
-
-def _ahead_of_transfers(graph: fx.Graph) -> dict[str, int]:
-    """For every movable node of tokens, how many nodes that stay run before it."""
-    found, stay = {}, 0
-    for node in graph.nodes:
-        if node.target in TOKENS:
-            found[node.name] = stay
-        elif not is_movable(node) and not takes_no_time(node):
-            stay += 1
-    return found
 
 
 # --- data-centric gathers --------------------------------------------------------------------------------------------
@@ -293,17 +255,3 @@ def _reorder(graph: fx.Graph, dag: nx.DiGraph, starts: Starts) -> None:
         place(node)
     for node in order[:-1]:
         order[-1].prepend(node)
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
-def _gather_slots(graph: fx.Graph, slots: int, times: Times, starts: Starts) -> Iterator[GatherSlot]:
-    listed = list(graph.nodes)
-    order = {node: i for i, node in enumerate(listed)}
-    prefetches = {_layer_of(node): node for node in listed if node.target is nodes.cache_prefetch}
-    for i, gather in enumerate(_gathers(graph)):
-        start = prefetches[_layer_of(gather)]
-        between = listed[order[start] + 1 : order[gather]]
-        window = sum(times[node.name] for node in between if node.target is not nodes.cache_prefetch)
-        yield GatherSlot(_layer_of(gather), i % slots, len(between), window, starts.slack(start.name))

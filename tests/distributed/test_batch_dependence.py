@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
+from hexa_fx import batch_dependence
 from hexa_fx.capture.observe import Observation
-from hexa_fx.passes.partition import batch_dependence
 
 
 class Limited(nn.Module):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from test_mesh import CONFIG, build, loss_of, trained
+from test_mesh import CONFIG, build, loss_of, trained, whole_of
 from test_mesh import data as tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import hexa_fx
 from hexa_fx.distributed import checkpoint
@@ -207,6 +207,39 @@ def test_as_a_plan_has_it(kind: str, strategy: Any, around: str, tmp_path: Any) 
         assert "fsdp, every parameter in equal parts" in code
         assert "cache_gather" not in code
         assert sharded
+
+
+def mixed(rank: int, world: int, kind: str, strategy: str) -> Any:
+    """FSDP2 with mixed precision around experts that it does not have: they multiply in its dtype, too."""
+    mesh, x = init_device_mesh("cpu", (world,)), tokens(8, torch.float32)
+    model, whole = build(kind, torch.float32), build(kind, torch.float32)
+    config = PartitionConfig(tile=2, batch=8, data_parallel="mean")
+    hexa_fx.optimize_(model, x, mesh=mesh, strategy=strategy, capacities=(1.0, 2.0), partition=config)
+    session, policy = model.partition, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for net, ignored in ((model, expert_parameters(session)), (whole, None)):
+        for layer in net:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+        fully_shard(net, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+    mine = split_batch(x, session.plan, rank)
+    for _ in range(2):
+        y, want = model(mine), whole(mine)
+        (y.float() ** 2).sum().backward()
+        (want.float() ** 2).sum().backward()
+    gathers, found = session.cache.gathers, whole_of(model, session, lambda p: p.grad)
+    pairs = [(y, want), *((found[name], p.grad.full_tensor()) for name, p in whole.named_parameters())]
+    near = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    session.close()
+    return near, y.dtype, {p.grad.dtype for p in model.parameters()}, gathers
+
+
+@pytest.mark.parametrize("kind", ["stacked", "listed"])
+@pytest.mark.parametrize("strategy", ["data", "model"])
+def test_mixed_precision_around_experts(kind: str, strategy: str) -> None:
+    for near, dtype, kinds, gathers in run(2, mixed, kind, strategy):
+        assert near < 0.02
+        assert dtype == torch.bfloat16
+        assert kinds == {torch.float32}
+        assert gathers <= (8 if strategy == "data" else 0)  # once a pass
 
 
 def wrong(rank: int, world: int) -> None:

@@ -50,26 +50,25 @@ def test_gathers_start_as_soon_as_their_slot_is_free(slots):
     if slots == 2:  # behind the experts of the layer before, too
         assert prefetches[1] < experts[0]
         assert prefetches[2] < experts[1]
-    assert [gather.slot for gather in report.gathers] == [i % slots for i in range(3)]
-    assert all(gather.window >= 5 for gather in report.gathers)  # attention and router at least
+    assert all(gather - prefetch > 5 for prefetch, gather in zip(prefetches, gathers))  # attention and router at least
     assert report.critical_path
 
 
-def test_two_slots_have_more_slack():
-    slack = {}
+def test_two_slots_leave_more_between_start_and_use():
+    between = {}
     for slots in (1, 2):
         graph, _ = whole_graph("data", slots)
-        slack[slots] = overlap(graph, slots).gathers[-1].slack
-    assert slack[2] > slack[1]
+        overlap(graph, slots)
+        between[slots] = positions(graph, nodes.cache_gather)[-1] - positions(graph, nodes.cache_prefetch)[-1]
+    assert between[2] > between[1]
 
 
 def test_tokens_travel_while_the_router_runs():
     graph, _ = whole_graph("model", 1)
     before = names(graph)
-    report = overlap(graph, 1)
+    overlap(graph, 1)
     after = names(graph)
-    assert sorted(before) == sorted(after)
-    assert report.hoisted > 0
+    assert sorted(before) == sorted(after) != after
     start = positions(graph, all_gather_v)[0]
     router = next(i for i, node in enumerate(graph.nodes) if "softmax" in str(node.target))
     assert start < router

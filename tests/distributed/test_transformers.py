@@ -75,7 +75,7 @@ def exported(rank, world, slots, strategy):
     assert not untraced, f"{untraced} were not traced, with {threading.enumerate()} and\n{optimized.report}\n{program}"
     module = program.module()
     config = PartitionConfig(batch=5, tile=4, slots=slots)
-    installed = apply_to_graph_module(module, None, strategy, (2.0, 3.0), config)
+    installed = apply_to_graph_module(module, Wanted(None, strategy, (2.0, 3.0), config))
     session = installed.session
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     attention = [i for node, i in order.items() if node.op == "call_function" and "matmul" in str(node.target)]
@@ -89,22 +89,20 @@ def exported(rank, world, slots, strategy):
     sync_gradients(module, session)
     names = dict(whole.named_parameters())
     pairs = [(p.grad, cut(session, name, names[name].grad)) for name, p in module.named_parameters()]
-    first = installed.schedules[0]
-    return largest(pairs), session.plan.batch, len(pairs), starts[0] < attention[0], first.gathers, first.critical_path
+    early, path = starts[0] < attention[0], installed.schedules[0].critical_path
+    return largest(pairs), session.plan.batch, len(pairs), early, path
 
 
 @pytest.mark.parametrize(
     ("slots", "strategy"), [(2, "data"), pytest.param(1, "data", marks=pytest.mark.slow), (1, "model")]
 )
 def test_exported_model_is_scheduled_as_a_whole(slots, strategy):
-    for worst, sizes, compared, early, gathers, path in run(2, exported, slots, strategy, timeout=60):
+    for worst, sizes, compared, early, path in run(2, exported, slots, strategy, timeout=60):
         assert sizes == (3, 2)
         assert worst < 1e-8  # transformers' norms compute in float32
         assert compared > 20
         assert path
-        if strategy == "data":
-            assert early  # before the first attention
-            assert all(gather.window >= 10 for gather in gathers)
+        assert early or strategy != "data"  # before the first attention
 
 
 def unforeseen(rank, world):
