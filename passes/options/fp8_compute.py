@@ -94,7 +94,7 @@ def _is_own_weight(value: Any, packed: frozenset[str]) -> bool:
     """Whether a node is a weight of the block, a stack of them (of these names), or a view of this rank's slice of one."""
     from hexa_fx.distributed import nodes  # which loads torch's DTensor
 
-    while isinstance(value, fx.Node) and value.target in (nodes.local_weight, nodes.scale_gradient):
+    while isinstance(value, fx.Node) and value.target in (nodes.local_weight, nodes.in_dtype_of, nodes.scale_gradient):
         value = value.args[0]
     if not isinstance(value, fx.Node):
         return False
