@@ -71,6 +71,7 @@ def _as_intended(v: Variant, opt: torch.nn.Module) -> None:
         for block in opt.report.blocks:
             assert block.status == "refused"
             assert len(block.reason.split()) > 3, f"no sentence: {block.reason!r}"
+            assert "hexa_fx itself failed" not in block.reason
 
 
 def _runs_rewritten(v: Variant, opt: torch.nn.Module) -> bool:
