@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -34,6 +35,8 @@ from hexa_fx.errors import kind_and_line
 
 Model = Any
 GIB = 2.0**30
+TURNS = 4
+"""How often each takes its turn where the host is what takes time."""
 
 
 @dataclass(frozen=True)
@@ -147,27 +150,64 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
             if weights * cell.dense_bytes > room:
                 yield {"model": name, "cell": kind, "reason": f"needs {weights * cell.dense_bytes / GIB:.0f} GiB"}
                 continue
-            for implementation in ("hexa", "grouped_mm"):
-                row: Row = {"model": name, "cell": kind, "impl": implementation}
-                try:
-                    row |= measured(folder, cell, implementation, options)
-                except Exception as error:  # of a peer in a set-up that it does not take, or of memory
-                    row["reason"] = kind_and_line(error)
-                torch.compiler.reset()
-                gc.collect()
-                if options.device == "cuda":
-                    torch.cuda.empty_cache()
-                yield row
+            both = [["hexa", "grouped_mm"]] if cell.tokens else [["hexa"], ["grouped_mm"]]
+            for implementations in both:
+                yield from _measured(name, kind, implementations, folder, options)
 
 
-def measured(folder: str, cell: Cell, implementation: str, options: argparse.Namespace) -> Row:
-    """One cell with one implementation."""
+@dataclass
+class Ready:
+    """A model in its set-up.
+
+    Args:
+        call: one call of it.
+        owner: the model that has the report.
+        row: what is known before it is timed.
+    """
+
+    call: Callable[[], None]
+    owner: Model
+    row: Row
+
+
+def _measured(
+    name: str, kind: str, implementations: list[str], folder: str, options: argparse.Namespace
+) -> Iterator[Row]:
+    """One cell with each of these, which take turns if they are several."""
+    cell, ready = CELLS[kind], []
+    for implementation in implementations:
+        row: Row = {"model": name, "cell": kind, "impl": implementation}
+        try:
+            ready.append(prepared(folder, cell, implementation, row, options))
+        except Exception as error:  # of a peer in a set-up that it does not take, or of memory
+            yield row | {"reason": kind_and_line(error)}
+    before = [_counts(each.owner) for each in ready]
+    turns = TURNS if len(ready) > 1 else 1
+    times: list[list[float]] = [[] for _ in ready]
+    for _ in range(turns):
+        for each, found in zip(ready, times, strict=True):
+            found.append(timed(each.call, options.seconds))
+    for each, counts, found in zip(ready, before, times, strict=True):
+        each.row["ms"] = round(1e3 * statistics.mean(found), 3)
+        if each.row["impl"] == "hexa":
+            each.row |= _ran(counts, _counts(each.owner))
+        yield each.row
+    ready.clear()
+    torch.compiler.reset()
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def prepared(folder: str, cell: Cell, implementation: str, row: Row, options: argparse.Namespace) -> Ready:
+    """The model of a cell after its first calls, whose peak is that of the second and of nothing beside it."""
     from transformers import AutoModelForCausalLM
 
     import hexa_fx
 
     tokens = cell.tokens or options.tokens
     ids = tokens_of(options.device, tokens).view(-1, min(tokens, options.length))
+    beside = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=cell.weights, device_map=None).to(options.device)
     model.train(not cell.inference)
     hexa, owner = implementation == "hexa", model
@@ -184,14 +224,17 @@ def measured(folder: str, cell: Cell, implementation: str, options: argparse.Nam
     call = _call(model, ids, cell, options.device)
     call()
     synchronize()
-    first = time.perf_counter() - began
+    row["first_s"] = round(time.perf_counter() - began, 2)
     if hexa:
         wait_for_kernels()
     call()
-    before = _counts(owner) if hexa else ()
-    seconds, peak = timed(call, options.seconds)
-    row: Row = {"ms": round(1e3 * seconds, 3), "first_s": round(first, 2), "peak_gib": peak}
-    return row | _ran(before, _counts(owner)) if hexa else row
+    synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        synchronize()
+        row["peak_gib"] = round((torch.cuda.max_memory_allocated() - beside) / GIB, 2)
+    return Ready(call, owner, row)
 
 
 def _call(model: Model, ids: torch.Tensor, cell: Cell, device: str) -> Callable[[], None]:
@@ -217,7 +260,11 @@ def _call(model: Model, ids: torch.Tensor, cell: Cell, device: str) -> Callable[
 
 
 def _counts(model: Model) -> tuple[tuple[int, int], ...]:
-    return tuple((b.calls.rewritten, sum(b.calls.own.values())) for b in model.report.blocks)
+    return (
+        tuple((b.calls.rewritten, sum(b.calls.own.values())) for b in model.report.blocks)
+        if "report" in vars(model)
+        else ()
+    )
 
 
 def _ran(before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]) -> Row:
@@ -228,13 +275,11 @@ def _ran(before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
     }
 
 
-def timed(call: Callable[[], None], seconds: float) -> tuple[float, float]:
-    """Mean seconds of calls that follow each other for a while, after as long a warm-up; and their peak memory in GiB."""
+def timed(call: Callable[[], None], seconds: float) -> float:
+    """Mean seconds of calls that follow each other for a while, after as long a warm-up."""
     found = 0.0
-    for number in range(2):
+    for _ in range(2):
         synchronize()
-        if number and torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
         began, calls = time.perf_counter(), 0
         while time.perf_counter() - began < seconds or calls < 3:
             call()
@@ -243,7 +288,7 @@ def timed(call: Callable[[], None], seconds: float) -> tuple[float, float]:
                 synchronize()
         synchronize()
         found = (time.perf_counter() - began) / calls
-    return found, round(torch.cuda.max_memory_allocated() / GIB, 2) if torch.cuda.is_initialized() else 0.0
+    return found
 
 
 def main() -> None:

@@ -242,11 +242,15 @@ def undisturbed() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_apart, lambda tensor: tensor))
         stack.enter_context(autocast_uncached())
         stack.enter_context(random_state_kept())
         yield
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its place in the graph, which autograd puts it back to.
+
+    A function that keeps its own result, as a sigmoid does, would else be kept by it for good, with all weights before it.
+    """
+    return tensor if tensor.grad_fn is None else tensor.detach()

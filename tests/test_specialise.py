@@ -1,8 +1,10 @@
 """Calls are analysed in the middle of a forward, once for each kind, without disturbing it."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
 from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.specialise import undisturbed
 from tests.detect.mixture import D, Mixture
 
 CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
@@ -90,6 +93,19 @@ def test_a_first_call_leaves_the_user_s_state_as_it_is() -> None:
         assert not torch.is_inference_mode_enabled()
     for one, other in zip(*outcomes):
         torch.testing.assert_close(other, one)
+
+
+def test_an_analysis_keeps_no_weights_by_what_functions_save_of_their_own_results() -> None:
+    """Weights of gpt-oss were never freed after a trial whose backward did not run."""
+    weight = nn.Parameter(torch.ones(3))
+    with undisturbed():
+        kept = (weight * 2).sigmoid()
+    (gradient,) = torch.autograd.grad(kept.sum(), weight, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.full((3,), 2 * 0.104994))
+    gone = weakref.ref(weight)
+    del kept, weight
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
