@@ -29,7 +29,8 @@ def main(mode: str, split: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if CUDA else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60), device_id=device if CUDA else None)
     kinds = [KINDS["concat"], KINDS["mlp"], KINDS["split"]]
-    plan = make_plan(world, split, MODES[mode], kinds, slots=2, static=True)
+    static = mode == "mixed"  # else hosts exchange numbers of tokens, and a recording takes those of the step before
+    plan = make_plan(world, split, MODES[mode], kinds, slots=2, static=static)
     model = Net(kinds, torch.float32).to(device)
     session = install(model, plan).session
     examples = [_own(plan.batch, rank, device, seed) for seed in range(STEPS + 1)]
