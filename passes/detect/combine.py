@@ -223,6 +223,8 @@ class _Probes:
         """The first node from the largest of the products to ``end`` of which a row depends on other rows of the product."""
         second = max((i.second.node for i in self._instances), key=lambda node: record_of(node).value.numel())
         behind, value = ancestors([end]) & descendants([second]), replay.value(second)
+        if value.dim() < 2:  # a row alone
+            return None
         floats = [node for node in second.graph.nodes if node in behind and is_float(node)]
         nodes = [node for node in floats if record_of(node).value.shape == value.shape]
         other = value.clone()
