@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from hexa_fx.capture.calls import user_location
 from hexa_fx.ir import SourceLocation
@@ -57,11 +58,15 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 @dataclass
 class Runs:
-    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers, where."""
+    """What the run on the example showed of modules: rows that they were given, how many, which compared numbers, and where they
+    were called and did so; and the first of the experts of modules that are named.
+    """
 
     rows: dict[str, int] = field(default_factory=dict)
     some: dict[str, torch.Tensor] = field(default_factory=dict)
     comparing: dict[str, SourceLocation | None] = field(default_factory=dict)
+    called: dict[str, SourceLocation | None] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
     chosen: list[torch.Tensor] = field(default_factory=list)
     """Ids that were chosen; what is kept here keeps its memory to itself."""
     looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
@@ -74,6 +79,8 @@ class Runs:
 
     def place_of(self, path: str, reason: str) -> SourceLocation | None:
         """The line that is the reason for leaving the block at ``path``; None if there is not one."""
+        if reason in (SOFT, SLOTS):
+            return self.called[self.experts[path]] if path in self.experts else None
         places = self.comparing.items() if reason == THRESHOLD else ()
         return next((place for other, place in places if _inside(path, [other])), None)
 
@@ -100,6 +107,7 @@ class Runs:
         first = next((value for value in args if isinstance(value, torch.Tensor) and value.dim() > 0), None)
         if first is None or path in self.rows:
             return
+        self.called[path] = None if is_compiling() else user_location()  # as torch.cond() does
         self.rows[path] = first.numel() // max(1, first.shape[-1])
         self.some[path] = first.detach().reshape(self.rows[path], first.shape[-1])[:256, :4].clone()
 
@@ -144,6 +152,8 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
         return block, INTEGERS.format(integers)
     around, count = model.get_submodule(block), len(members) if is_list else _stacked(module)
     given = [runs.rows[member] for member in members if member in runs.rows]
+    if is_list and given:
+        runs.experts[block] = next(member for member in members if member in runs.rows)
     slots = given[0] if is_list and len(set(given)) == 1 else 0
     is_named = not is_list or "expert" in path.rpartition(".")[2].lower()
     is_mixture = is_named or runs.of_same_tokens(members)

@@ -182,9 +182,17 @@ class Centred(Mixture):
         return out.view(x.shape)
 
 
-def test_where_rows_are_mixed_is_the_line_that_mixes_them() -> None:
-    (block,) = hexa_fx.explain(Centred().double(), _tokens(2, 7)).blocks
-    assert "mixed between tokens" in block.reason
+class Soft(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.gate.weight(x).softmax(-1)
+        outputs = [expert(x) for expert in self.experts]  # decides
+        return sum(gates[..., number, None] * y for number, y in enumerate(outputs))
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Centred, "mixed between tokens"), (Soft, "nothing is chosen here")])
+def test_the_line_is_the_reason(kind: type[nn.Module], said: str) -> None:
+    (block,) = hexa_fx.explain(kind().double(), _tokens(2, 7)).blocks
+    assert said in block.reason
     assert block.location is not None
     assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
 
