@@ -156,5 +156,6 @@ def _checked(config: HexaConfig | None, model: nn.Module) -> HexaConfig:
     if not isinstance(config, HexaConfig | None):
         raise InputError(f"config is a {type(config).__name__}; expected a hexa_fx.HexaConfig")
     config = config or HexaConfig.from_environment()
-    config.say_unknown([path for path, _ in model.named_modules()])
+    if config.skip:
+        config.say_unknown([path for path, _ in model.named_modules()])
     return config
