@@ -186,6 +186,13 @@ def exchanges(name: str, args: Any) -> bool:
     return name == SETS_DATA and tensors and bool(args[0].shape == args[1].shape)
 
 
+def keeps_memory(name: str, args: Any) -> bool:
+    """Whether a call gives a tensor the memory that it has, as ``x.data += y`` does after it has written there."""
+    return exchanges(name, args) and all(
+        getattr(args[0], of)() == getattr(args[1], of)() for of in ("data_ptr", "stride", "storage_offset")
+    )
+
+
 _OWN_PACKAGES = ("torch.", "hexa_fx.capture", "hexa_fx.isolation", "contextlib")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,3 +45,19 @@ class Applied:
 
     def __call__(self, *args: Any) -> Any:
         return self.function.apply(*args)
+
+
+class OfItems:
+    """Makes a mapping of a class of its own whose keys are no names, as a target of a graph.
+
+    Args:
+        like: one of the class; a ``defaultdict`` has a factory besides.
+    """
+
+    def __init__(self, like: dict[Any, Any]) -> None:
+        self.kind: Callable[..., dict[Any, Any]] = type(like)
+        self.before = (like.default_factory,) if isinstance(like, defaultdict) else ()
+        self.__name__ = self.__qualname__ = f"items_of_{type(like).__name__}"
+
+    def __call__(self, items: Mapping[Any, Any]) -> dict[Any, Any]:
+        return self.kind(*self.before, items)

@@ -171,7 +171,9 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
         return block, NOT_REACHED
     if set(given) == {runs.rows.get(block)}:
         return block, SOFT  # whatever is compared, be it inside the experts
-    return block, THRESHOLD if len(set(given)) > 1 or _inside(block, runs.comparing) else SLOTS
+    if len(set(given)) > 1 or _inside(block, runs.comparing):
+        return block, THRESHOLD
+    return block, SOFT if runs.of_same_tokens(members) else SLOTS
 
 
 def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:

@@ -8,8 +8,10 @@ serves to understand the block, never to run in its place.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from hexa_fx.capture.calls import (
     exchanges,
     fx_target,
     is_bookkeeping,
+    keeps_memory,
     name_of,
     user_location,
     without_numpy,
@@ -157,6 +160,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, SymbolicSize):
             return self.record_call(torch.Size, (self.lift(tuple(result)),), torch.Size(map(plain, result)))
         fields = fields_of(result)
+        if isinstance(result, dict) and fields is not None and not _are_names(result):
+            return self.add("call_function", functional.OfItems(result), (self.lift_result(fields),), {}, result)
         if fields is not None:
             made = attributes(type(result)(**fields))
             beside = {name: value for name, value in attributes(result).items() if made.get(name, MISSING) is not value}
@@ -210,6 +215,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
+        if keeps_memory(name, args):
+            return func(*args)
         self.told.before_call(name, args, kwargs)
         if name == "__get__":
             return self._read_property(func, args)
@@ -308,3 +315,9 @@ class Recorder(TorchFunctionMode):
         record_of(node).writes = True
         self._bind(written, node)
         self.written[memory_of(written)] = (node, id(written))
+
+
+def _are_names(mapping: dict[Any, Any]) -> bool:
+    """Whether the class of a mapping can be called with its items by name."""
+    names = (isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in mapping)
+    return not isinstance(mapping, defaultdict) and all(names)

@@ -1,8 +1,9 @@
 """Brings computations that people write in several ways into one form, so that detection has to know only that.
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
-einsums over two: first the weight with the operand that it is contracted with. Parts taken of a weight along its first dimension by
-``index_select``, ``select`` and ``narrow`` become subscripts. Sizes that decisions hinge on are traced to the inputs.
+einsums over two: first the weight with the operand that it is contracted with. Products with all pieces of a weight become one.
+Parts taken of a weight along its first dimension by ``index_select``, ``select`` and ``narrow`` become subscripts. Sizes that
+decisions hinge on are traced to the inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
-from hexa_fx.passes.detect.graph import ancestors, einsum_of
+from hexa_fx.passes.canonicalize.sliced_products import join_products
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, nodes_in
 
 
 def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
@@ -29,9 +31,15 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
         _past_other_writes(node)
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
-    if not fused:
-        return captured
     before = _copied(captured.graph)
+    given = [(call.args, call.kwargs, call.output) for call in (*captured.calls, *captured.functions)]
+    stored = [stored.value for stored in captured.stored]
+    erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
+    if not erased and not fused:
+        return captured
+    for place in erased:
+        calls, functions = _moved(captured.calls, place, -1), _moved(captured.functions, place, -1)
+        captured = dataclasses.replace(captured, calls=calls, functions=functions)
     for node in fused:
         captured = _split(captured, node)
     return dataclasses.replace(captured, as_recorded=before)
@@ -142,13 +150,15 @@ def _insert(
     value = torch.einsum(equation, *[record_of(operand).value for operand in chosen])
     record = record_of(node)
     product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=number_of_new(value))
-    calls, functions = _moved(captured.calls, place), _moved(captured.functions, place)
+    calls, functions = _moved(captured.calls, place, 1), _moved(captured.functions, place, 1)
     return dataclasses.replace(captured, calls=calls, functions=functions), product
 
 
-def _moved(calls: Sequence[ModuleCall], place: int) -> tuple[ModuleCall, ...]:
-    """With a node more at ``place``."""
+def _moved(calls: Sequence[ModuleCall], place: int, more: int) -> tuple[ModuleCall, ...]:
+    """With a node more at ``place``, or one less (-1)."""
     return tuple(
-        dataclasses.replace(call, start=call.start + (call.start > place), end=call.end + (call.end > place))
+        dataclasses.replace(
+            call, start=call.start + more * (call.start > place), end=call.end + more * (call.end > place)
+        )
         for call in calls
     )

@@ -20,6 +20,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
+from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
@@ -180,7 +181,7 @@ class _Walk:
         self.ends = {instance.second.node: instance.second.data for instance in match.instances}
         self.from_index = descendants([n for n in match.routing.nodes if is_tensor(n) and not is_float(n)])
         self.starts = {c.node for instance in match.instances for c in instance.first}
-        self.from_ends = descendants(self.ends)
+        self.from_ends = descendants(self.ends, is_size)
         self.from_source = descendants([match.source])
 
     def run(self) -> tuple[Lost, ...]:

@@ -59,13 +59,18 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     if (given := given_inside(captured)) is not None:
         return given
     odd = odd or _hooks_on_experts(block, groups)
-    uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
+    uneven = _uneven(captured) if refusal.reason == MIXED else None
     several = None
     if (apart or isinstance(refusal, NoRouting)) and of_several_routings(captured):
         several = SEVERAL_GATES if apart else REPEATED
     known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else several)
     elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
     return Refuse(known or refusal.reason, refusal.node, elsewhere)
+
+
+def _uneven(captured: CapturedBlock) -> str | None:
+    in_turn = {path for path, module in captured.block.named_modules() if isinstance(module, nn.Sequential)}
+    return uneven_experts(captured.named_tensors(), in_turn)
 
 
 def _hooks_on_experts(block: nn.Module, groups: ExpertGroups) -> str:
@@ -83,7 +88,7 @@ def _hooks_on_experts(block: nn.Module, groups: ExpertGroups) -> str:
 
 def without_products(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Refuse:
     """The refusal of a block in which no product reads experts' weights."""
-    uneven = uneven_experts(captured.named_tensors())
+    uneven = _uneven(captured)
     node = next(_readers(captured, tags), None)
     if uneven or node is None:
         return Refuse(uneven or _NONE)

@@ -62,14 +62,18 @@ def ancestors(
     return seen
 
 
-def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+def descendants(
+    roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
+) -> set[torch.fx.Node]:
+    """The roots and all that is computed from them, but not from nodes at which to ``stop``."""
     seen: set[torch.fx.Node] = set()
     frontier = list(roots)
     while frontier:
         node = frontier.pop()
         if node not in seen:
             seen.add(node)
-            frontier.extend(node.users)
+            if stop is None or not stop(node):
+                frontier.extend(node.users)
     return seen
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,13 +143,18 @@ def shared_by_some(parameters: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """A sentence about the first numbered list of parameters that differ in shape, or that some modules lack; else empty."""
+def uneven_experts(parameters: Mapping[str, torch.Tensor], in_turn: Container[str] = ()) -> str | None:
+    """A sentence about the first numbered list of parameters that differ in shape, or that some modules lack; else empty.
+
+    ``in_turn``: paths of modules whose parts are numbered but no experts: they run one after another, as those of nn.Sequential.
+    """
     found: dict[str, dict[int, torch.Size]] = defaultdict(dict)
     modules: dict[str, set[int]] = defaultdict(set)
     alike = {name for names in expert_groups(parameters).members.values() for name in names}
     for name, parameter in parameters.items():
         for match in _INDEX.finditer(name):
+            if name[: match.start()].removesuffix(".") in in_turn:
+                continue
             if name not in alike:
                 found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = parameter.shape
             modules[name[: match.start()]].add(int(match.group()))

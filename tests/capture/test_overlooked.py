@@ -51,6 +51,17 @@ class Soft(Listed):
         return (torch.stack([expert(x) for expert in self.experts], -1) * self.gate(x).softmax(-1)[:, None]).sum(-1)
 
 
+class OneGateForAll(Listed):
+    """One mixture of experts for all tokens, chosen by others that come first, as in github.com/AIDC-AI/Parrot."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, rest = x[:2], x[2:]
+        gates = self.gate(first.mean(0)).softmax(-1)
+        return torch.cat(
+            [first, (torch.stack([expert(rest) for expert in self.experts]) * gates[:, None, None]).sum(0)]
+        )
+
+
 class SoftOfFewer(Soft):
     """The gate has weights for twice as many experts."""
 
@@ -245,6 +256,7 @@ REASONS = {
     Soft: overlooked.SOFT,
     SoftOfFewer: overlooked.SOFT,
     Stacked: overlooked.SOFT,
+    OneGateForAll: overlooked.SOFT,
     Slots: overlooked.SLOTS,
     ManySlots: overlooked.SLOTS,
     SoftMoE: overlooked.SLOTS,

@@ -122,6 +122,13 @@ def test_the_layers_of_like_experts_are_no_experts_of_two_shapes():
     assert "differ in shape" in str(uneven_experts(names | {"experts.3.0.weight": torch.zeros(5, 2, 1, 1)}))
 
 
+def test_layers_of_a_router_are_no_experts_of_several_shapes():
+    """As in github.com/isLinXu/YOLO-Master, whose experts are convolutions."""
+    names = {"router.0.weight": torch.zeros(3, 2, 1, 1), "router.2.weight": torch.zeros(4, 3, 1, 1)}
+    assert "router.{}.weight" in str(uneven_experts(names))
+    assert uneven_experts(names, {"router"}) is None
+
+
 def test_tags_follow_one_expert_and_all_experts():
     block = Loop()
     captured = capture(block, (X,), {})

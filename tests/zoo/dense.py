@@ -20,6 +20,17 @@ class ZeroGateMatrix(Mixture):
         return out
 
 
+class ChosenAtRandom(Mixture):
+    """As many ids are drawn as the experts' outputs have rows, as github.com/jingjing12110/MixPHM and AdaMix do in eval mode."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.stack([expert(x) for expert in self.experts])
+        chosen = torch.randint(0, E, size=(out.size(1), out.size(2)))
+        for e in range(E):
+            out[e] *= chosen.eq(e).unsqueeze(-1)
+        return out.sum(0)
+
+
 class StackEinsum(nn.Module):
     def __init__(self, threshold: bool = True) -> None:
         super().__init__()
@@ -203,4 +214,5 @@ VARIANTS = (
     variant("dense_chunks_split", ChunksOfExperts, "the same by split", cut="split"),
     variant("dense_chunks_narrow", ChunksOfExperts, "the same by narrow", cut="narrow"),
     variant("dense_softmax_all", AllExpertsSoftmax, "no top-k: dense by nature, the same as k = E", "either"),
+    variant("dense_chosen_at_random", ChosenAtRandom, "random ids, as many as experts give rows"),
 )

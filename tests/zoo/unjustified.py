@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -110,6 +112,60 @@ class AddsUpInScaledInput(AddsUpInItsInput):
         return x.mul_(0.5)
 
 
+class CountedInData(Looped):
+    """Biases that balance the choices are written through ``.data``, as github.com/joey00072/ohara does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(E))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.gate(x).softmax(-1)
+        index = (scores + self.bias).topk(K).indices
+        if self.training:
+            loads = torch.bincount(index.flatten(), minlength=E)
+            self.bias.data += 0.1 * torch.sign(loads.float().mean() - loads)
+        return scores.gather(1, index), index
+
+
+class ByExpert(Looped):
+    """Gives its tokens by number of the expert, in a mapping that makes lists, as github.com/k7srivatsan/MoE does."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[int, list[torch.Tensor]]]:
+        index = self.route(x)[1]
+        chosen = defaultdict(list)
+        for number in range(E):
+            chosen[number].append((index == number).sum(1))
+        return super().forward(x), chosen
+
+
+class InSlices(nn.Module):
+    """Products with a weight's slices one after another, as ``pretraining_tp`` of github.com/feizc/DiT-MoE has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(D, I, bias=False), nn.Linear(D, I, bias=False)
+        self.down_proj = nn.Linear(I, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (
+            torch.cat([F.linear(x, piece) for piece in layer.weight.split(I // 4, dim=0)], dim=-1)
+            for layer in (self.gate_proj, self.up_proj)
+        )
+        hidden = (F.silu(gate) * up).split(I // 4, dim=2 if x.dim() == 3 else -1)
+        pieces = self.down_proj.weight.split(I // 4, dim=1)
+        return sum(F.linear(rows, piece) for rows, piece in zip(hidden, pieces))
+
+
+class ExpertsInSlices(Looped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.shared = nn.ModuleList(InSlices() for _ in range(E)), InSlices()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shared(x)
+
+
 class InFloat32(Looped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -166,6 +222,9 @@ VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
     variant("router_two_heads", TwoHeads, "two gates that may choose the same expert", inputs=flat_tokens),
+    variant("router_bias_in_data", CountedInData, "writes its biases through .data", inputs=flat_tokens),
+    variant("around_results_by_expert", ByExpert, "results in a defaultdict by expert", inputs=flat_tokens),
+    variant("body_weights_in_slices", ExpertsInSlices, "products with slices of each weight", inputs=flat_tokens),
     variant("router_repeated_ids", RanksAsIds, "an expert is given a token several times", inputs=flat_tokens),
     variant("weight_constant_factor", ConstantFactor, "a constant beside the routing weight", inputs=flat_tokens),
     variant("body_limited_swiglu", LimitedSwiGLU, "gate and up within limits", inputs=flat_tokens),
