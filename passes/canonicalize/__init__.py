@@ -2,8 +2,8 @@
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
 einsums over two: first the weight with the operand that it is contracted with. Products with all pieces of a weight become one.
-Parts taken of a weight along its first dimension by ``index_select``, ``select`` and ``narrow`` become subscripts. Sizes that
-decisions hinge on are traced to the inputs.
+Parts taken of a weight along its first dimension by ``index_select``, ``select`` and ``narrow`` become subscripts, ``mv`` and
+``inner`` the usual products. Sizes that decisions hinge on are traced to the inputs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import combinations
 
 import torch
 import torch.fx
+from torch.nn.functional import linear
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new
@@ -28,6 +29,7 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
     for node in captured.graph.nodes:
         _as_subscript(node)
+        _as_usual_product(node)
         _past_other_writes(node)
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
@@ -63,6 +65,15 @@ def _as_subscript(node: torch.fx.Node) -> None:
 
 
 _ARGUMENTS = {"index_select": 3, "select": 3, "narrow": 4}
+
+
+def _as_usual_product(node: torch.fx.Node) -> None:
+    """Makes ``weight.mv(row)`` a matmul, and ``inner(rows, weight)`` what a linear layer calls."""
+    second = node.args[1] if len(node.args) == 2 and node.op.startswith("call") and not node.kwargs else None
+    if operation(node) == "mv" and second is not None:
+        node.op, node.target = "call_function", torch.matmul
+    elif operation(node) == "inner" and isinstance(second, torch.fx.Node) and record_of(second).value.dim() == 2:
+        node.op, node.target = "call_function", linear
 
 
 def _past_other_writes(node: torch.fx.Node) -> None:

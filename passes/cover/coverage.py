@@ -123,6 +123,8 @@ Role = Literal["outputs", "added", "hidden", "rows", "factor", "select", "weight
 
 _is_off = ops.of("dropout row_dropout")
 """Random operations, which detection lets pass only where they do nothing in the run."""
+_adds_products = ops.of("addcmul embedding_bag")
+"""Weighted sums onto the first operand, or of the rows that it names."""
 _counts = ops.of("histc ceil floor round trunc")
 """What counts are floating point in, or a room for so many of them."""
 _LARGE = 1e6
@@ -236,6 +238,10 @@ class _Walk:
             self._also("select", [n for n in others if not is_float(n)])
         elif _multiplies(node):
             self._also("factor", others)
+        elif _adds_products(node):
+            self._also("added", [n for n in others if is_float(n) and n is node.args[0]])
+            self._also("factor", [n for n in others if is_float(n) and n is not node.args[0]])
+            self._also("select", [n for n in others if not is_float(n)])
         elif (
             ops.adds(node) or ops.moves(node) or _is_off(node) or kind(node) == "mean"
         ):  # whose divisor is a constant of the routing

@@ -112,6 +112,55 @@ class AddsUpInScaledInput(AddsUpInItsInput):
         return x.mul_(0.5)
 
 
+class Addcmul(Looped):
+    """All experts on all tokens, added up by fused products, as public blocks of vision models do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out.addcmul_(expert(x), (weights * (index == number)).sum(-1, keepdim=True))
+        return out
+
+
+class EmbeddingBag(Looped):
+    """Rows are looked up and added up in one call, as github.com/RobertCsordas/moe does with its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        rows = torch.stack([expert(x) for expert in self.experts], 1).flatten(0, 1)
+        places = index + E * torch.arange(len(x)).unsqueeze(1)
+        return F.embedding_bag(places, rows, per_sample_weights=weights, mode="sum")
+
+
+class Inner(nn.Module):
+    """Other names of the product with a matrix: ``inner`` of rows, ``mv`` of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.up, self.down = weight(E, I, D), weight(E, D, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(index == number)
+            y = torch.inner(F.gelu(torch.inner(x[token], self.up[number])), self.down[number])
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+class MatrixVector(Inner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(K)
+        rows = []
+        for row, of_row, chosen in zip(x, weights, index):
+            given = (self.down[e].mv(F.gelu(torch.mv(self.up[e], row))) for e in chosen)
+            rows.append(sum(weight * y for weight, y in zip(of_row, given)))
+        return torch.stack(rows)
+
+
 class CountedInData(Looped):
     """Biases that balance the choices are written through ``.data``, as github.com/joey00072/ohara does."""
 
@@ -220,6 +269,10 @@ def of_sevens(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tupl
 
 VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
+    variant("dense_addcmul", Addcmul, "added up by addcmul_", inputs=flat_tokens),
+    variant("dense_embedding_bag", EmbeddingBag, "rows of all experts, added up by embedding_bag", inputs=flat_tokens),
+    variant("loop_inner", Inner, "products by torch.inner", inputs=flat_tokens),
+    variant("one_token_mv", MatrixVector, "products by mv", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
     variant("router_two_heads", TwoHeads, "two gates that may choose the same expert", inputs=flat_tokens),
     variant("router_bias_in_data", CountedInData, "writes its biases through .data", inputs=flat_tokens),
