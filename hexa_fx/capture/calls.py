@@ -100,7 +100,10 @@ def check_readable(tensor: torch.Tensor) -> None:
         UnreadableTensor: the reason, as a sentence.
     """
     if is_functorch_wrapped_tensor(tensor):
-        raise UnreadableTensor("its experts run inside torch.func (vmap or grad), which hides the numbers")
+        raise UnreadableTensor(
+            "its experts run inside torch.func (vmap or grad), which hides the numbers; experts that torch.bmm or "
+            "einsum multiplies can be rewritten"
+        )
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnreadableTensor(
             f"it computes with {'nested' if tensor.is_nested else 'sparse'} tensors; only dense ones are rewritten"
