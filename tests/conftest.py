@@ -105,6 +105,14 @@ def rewritten_code_at_any_size() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def the_same_random_numbers() -> None:
+    """Every test starts from one state of torch's generator, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def own_code_when_small(rewritten_code_at_any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As users have it, nevertheless: what the first pages run is large enough."""

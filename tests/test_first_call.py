@@ -100,7 +100,6 @@ class Uncalled(nn.Module):
 
 
 def test_weights_in_modules_that_are_never_called() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(Uncalled()), torch.randn(40, D)
     opt = hexa_fx.optimize(model, config=CONFIG)
     for _ in range(2):
@@ -109,7 +108,6 @@ def test_weights_in_modules_that_are_never_called() -> None:
 
 
 def test_a_branch_that_the_first_call_does_not_take() -> None:
-    torch.manual_seed(0)
     model, x = Branches(), torch.randn(6, D)
     opt = hexa_fx.optimize(model, config=CONFIG)
     for right in (False, True, True, False):
@@ -123,7 +121,6 @@ def test_a_branch_that_the_first_call_does_not_take() -> None:
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
 def test_copies_wait_by_themselves(copied: Any) -> None:
-    torch.manual_seed(0)
     opt, x = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D)
     other = copied(opt)
     other(x)
@@ -135,7 +132,6 @@ def test_copies_wait_by_themselves(copied: Any) -> None:
 
 def test_the_report_of_a_copy_counts_the_copy_s_calls() -> None:
     """Where the block is the whole model, its report lies in front of its forward."""
-    torch.manual_seed(0)
     opt, x = hexa_fx.optimize(Branches().left[1], config=CONFIG), torch.randn(6, D)
     opt(x)
     other = copy.deepcopy(opt)
@@ -146,7 +142,6 @@ def test_the_report_of_a_copy_counts_the_copy_s_calls() -> None:
 
 def test_a_wrapper_that_is_put_in_front_later() -> None:
     """As accelerate puts one for mixed precision, and users for checkpointing."""
-    torch.manual_seed(0)
     model, x = Branches(), torch.randn(6, D)
     opt = hexa_fx.optimize(model, config=CONFIG)
     for module in (opt, opt.left):  # in closures; what they close over is the module's own
@@ -158,7 +153,6 @@ def test_a_wrapper_that_is_put_in_front_later() -> None:
 
 
 def test_a_wrapper_around_a_model_that_is_a_block_itself() -> None:
-    torch.manual_seed(0)
     block, x = Branches().left[1], torch.randn(6, D)
     opt = hexa_fx.optimize(block, config=CONFIG)
     inner = opt.forward
@@ -189,7 +183,6 @@ def test_accelerate_after_optimize(mixtral: nn.Module) -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None:
     """The first call is analysed outside of graphs, and the second compiles what is there then. One graph cannot hold that."""
-    torch.manual_seed(0)
     torch._dynamo.reset()
     opt, x, seen = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D), list[str]()
 
@@ -209,7 +202,6 @@ def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None
 
 
 def test_optimize_again_before_the_first_call() -> None:
-    torch.manual_seed(0)
     model, x = Branches(), torch.randn(6, D)
     hexa_fx.optimize_(model.left, config=CONFIG)
     for _ in range(2):
@@ -224,7 +216,6 @@ def test_a_first_call_that_ends_early_is_followed_by_another(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The user ends it, or gives it inputs that the model cannot take."""
-    torch.manual_seed(0)
     model, x = Branches(), torch.randn(6, D)
     opt = hexa_fx.optimize(model, config=CONFIG)
     given = x

@@ -145,7 +145,6 @@ def test_nothing_is_analysed_under_a_mode_that_sees_operations_and_then_it_is(ca
 
 
 def test_past_the_limit_it_runs_its_own_code_and_says_once_what_changed(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model = Model(1)
     opt = hexa_fx.optimize(
         copy.deepcopy(model), config=hexa_fx.HexaConfig(own_code_when_small=False, specialisations=2)
@@ -161,7 +160,6 @@ def test_past_the_limit_it_runs_its_own_code_and_says_once_what_changed(caplog: 
 
 
 def test_a_block_that_mostly_runs_its_own_code_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     opt = hexa_fx.optimize(Model(1), tokens(), CONFIG)
     opt.layers[0].experts[0].register_forward_hook(lambda *call: None)
     for _ in range(120):
@@ -254,7 +252,6 @@ def test_undo_and_a_report_that_was_kept() -> None:
 
 
 def test_blocks_that_are_left_out_and_everything_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     one = hexa_fx.optimize(Model(), tokens(), hexa_fx.HexaConfig(own_code_when_small=False, skip="layers.1"))
     assert [block.status for block in one.report.blocks] == ["rewritten", "refused"]
     monkeypatch.setenv("HEXA_FX_SKIP", "*")

@@ -72,7 +72,6 @@ def test_graphs_show_the_canonical_node_and_the_operators(model):
 
 
 def test_rewritten_graph_does_not_grow_with_experts():
-    torch.manual_seed(0)
     sizes = [len(hexa_fx.optimize(Block(experts=n), INPUT).graphs[""].rewritten.graph.nodes) for n in (4, 16)]
     assert sizes[0] == sizes[1]
 

@@ -157,7 +157,6 @@ class Transposed(nn.Module):
 
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "fp8_block"])
 def test_weights_that_are_stored_transposed_share_scales_along_the_same_dimension(format):
-    torch.manual_seed(0)
     block, x = Transposed(), torch.randn(20, D, dtype=torch.float64, requires_grad=True)
     index, weights = torch.rand(20, E).argsort(1)[:, :2], torch.rand(20, 2, dtype=torch.float64, requires_grad=True)
     made = hexa_fx.quantize_experts_(hexa_fx.optimize(block, (x.detach(), index, weights.detach())), format)
@@ -182,7 +181,6 @@ def test_weights_that_are_stored_transposed_share_scales_along_the_same_dimensio
 
 
 def test_a_weight_that_blocks_share_is_packed_once():
-    torch.manual_seed(0)
     model = Model()
     model.blocks[1].first = model.blocks[0].first
     x = torch.randn(20, D, dtype=torch.float64)

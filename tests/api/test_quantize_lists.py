@@ -151,7 +151,6 @@ def test_an_expert_that_is_exchanged_runs_its_own_code(tokens, caplog):
 
 
 def test_experts_of_two_blocks_are_packed_once(tokens):
-    torch.manual_seed(0)
     first, second = Block(), Block()
     second.experts = first.experts
     model = nn.Sequential(first, second).double()
@@ -233,7 +232,6 @@ def test_on_the_meta_device_and_back(tokens):
 
 
 def test_a_block_that_shares_experts_packed_through_another_is_analysed_anew(tokens, caplog):
-    torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).double()
     model[1].experts = model[0].experts
     hexa_fx.optimize_(model, tokens)

@@ -1,7 +1,5 @@
 """Settings that code reads of classes, Python modules and caches, by way of objects that it makes itself, may change as well."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

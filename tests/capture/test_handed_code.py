@@ -1,7 +1,5 @@
 """Python code that is handed to torch is in no recorded graph: such blocks are refused with their line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -42,7 +40,6 @@ class ElementByElement(Mixture):
 
 @pytest.mark.parametrize("kind", [Chooses, ByLayers, Loops, ElementByElement])
 def test_it_is_refused_with_a_sentence_and_its_line(kind: type[Mixture]) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(kind().double())
     x = torch.randn(9, D, dtype=torch.float64)
     optimized = hexa_fx.optimize(model, x)
@@ -68,7 +65,6 @@ class Beside(nn.Module):
 
 def test_beside_a_block_it_is_no_matter() -> None:
     """torch.cond() compiles itself and what it is called in, our code that watches the model's run too."""
-    torch.manual_seed(0)
     model, x = Beside().double(), torch.randn(9, D, dtype=torch.float64)
     optimized = hexa_fx.optimize(model, x)
     assert optimized.report.rewritten

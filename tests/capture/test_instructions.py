@@ -1,7 +1,5 @@
 """Instructions have the names of Python 3.11 under every interpreter, so that what code asks for is seen under each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

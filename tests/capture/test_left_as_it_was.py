@@ -20,8 +20,6 @@ from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import operators_run
 
-torch.set_num_threads(1)
-
 
 class Block(Mixture):
     """``keep`` says what the forward does to the module besides."""
@@ -105,7 +103,6 @@ def _marked(trial: str, number: int, change: str) -> Any:
 
 @pytest.mark.parametrize(("trial", "change"), [_marked(trial, *one) for trial in TRIALS for one in enumerate(CHANGES)])
 def test_what_a_run_changes_is_put_back(trial: str, change: str) -> None:
-    torch.manual_seed(0)
     block, x = Block(CHANGES[change]), torch.randn(7, D)
     before = everything(block)
     TRIALS[trial](block, x)
@@ -272,7 +269,6 @@ class InBlock(Block):
 
 @pytest.mark.parametrize("way", ["in place", "data", "another", "train"])
 def test_weights_that_a_first_call_or_a_mode_folds_factors_into(way: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(Folding(way), InBlock("train")).double()
     x, other = torch.randn(20, D, dtype=torch.float64), copy.deepcopy(model)
     hexa_fx.optimize_(model, x)
@@ -338,7 +334,6 @@ class Centroids(Block):
 
 @pytest.mark.parametrize("when", ["always", "in train mode", "in a call"])
 def test_parameters_that_a_forward_writes(when: str) -> None:
-    torch.manual_seed(0)
     model, x = Centroids(when).double(), torch.randn(20, D, dtype=torch.float64)
     other = copy.deepcopy(model)
     (report,) = hexa_fx.optimize_(model, x).report.blocks
@@ -372,7 +367,6 @@ class FollowingRouter(nn.Module):
 @pytest.mark.parametrize("way", ["in place", "in train mode", "data", "another memory"])
 def test_a_router_that_stays_a_call_may_write_to_its_parameters(way: str) -> None:
     """Every call starts from what the one before left; runs of the analysis leave nothing, not even memory."""
-    torch.manual_seed(0)
     block, x = Block(lambda block, load: None).double(), torch.randn(20, D, dtype=torch.float64)
     block.router = FollowingRouter(block.router, way).double()
     other, memory = copy.deepcopy(block), block.router.mean.data_ptr()
@@ -422,7 +416,6 @@ class MovedRouter(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as it is", "wider"])
 def test_a_module_that_sees_to_its_dtype_writes_to_no_parameter(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     block, x = Block(lambda block, load: None), torch.randn(20, D)
     block.router = MovedRouter(block.router, dtype)
     other = copy.deepcopy(block)

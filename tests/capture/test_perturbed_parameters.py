@@ -1,7 +1,5 @@
 """Recording: parameters of one number are replaced for its time, the code's own no_grad is seen, weights are not copied."""
 
-from __future__ import annotations
-
 import pathlib
 import threading
 

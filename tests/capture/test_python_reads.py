@@ -1,7 +1,5 @@
 """Whatever code reads from Python may change: it is analysed again, or its own code runs, or it is refused; both agree."""
 
-from __future__ import annotations
-
 import collections
 import contextvars
 import copy

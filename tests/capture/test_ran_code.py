@@ -1,7 +1,5 @@
 """Blocks follow what code decides on a dtype, in another dtype."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

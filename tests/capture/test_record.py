@@ -1,7 +1,5 @@
 """Recording: the graph says what the code did, sizes stay symbolic, and nothing of the block is changed."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Blocks whose code calls what torch.jit compiled."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -61,7 +59,6 @@ class _Gate(nn.Module):
 
 
 def test_compiled_functions_are_read_as_python() -> None:
-    torch.manual_seed(0)
     block = Scripted().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)
@@ -73,7 +70,6 @@ def test_compiled_functions_are_read_as_python() -> None:
 
 
 def test_compiled_modules_are_named_and_the_others_rewritten() -> None:
-    torch.manual_seed(0)
     model = Model().double()
     optimized = hexa_fx.optimize(model, _tokens(2, 7))
     assert [block.status for block in optimized.report.blocks] == ["rewritten", "refused"]

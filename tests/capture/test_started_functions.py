@@ -1,7 +1,5 @@
 """Who is told that a function starts, and who is not."""
 
-from __future__ import annotations
-
 import sys
 
 from hexa_fx.capture.ran_code import told_of_starts, untold

@@ -1,7 +1,5 @@
 """Kernels whose own text runs on the host, compiled by g++ with stand-ins for the instructions of a GPU (the folder emulator)."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import re

@@ -1,7 +1,5 @@
 """Argument structs: the host names the fields that device code has, in its order."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

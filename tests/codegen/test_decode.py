@@ -1,7 +1,5 @@
 """decode_gemm's and decode_combine's own text, run on the host: a layer of few tokens against float64."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import struct

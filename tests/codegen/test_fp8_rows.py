@@ -1,7 +1,5 @@
 """quantize_fp8's and activate_fp8's own text, run on the host, beside the reference: elements, scales, and where they lie."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -47,7 +45,6 @@ ROUTINGS = ("random", "an expert without rows, and rows of none", "all to one")
 
 @pytest.mark.parametrize(("dtype", "width"), list(zip(DTYPES, (WIDTH, 129, 256), strict=True)), ids=str)
 def test_rows(dtype, width):
-    torch.manual_seed(0)
     x = (torch.randn(7, width) * torch.logspace(-6, 6, 7)[:, None]).clamp(-6e4, 6e4).to(dtype)
     x[2], x[3, 1] = 0, -0.0
     for binary in (False, True):
@@ -97,7 +94,6 @@ def test_columns(kind, op, gathers, dtype, width):
     ("layout", "dtype"), [("nk", torch.bfloat16), ("kn", torch.bfloat16), ("kn", torch.float32)], ids=str
 )
 def test_weights(glu, layout, dtype):
-    torch.manual_seed(0)
     inner, depth = 72, 136
     shape = (2, inner if glu in ("none", "split") else 2 * inner, depth)
     w, w3 = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if glu == "split" else None
@@ -184,7 +180,6 @@ def test_sums_of_rows_in_bytes(kind, dtype, weights, columns):
 @pytest.mark.parametrize(("tokens", "top_k", "columns"), [(60, 3, 200), (5, 2, 4200), (0, 2, 200)], ids=str)
 def test_sums_of_slots_and_widths_that_no_block_has_at_a_time(tokens, top_k, columns):
     """Three slots, which no kernel is made for; rows of more columns than a block has threads for; no tokens."""
-    torch.manual_seed(0)
     index = torch.rand(tokens, E).argsort(1)[:, :top_k]
     _, inv, offs = torch.ops.hexa.reindex(index, E)
     y, ys = rows_as_bytes(torch.randn(len(inv), 128 * (columns // 128 + 1)))

@@ -1,7 +1,5 @@
 """Which elements of shared memory reach which register of which lane, computed by the device headers themselves on the host."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

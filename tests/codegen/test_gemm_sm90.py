@@ -1,7 +1,5 @@
 """The Hopper family's specs: what fits is rendered, what does not is refused with the reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

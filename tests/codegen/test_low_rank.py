@@ -1,7 +1,5 @@
 """low_rank_parts' own text, run on the host: parts of blocks, which share experts in runs of row tiles, against their sums."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """packed_gemm's own text, run on the host: which lane reads what, rows and lines that end anywhere, work that is dealt out."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 
@@ -81,7 +79,6 @@ def weight(f, columns, k):
     ],
 )
 def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
-    torch.manual_seed(0)
     (w, dense), bias = weight(f, n, k), torch.randn(E, n, dtype=dtype)
     for kind in IDS:
         r = routing(kind)
@@ -107,7 +104,6 @@ def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
     ],
 )
 def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noqa: F811
-    torch.manual_seed(0)
     inner, k = 96 if glu in ("concat", "interleaved") else 40, 192
     columns = inner if glu in ("none", "split") else 2 * inner
     w1, dense = weight(f, columns, k)
@@ -135,7 +131,6 @@ def a_step(operator, first, *rest):
 
 @pytest.mark.parametrize("split", [False, True], ids=["concat", "split"])
 def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
-    torch.manual_seed(0)
     hidden, inner = 128, 64
     (w1, _), (w2, _) = weight(NF4, inner if split else 2 * inner, hidden), weight(NF4, hidden, inner)
     w3 = weight(NF4, inner, hidden)[0] if split else None

@@ -1,7 +1,5 @@
 """Rendered text: stable bytes, a readable header, and the goldens."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """KernelSpec as a value, and the reasons for which a spec is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

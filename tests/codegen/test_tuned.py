@@ -1,7 +1,5 @@
 """Tables of measured tiles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """unpack's own text, run on the host: the bits of the reference, in every format; and products group by group."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 
@@ -40,7 +38,6 @@ def test_bits_are_those_of_the_reference(emulated, f, dtype, monkeypatch):  # no
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: F811
     """With torch in place of the grouped product: which experts a group has, which rows are its own, what is zeroed."""
-    torch.manual_seed(0)
     f, experts = FORMATS["nf4_double"], 7
     weight = torch.randn(experts, 64, 32)
     packed, *scales = f.pack_all(weight)
@@ -103,7 +100,6 @@ def dense_segment(o, into):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layout, rank):  # noqa: F811
     """Against each as an operator of its own: which rows, factors, biases and gates a group is given."""
-    torch.manual_seed(0)
     monkeypatch.setattr(cuda_packed_rows, "fused_segment", a_step(dense_segment))
     monkeypatch.setattr(cuda_packed_rows, "_fuses", lambda *_: True)
     monkeypatch.setattr(cuda_packed_rows, "MOST_BYTES", 2 * 2 * 64 * 64)

@@ -1,7 +1,5 @@
 """Stand-ins for a card: what a layer's calls launch, seen where the driver would be called. On CPU tensors; nothing is computed."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence

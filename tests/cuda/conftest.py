@@ -1,7 +1,5 @@
 """The card that `tests.cuda.cards` stands in for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It is no product, but it depends on the beginning of every operand. So results o
 found what it should: a stale weight, or memory that was given away too early, changes them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Sequence

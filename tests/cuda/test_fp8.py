@@ -1,7 +1,5 @@
 """What FP8 products hand over on Hopper, seen where the driver would be called: specs, sizes, scales and tensor maps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

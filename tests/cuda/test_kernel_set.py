@@ -1,7 +1,5 @@
 """The set of kernels of a layer holds those of every number of tokens, and few."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

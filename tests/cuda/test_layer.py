@@ -1,7 +1,5 @@
 """Calls of a layer that are played again: what they launch is what the general path launches, and when they are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Which launches hexa::low_rank_gradients makes, without a device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

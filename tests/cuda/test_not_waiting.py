@@ -1,7 +1,5 @@
 """No call waits for a compiler: until a kernel is built, another tile's or torch's own operators run, which is said once."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Registration: once, and nothing heavy before the first CUDA tensor."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import get_type_hints

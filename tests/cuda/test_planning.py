@@ -1,7 +1,5 @@
 """Plans of calls: what is asked for on stand-ins is done on tensors, whatever lies between the launches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

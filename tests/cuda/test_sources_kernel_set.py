@@ -1,7 +1,5 @@
 """The kernels of packed weights and of adapters: which a layer may need, and when they are requested."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from threading import Thread
@@ -82,7 +80,6 @@ def test_a_low_rank_addition_is_added_in_the_launch_of_its_product(tokens: int) 
 def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed_models(
     requested: list[KernelSpec],
 ) -> None:
-    torch.manual_seed(0)
     x = torch.randn(20, D).bfloat16()
     model = hexa_fx.optimize_(Model().bfloat16(), x)
     dense = set(requested)

@@ -1,7 +1,5 @@
 """Collecting kernels is the affair of one thread: others launch, with the kernels of their own card."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where persistent kernels take their tiles: zeros that launches share, and zeros of a CUDA graph's own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Forward and backward that are played again launch what the general path launches, whichever family's kernels they are."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

@@ -1,7 +1,5 @@
 """Autotuning: measured once a bucket, kept on disk, never without being asked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`hexa-fx tune`: which layers it runs, and tables that machines share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

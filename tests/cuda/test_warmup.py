@@ -1,7 +1,5 @@
 """What asking a block for its kernels does to a model: nothing. On the CPU, with the launches left out by hand."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Parts of a workspace share memory if no launch uses both, and never otherwise."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 

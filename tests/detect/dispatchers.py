@@ -1,7 +1,5 @@
 """Token dispatchers and blocks that keep on them, during a call, what the call needs later: each in another way."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar

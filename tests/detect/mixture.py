@@ -1,7 +1,5 @@
 """A plain mixture; tests keep something of it beside its output."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Functions that ask for sizes, in a module that defines no class of a block."""
 
-from __future__ import annotations
-
 import torch
 
 

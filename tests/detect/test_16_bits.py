@@ -1,7 +1,5 @@
 """Blocks whose tensors are in 16 bits are understood as in 32: rounding hides nothing from the experiments."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

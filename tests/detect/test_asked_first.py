@@ -1,7 +1,5 @@
 """Conditions on parameters and sizes alone: seen with the values that parameters have, checked before anything is written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Choices one after the other, where two may be of the same expert: as scores are zero but for the first."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Results that blocks leave in lists and dicts, rewritten, against the original in float64."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -22,8 +20,6 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import difference, observe
 from tests.detect.mixture import D, Mixture
 from tests.zoo.compare import operators_run
-
-torch.set_num_threads(1)
 
 LOSSES: list[Any] = []
 START = {"scale": 2.0, "aux": None}
@@ -257,7 +253,6 @@ class Model(nn.Module):
 
 
 def test_layers_that_share_a_list_add_in_the_models_order() -> None:
-    torch.manual_seed(0)
     model = Model().double()
     optimized = hexa_fx.optimize(model, tokens())
     assert len(optimized.report.rewritten) == 2, str(optimized.report)
@@ -308,7 +303,6 @@ class AddsToTheLast(Careless):
     ],
 )
 def test_refused(make: type[Careless], words: str) -> None:
-    torch.manual_seed(0)
     optimized = hexa_fx.optimize(make().double(), tokens())
     (report,) = optimized.report.blocks
     assert report.status == "refused"
@@ -317,7 +311,6 @@ def test_refused(make: type[Careless], words: str) -> None:
 
 
 def test_one_loss_an_expert() -> None:
-    torch.manual_seed(0)
     block = Careless().double()
     optimized = hexa_fx.optimize(block, tokens())
     assert _runs(optimized)

@@ -1,7 +1,5 @@
 """A number in the code that the experts' outputs are multiplied by, beside the routing weight or in its place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -84,7 +82,6 @@ class OfTokens(Scaled):
 
 @pytest.mark.parametrize("kind", [Scaled, Divided, Mean, OverExperts, Adapters])
 def test_rewritten_in_one_operator(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), CONFIG)
     assert optimized.report.rewritten, str(optimized.report)
@@ -100,7 +97,6 @@ def test_rewritten_in_one_operator(kind: type[nn.Module]) -> None:
 
 
 def test_in_16_bits_it_keeps_the_dtype() -> None:
-    torch.manual_seed(0)
     block = Mean()
     optimized = hexa_fx.optimize(block, _tokens(2, 7).float(), CONFIG).bfloat16()
     x = _tokens(3, 5).bfloat16()
@@ -109,7 +105,6 @@ def test_in_16_bits_it_keeps_the_dtype() -> None:
 
 
 def test_a_count_is_no_constant() -> None:
-    torch.manual_seed(0)
     block = OfTokens().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), CONFIG)
     torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))

@@ -1,7 +1,5 @@
 """Branches on whole numbers that a block is given beside its tokens: they do not follow from the routing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -39,7 +37,6 @@ class Positions(Mixture):
 
 @pytest.mark.parametrize("way", ASKED)
 def test_the_branch_is_the_calls_own(way: str) -> None:
-    torch.manual_seed(0)
     block = Positions(ASKED[way]).double()
     x, near = torch.randn(24, D, dtype=torch.float64), torch.arange(24)
     far = near.clone()

@@ -3,8 +3,6 @@
 PYTEST_DONT_REWRITE: the blocks' own assertions are to be what Python makes of them.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

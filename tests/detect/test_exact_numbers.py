@@ -1,7 +1,5 @@
 """Decisions on sizes by way of types and of functions elsewhere, and on exact numbers that follow from the routing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +61,6 @@ def test_sizes_are_asked_of_types_and_elsewhere(asked: Callable[..., Any], monke
 
 @pytest.mark.parametrize("asked", [*CERTAIN_COUNTS.values()])
 def test_certain_counts_are_refused(asked: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
     (block,) = hexa_fx.explain(Asking(asked).double().eval(), tokens(24)).blocks
     assert block.status == "refused"
     assert "exact number of tokens" in block.reason, block.reason
@@ -71,7 +68,6 @@ def test_certain_counts_are_refused(asked: Callable[..., Any]) -> None:
 
 
 def test_types_stand_for_dtypes() -> None:
-    torch.manual_seed(0)
     model = CastingToInt().double().eval()
     optimized = hexa_fx.optimize(model, tokens(24))
     assert optimized.report.rewritten, optimized.report

@@ -1,7 +1,5 @@
 """What a block sets to plain values, what its first call sets up for all others, and what it says of its numbers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts of unusual form become steps over all routed rows; whatever mixes rows, draws numbers or differs is refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -11,8 +9,6 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo.compare import compare
-
-torch.set_num_threads(1)
 
 D, I = 6, 10  # noqa: E741
 

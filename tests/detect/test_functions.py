@@ -1,7 +1,5 @@
 """Functions with a backward of their own: kept around the experts, with that backward; refused inside them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

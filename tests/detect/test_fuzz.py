@@ -1,7 +1,5 @@
 """Whatever a block does, hexa_fx rewrites it or says why not; see `tests.zoo.fuzz` for more seeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.zoo import fuzz

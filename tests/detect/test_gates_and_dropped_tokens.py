@@ -1,7 +1,5 @@
 """Gates of several tasks over one set of experts, experts in one convolution, and lists of dropped tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -36,7 +34,6 @@ class GateOfTask(Mixture):
 
 
 def test_a_stack_of_gates_is_no_stack_of_experts() -> None:
-    torch.manual_seed(0)
     block, x = GateOfTask().double(), torch.randn(12, D, dtype=torch.float64)
     opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
     assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
@@ -84,7 +81,6 @@ class GatesOnAll(Gates):
 
 
 def test_several_gates_over_one_set_of_experts() -> None:
-    torch.manual_seed(0)
     x = torch.randn(12, D, dtype=torch.float64)
     (report,) = hexa_fx.explain(GatesOnAll().double(), x, CONFIG).blocks
     assert "several gates over one set of experts" in report.reason

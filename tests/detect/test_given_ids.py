@@ -1,7 +1,5 @@
 """Experts' ids that a block is given, among which one names no expert."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +74,6 @@ class Given(nn.Module):
 )
 def test_an_id_of_no_expert(form: Form, runs: set[int]) -> None:
     """``runs``: with which ids the operators still run, as the code leaves them out too."""
-    torch.manual_seed(0)
     block, x, weights = Given(form).double(), torch.randn(T, D).double(), torch.rand(T, K).double()
     ids = torch.rand(T, E).topk(K).indices
     optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
@@ -94,7 +91,6 @@ def test_an_id_of_no_expert(form: Form, runs: set[int]) -> None:
 
 
 def test_negative_ids_in_a_trace() -> None:
-    torch.manual_seed(0)
     block, x, weights = Given(looked_up), torch.randn(T, D), torch.rand(T, K)
     ids = torch.rand(T, E).topk(K).indices
     optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))

@@ -1,7 +1,5 @@
 """Experts that run without gradients in a block that has some: only their routing, say, is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts that are chosen for whole sequences (or images), and weights that are: an entry for each group of tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -92,7 +90,6 @@ class MixesSequence(TopOfSequence):
 
 @pytest.mark.parametrize("kind", [TopOfSequence, FirstToken, Gathered, GateMatrix, WeightOfSequence, WeightOfToken])
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)
@@ -109,7 +106,6 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("size", [(1, 7), (6, 1), (E, E), (7, K)])
 def test_examples_that_tell_sequences_and_tokens_apart_badly(size: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     block = TopOfSequence().double()
     optimized = hexa_fx.optimize(block, _tokens(*size), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)
@@ -118,7 +114,6 @@ def test_examples_that_tell_sequences_and_tokens_apart_badly(size: tuple[int, in
 
 
 def test_experts_that_mix_the_tokens_of_a_sequence_stay() -> None:
-    torch.manual_seed(0)
     report = hexa_fx.explain(MixesSequence().double(), _tokens(2, 7))
     assert not report.rewritten
     assert "hexa_fx itself failed" not in report.blocks[0].reason
@@ -161,7 +156,6 @@ class OnSequences(nn.Module):
 
 
 def test_conditions_of_whole_sequences() -> None:
-    torch.manual_seed(0)
     block = OnSequences().double()
     optimized = hexa_fx.optimize(
         block,

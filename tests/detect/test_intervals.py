@@ -1,7 +1,5 @@
 """Experts for intervals: of times, or of anything else that a cast to whole numbers puts into one."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -41,7 +39,6 @@ def _times(batch: int) -> torch.Tensor:
 
 
 def test_times_choose() -> None:
-    torch.manual_seed(0)
     block = ByTime().double()
     optimized = hexa_fx.optimize(copy.deepcopy(block), (_tokens(2, 7), _times(2)), CONFIG)
     assert optimized.report.rewritten, str(optimized.report)

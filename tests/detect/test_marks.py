@@ -1,15 +1,11 @@
 """Routing that is given as zeros and ones, at most one a slot, and in no other form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import hexa_fx
 from tests.zoo.compare import compare
-
-torch.set_num_threads(1)
 
 D, E = 6, 4
 
@@ -44,7 +40,6 @@ def given(tokens: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Ten
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32])
 @pytest.mark.parametrize("k", [1, 2])
 def test_marks_are_read_as_ids(k, dtype):
-    torch.manual_seed(0)
     model = Marked().double()
     opt = hexa_fx.optimize(model, given(9, k, dtype, 0))
     (block,) = opt.report.blocks

@@ -1,7 +1,5 @@
 """Experts under all kinds of names: what they are called does not matter, as long as they are alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -78,7 +76,6 @@ def _linear() -> nn.Module:
     ids=["branch_0_ffn", "branch1", "default_0", "default_0 of one matrix", "one matrix by name", "w1_1"],
 )
 def test_rewritten_and_equal(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     block = make().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten, str(optimized.report)

@@ -1,7 +1,5 @@
 """Routing weights in which code replaces NaN: a slot that is dropped by a weight of zero may get a number there."""
 
-from __future__ import annotations
-
 import math
 
 import torch

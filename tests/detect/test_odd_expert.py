@@ -1,7 +1,5 @@
 """An expert that is built otherwise than the others is named, be it among those without tokens in the example."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -54,7 +52,6 @@ class Routed(Mixture):
     ids=["class", "setting", "number"],
 )
 def test_it_is_named(odd: Expert, said: str, idle: bool) -> None:
-    torch.manual_seed(0)
     report = hexa_fx.explain(Routed(odd, idle).double(), _tokens(2, 7))
     assert report.blocks[0].reason.startswith(said + SAME), report.blocks[0].reason
 
@@ -78,7 +75,6 @@ class RuledOut(Mixture):
 
 
 def test_other_code_for_an_expert_that_a_buffer_all_but_rules_out() -> None:
-    torch.manual_seed(0)
     block = RuledOut(-30.0).double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     for each in (block, optimized):
@@ -98,7 +94,6 @@ def test_what_only_one_has_or_has_not() -> None:
 
 
 def test_what_differs_in_all_experts_is_no_difference() -> None:
-    torch.manual_seed(0)
     block = Routed(Expert(nn.GELU(), number=E - 1), True)
     assert not odd_expert(block)
     assert hexa_fx.explain(block.double(), _tokens(2, 7)).rewritten
@@ -126,6 +121,5 @@ class EachItsOwn(Routed):
 
 
 def test_activations_of_several_kinds() -> None:
-    torch.manual_seed(0)
     (block,) = hexa_fx.explain(EachItsOwn().double(), _tokens(2, 7)).blocks
     assert block.reason.startswith("experts.1.act is ReLU, where experts.0 has GELU" + SAME), block.reason

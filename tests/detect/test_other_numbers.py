@@ -1,7 +1,5 @@
 """Weights and sizes that code reads as plain numbers, ids that are not the places of experts, and numbers that are few."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +53,6 @@ class OneByOne(Mixture):
 
 @pytest.mark.parametrize("kind", [InPieces, OneByOne])
 def test_pieces_are_routed_one_by_one(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     model = kind().double().eval()
     optimized = hexa_fx.optimize(model, _tokens(2, 7))
     for batch, sequence in ((2, 7), (2, 5), (3, 9), (1, 8)):  # as many pieces, and more or fewer: another kind of call
@@ -65,7 +62,6 @@ def test_pieces_are_routed_one_by_one(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", [ByItem, ByFloat, ByList])
 def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     model = kind().double().eval()
     optimized = hexa_fx.optimize(model, _tokens(2, 7))
     assert optimized.report.rewritten, optimized.report
@@ -83,7 +79,6 @@ class OfSizes(Mixture):
 
 
 def test_floats_of_sizes_stay_sizes() -> None:
-    torch.manual_seed(0)
     model = OfSizes().double().eval()
     optimized = hexa_fx.optimize(model, _tokens(2, 7))
     assert operators_run(optimized, (_tokens(1, 5),)), optimized.report
@@ -104,6 +99,5 @@ class Narrow(nn.Module):
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_a_relu_of_narrow_experts_is_seen(width: int) -> None:
-    torch.manual_seed(0)
     (block,) = hexa_fx.explain(Narrow(width).double(), torch.randn(24, D).double()).blocks
     assert block.status == "rewritten", block.reason

@@ -1,7 +1,5 @@
 """What code does to experts' parameters before it uses them, whether that has an effect on the example or not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +73,6 @@ EMITTED: dict[str, Function] = {
     "make", [*(lambda f=f: computing(f) for f in DORMANT.values()), Stacked], ids=[*DORMANT, "stacked"]
 )
 def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     (report,) = hexa_fx.explain(make().double(), _tokens(2, 7)).blocks
     assert report.status == "refused"
     assert "is applied to parameters of the experts before these are read" in report.reason
@@ -83,7 +80,6 @@ def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.M
 
 @pytest.mark.parametrize("name", EMITTED)
 def test_what_is_done_to_each_number_is_done_in_every_call(name: str) -> None:
-    torch.manual_seed(0)
     block = computing(EMITTED[name]).double()
     original = copy.deepcopy(block)
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
@@ -110,7 +106,6 @@ class FilmExpert(nn.Module):
 
 
 def test_two_first_layers_of_different_widths() -> None:
-    torch.manual_seed(0)
     block = Mixture(FilmExpert).double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     assert optimized.report.rewritten, str(optimized.report)
@@ -124,7 +119,6 @@ def _limit(weight: nn.Parameter) -> nn.Parameter:
 
 
 def test_other_memory_behind_a_weight_is_seen() -> None:
-    torch.manual_seed(0)
     block = computing(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
     (report,) = hexa_fx.explain(block, _tokens(2, 7)).blocks
     assert "the code puts other memory behind a tensor" in report.reason

@@ -1,7 +1,5 @@
 """Ways of writing that blocks of public repositories have and the zoo has not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -51,7 +49,6 @@ class GivenWeights(nn.Module):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_around_a_part_that_chooses_in_one_mode_only_both_modes_are_rewritten(train: bool) -> None:
-    torch.manual_seed(0)
     # In train mode the inner module would be rewritten, which runs its own code in eval mode.
     block = GivenWeights().double().eval()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
@@ -106,7 +103,6 @@ class Asks(Keeps):
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", [Keeps, Asks], ids=lambda kind: kind.__name__)
 def test_numbers_are_left_on_modules(kind: type[Keeps], train: bool) -> None:
-    torch.manual_seed(0)
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     for x in (_tokens(3, 5), _tokens(1, 1)):
@@ -175,7 +171,6 @@ class TwoStacks(nn.Module):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_products_written_into_buffers_by_a_function_are_seen(train: bool) -> None:
-    torch.manual_seed(0)
     block = TwoStacks().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     for x in (_tokens(3, 5), _tokens(1, 1)):
@@ -225,7 +220,6 @@ class GivesMore(nn.Module):
 
 @pytest.mark.parametrize(("kind", "kinds"), [(Calculator, 1), (AsksOthers, 2)], ids=["unread", "asked"])
 def test_an_argument_of_which_nothing_is_read_may_be_of_any_kind(kind: type[Calculator], kinds: int) -> None:
-    torch.manual_seed(0)
     block = GivesMore(kind).double().eval()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     assert [found.path for found in optimized.report.rewritten] == ["calculator"]
@@ -258,7 +252,6 @@ class InOneMatrix(nn.Module):
 
 
 def test_stacks_that_lie_in_matrices() -> None:
-    torch.manual_seed(0)
     block = InOneMatrix().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     for x in (_tokens(3, 5), _tokens(1, 1)):

@@ -1,7 +1,5 @@
 """Decisions on tokens that hardly ever go the other way, so that no example shows it: seen, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routers whose numbers say something else on rounded or extreme scores, and outputs in a dtype that the code does not name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -55,7 +53,6 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", [InTheDefaultDtype, AlmostOne], ids=lambda kind: kind.__name__)
 def test_rewritten_in_32_bits(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block = kind()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     x = _tokens(3, 5)
@@ -65,7 +62,6 @@ def test_rewritten_in_32_bits(kind: type[nn.Module]) -> None:
 
 
 def test_an_expert_that_is_chosen_twice_counts_once() -> None:
-    torch.manual_seed(0)
     block = ChosenApart().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7).double())
     x = 1e5 * _tokens(3, 5).double()

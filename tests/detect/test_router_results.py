@@ -1,7 +1,5 @@
 """Routers that give dicts and objects, and those that later give more than they did."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

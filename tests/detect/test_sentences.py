@@ -1,7 +1,5 @@
 """What is said of MoE code that stays: what was seen, where, and what would be rewritten."""
 
-from __future__ import annotations
-
 import linecache
 from collections import defaultdict
 
@@ -244,7 +242,6 @@ class Dispatched(nn.Module):
 
 
 def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> None:
-    torch.manual_seed(0)
     (block,) = hexa_fx.explain(Dispatched().double(), _tokens(2, 7)).blocks
     assert "the code changes self.dispatcher in place" in block.reason
 
@@ -355,6 +352,5 @@ class PassesOn(Mixture):
 
 
 def test_lists_of_dropped_tokens_are_refused_by_their_cause() -> None:
-    torch.manual_seed(0)
     (report,) = hexa_fx.explain(PassesOn().double(), torch.randn(24, D).double()).blocks
     assert "by how many tokens an expert gets, and one run shows what it does" in report.reason

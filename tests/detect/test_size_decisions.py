@@ -1,7 +1,5 @@
 """Decisions on sizes are asked at every call, refused, or seen by verification; never frozen."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -174,11 +172,6 @@ class Counted(Block):
 
 
 SEEN = [AnyRows, Counted]
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def x(rows):

@@ -1,7 +1,5 @@
 """Every step of detection alone: tags, row matching, combine, routing, rules, and the refusals they end in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -61,11 +59,6 @@ def reason(block: nn.Module) -> str:
     refusal = found(block)
     assert isinstance(refusal, Refusal), refusal
     return refusal.reason
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 def test_expert_groups_need_all_numbers_and_equal_shapes():

@@ -1,7 +1,5 @@
 """Results that the code keeps on modules: the rewritten block sets them too, or the block is left alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -12,8 +10,6 @@ import torch
 
 import hexa_fx
 from tests.detect.mixture import D, Mixture
-
-torch.set_num_threads(1)
 
 
 class Block(Mixture):
@@ -164,7 +160,6 @@ def now_and_then(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
     "count", [calls, tokens, numbers, tensors, cooling, now_and_then], ids=lambda count: count.__name__
 )
 def test_a_number_that_a_block_adds_to(count: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
-    torch.manual_seed(0)
     block = Counts(count).double()
     optimized = hexa_fx.optimize(copy.deepcopy(block), None, hexa_fx.HexaConfig(own_code_when_small=False))
     for number in (9, 4, 7, 5, 9, 3, 8):
@@ -247,7 +242,6 @@ class Averaging(Mixture):
 
 
 def test_buffers_that_the_code_exchanges_are_exchanged() -> None:
-    torch.manual_seed(0)
     model = Averaging().double()
     opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(9, D, dtype=torch.float64))
     assert opt.report.blocks[0].status == "rewritten"

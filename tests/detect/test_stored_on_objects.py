@@ -1,7 +1,5 @@
 """What blocks keep on plain objects during a call and leave there: dispatchers, dataclasses, slots, dicts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -16,8 +14,6 @@ from hexa_fx.isolation.outcome import same_fact
 from tests.detect import dispatchers
 from tests.detect.dispatchers import Block, D, Dispatcher
 from tests.zoo.compare import operators_run
-
-torch.set_num_threads(1)
 
 CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 

@@ -1,7 +1,5 @@
 """One-hot gates that carry the gradient of probabilities: the weights are ones, but no constants."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What code does to tokens before experts get them, how it adds up what they give, and in what it returns that."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import types
@@ -41,7 +39,6 @@ class InSegments(Mixture):
 
 @pytest.mark.parametrize("kind", [Padded, InSegments])
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block, x = kind().double(), _tokens(13)
     optimized = hexa_fx.optimize(block, x)
     assert operators_run(optimized, (x,)), optimized.report
@@ -56,7 +53,6 @@ class InNamespaces(Mixture):
 
 
 def test_results_in_namespaces() -> None:
-    torch.manual_seed(0)
     block, x = InNamespaces().double(), _tokens(9)
     optimized = hexa_fx.optimize(block, x)
     assert operators_run(optimized, (x,)), optimized.report

@@ -1,7 +1,5 @@
 """Ways of writing that people have and the zoo has not: shared parameters, results inside of results, experts that select."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 
@@ -228,7 +226,6 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm], ids=lambda kind: kind.__name__
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     assert optimized.report.rewritten, str(optimized.report)
@@ -241,7 +238,6 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("listed", "dtype"), [(True, torch.int64), (False, torch.uint8)])
 def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype) -> None:
     """Another table is another routing: it is read in every call."""
-    torch.manual_seed(0)
     block = Hashed(listed, dtype).double()
     optimized = hexa_fx.optimize(block, torch.randint(0, VOCABULARY, (2, 7)))
     assert optimized.report.rewritten, str(optimized.report)
@@ -256,7 +252,6 @@ def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype
 
 @pytest.mark.parametrize("kind", [Filled, Multiplied, Written], ids=lambda kind: kind.__name__)
 def test_a_mask_over_features_is_read_in_every_call(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     block = kind().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7))
     for _ in range(2):
@@ -275,7 +270,6 @@ def test_a_result_inside_a_result_keeps_its_class() -> None:
 
 
 def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
-    torch.manual_seed(0)
     block = Dropping().double()
     optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
     assert optimized.report.rewritten
@@ -293,7 +287,6 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_refused_with_a_sentence(kind: type[nn.Module], reason: str) -> None:
-    torch.manual_seed(0)
     report = hexa_fx.explain(kind().double(), _tokens(2, 7))
     assert not report.rewritten
     assert reason in report.blocks[0].reason

@@ -1,7 +1,5 @@
 """What the blocks of `tests.zoo.met` do in 16 bits, and what is said of their like that stay as they are."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -31,7 +29,6 @@ class ScaledAlone(ScaledBefore):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_that_are_scaled_in_a_wider_dtype(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     block, x = ScaledAlone().to(dtype), torch.randn(2, 7, D).to(dtype)
     opt = hexa_fx.optimize(copy.deepcopy(block), x)
     assert operators_run(opt, (x,)), opt.report
@@ -39,7 +36,6 @@ def test_tokens_that_are_scaled_in_a_wider_dtype(dtype: torch.dtype) -> None:
 
 
 def test_what_a_router_keeps_has_its_gradient() -> None:
-    torch.manual_seed(0)
     block, x = KeptLogits().double(), torch.randn(2, 7, D, dtype=torch.float64)
     opt = hexa_fx.optimize(copy.deepcopy(block), x)
     found = []
@@ -57,7 +53,6 @@ class SharedWithWeight(SharedInList):
 
 
 def test_what_stands_in_the_way_is_said() -> None:
-    torch.manual_seed(0)
     report = hexa_fx.explain(SharedWithWeight(), torch.randn(2, 12, D))
     assert "is given every token, with a weight of its own" in report.blocks[0].reason
 
@@ -75,7 +70,6 @@ class ByBmm(Looped):
 
 
 def test_a_routers_matrix_for_each_sequence_is_no_stack_of_experts() -> None:
-    torch.manual_seed(0)
     block, x = ByBmm().double(), torch.randn(2, 7, D, dtype=torch.float64)
     opt = hexa_fx.optimize(copy.deepcopy(block), x)
     assert operators_run(opt, (x,)), opt.report

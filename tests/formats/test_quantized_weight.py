@@ -88,7 +88,6 @@ def test_numbers_are_packed_when_they_are_copied_to_it(weight):
 @pytest.mark.parametrize("format", FORMATS)
 def test_its_own_numbers_leave_it_as_it_is(format):
     """As DDP copies them when it wraps a model: packed again from 16 bits, scales would be others."""
-    torch.manual_seed(0)
     weight = QuantizedWeight.of(torch.randn(2, 128, 128), format).to(torch.bfloat16)
     before = [held.clone() for held in (weight.packed, *weight.scales)]
     weight.copy_(weight.dense())

@@ -57,7 +57,6 @@ def html(report: OptimizationReport) -> str:
 
 def test_a_block_that_trains_with_its_own_code_saves_nothing_for_backward() -> None:
     """It is reported as left as it is until a call in eval mode; then what ran its own code, and why, is said beside."""
-    torch.manual_seed(0)
     x = torch.randn(40, 8)
     model = hexa_fx.optimize(Dropping(), x, replace(QUICK, own_code_when_small=False))
     for text in (str(model.report), html(model.report)):
@@ -75,7 +74,6 @@ def test_a_block_that_trains_with_its_own_code_saves_nothing_for_backward() -> N
 
 
 def test_what_a_later_kind_of_call_is_refused_for_leaves_the_report_of_the_first() -> None:
-    torch.manual_seed(0)
     x = torch.randn(40, 8)
     model = hexa_fx.optimize(Dropping().eval(), x, replace(QUICK, own_code_when_small=False))
     model.train()(x)

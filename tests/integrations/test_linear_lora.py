@@ -390,7 +390,6 @@ def test_what_a_compiler_finds_to_be_no_low_rank_product_is_said_once(tokens, gr
 
 
 def test_layers_that_hold_their_weight_transposed_run_their_own_code(tokens, caplog):
-    torch.manual_seed(0)
     model = nn.Sequential(Block())
     for expert in model[0].experts:
         expert.gate, expert.up = (pytorch_utils.Conv1D(H, D) for _ in range(2))
@@ -430,7 +429,6 @@ class Grouped(Block):
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.5}, {"use_dora": True}], ids=["lora", "dropout", "dora"])
 def test_routing_is_replayed_where_adapters_came_first(options, tokens):
     """Also of blocks that run operator by operator, whose gate values follow groups."""
-    torch.manual_seed(0)
     model = peft.get_peft_model(nn.Sequential(Grouped()).double(), lora(**options)).eval()
     block = model.base_model.model[0]
     ids = torch.randint(2, (len(tokens), 1)) * 2 + torch.tensor([1, 0])

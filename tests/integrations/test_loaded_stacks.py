@@ -72,7 +72,6 @@ def outcome(function, x):
 
 @pytest.mark.parametrize("double", [False, True])
 def test_stacks_of_bitsandbytes_are_read_expert_by_expert(replace, double, caplog):
-    torch.manual_seed(0)
     model, x = Model().float(), torch.randn(20, D)
     for block in model.blocks:
         for name in ("first", "second"):
@@ -91,7 +90,6 @@ def test_stacks_of_bitsandbytes_are_read_expert_by_expert(replace, double, caplo
 
 
 def test_scales_of_scales_are_kept_where_they_are_an_experts_own(replace):
-    torch.manual_seed(0)
     block = nn.Module()
     block.weight = nn.Parameter(torch.randn(3, 128, 128 * 2))
     replace(block, "weight", True)
@@ -102,7 +100,6 @@ def test_scales_of_scales_are_kept_where_they_are_an_experts_own(replace):
 
 
 def test_other_codes_stay_a_parametrization(replace):
-    torch.manual_seed(0)
     model, x = Model().float(), torch.randn(20, D)
     replace(model.blocks[0], "first", False, quant_type="fp4")
     expected = model(x)
@@ -123,7 +120,6 @@ def test_a_stack_that_its_library_reads_otherwise_stays_its_own(monkeypatch, cap
 
 
 def test_stacks_that_are_stored_transposed(replace):
-    torch.manual_seed(0)
     block, x = Transposed().float(), torch.randn(20, D)
     index, weights = torch.rand(20, E).argsort(1)[:, :2], torch.rand(20, 2)
     for name in ("first", "second"):
@@ -234,7 +230,6 @@ def test_codes_in_another_order_are_noticed(monkeypatch):
 
 @pytest.mark.parametrize("others", [False, True])
 def test_the_original_of_an_optimized_copy_keeps_its_parametrizations(replace, others):
-    torch.manual_seed(0)
     model, x = Model().float(), torch.randn(20, D)
     for block in model.blocks:
         replace(block, "first", False)

@@ -297,7 +297,6 @@ def test_routing_is_recorded_and_replayed_in_adapted_models():
 
 def test_adapters_in_float32_on_a_list_in_bfloat16():
     """PEFT's default: each expert casts its rows to what its adapters multiply in."""
-    torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
     original = peft.get_peft_model(nn.Sequential(Listed()).bfloat16(), config)
     x = torch.randn(9, 8).bfloat16()
@@ -314,7 +313,6 @@ def test_adapters_in_float32_on_a_list_in_bfloat16():
 
 def test_adapters_of_other_forms_on_a_list():
     """The refusal is of tokens that can be told apart, though two of the example are equal."""
-    torch.manual_seed(0)
     x = torch.randn(9, 8)
     x[3] = x[1]
     sums = peft.MissConfig(r=2, target_modules=["up"], init_weights=False)

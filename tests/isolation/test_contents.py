@@ -1,7 +1,5 @@
 """What lists, dicts and objects contain is noticed when it changes, and put back as it was."""
 
-from __future__ import annotations
-
 import copy
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """What a GPU could only assert is raised before the operator runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a block read out of the objects that it holds is asked at every call, and nothing else of them."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses
@@ -21,7 +19,6 @@ import hexa_fx
 from tests.zoo.compare import operators_run
 
 D, E = 8, 4
-torch.set_num_threads(1)
 
 
 class Scores(enum.Enum):
@@ -302,7 +299,6 @@ class Blocks(NamedTuple):
     ids=["dataclass", "dict", "another class", "function", "a built-in function"],
 )
 def test_blocks_that_differ_in_what_they_hold_are_analysed_each(blocks):
-    torch.manual_seed(0)
     model = nn.Sequential(*blocks())
     rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
     assert operators_run(rewritten, (x(),))

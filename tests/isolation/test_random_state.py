@@ -1,7 +1,5 @@
 """Trial runs take no random numbers from the user, on no device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -15,8 +13,6 @@ from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
 from hexa_fx.isolation.torch_state import random_state_kept
 from tests.detect.mixture import D, Mixture
-
-torch.set_num_threads(1)
 
 
 class Noisy(Mixture):

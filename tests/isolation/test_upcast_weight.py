@@ -1,7 +1,5 @@
 """Weights upcast where they are used, and gradients kept as products, give the numbers of a float64 copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Leaves in place of parts of stacked weights give the same gradients, with work that grows with the experts alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What is copied of tensors before a run that may write to them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

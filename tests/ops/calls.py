@@ -1,7 +1,5 @@
 """Legal calls of every operator, small, by its name: what a check accepts, and what there is to spoil."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients added to a buffer before they are rounded: the operators, and moe_ffn with ``main_grad``."""
 
-from __future__ import annotations
-
 import logging
 from itertools import pairwise
 

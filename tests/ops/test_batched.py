@@ -1,7 +1,5 @@
 """Many gradients in one backward, as jacobians take them: of every kind of rewritten block, as of the original."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

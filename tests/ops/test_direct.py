@@ -1,7 +1,5 @@
 """Past torch's dispatcher: the same numbers as through it, and not where something would want to see the operator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -173,7 +171,6 @@ def test_they_compile_to_the_operators():
 @pytest.mark.parametrize("size", [8, 96], ids=["picked", "by expert"])
 @pytest.mark.parametrize("through_torch", [False, True])
 def test_esmm_keeps_no_input_for_a_frozen_weight(size, through_torch):
-    torch.manual_seed(0)
     x, weight = torch.randn(300, size, requires_grad=True), torch.randn(4, size, size)
     v, _, offs = torch.ops.hexa.reindex(torch.randint(0, 4, (300, 2)), 4)
     esmm = torch.ops.hexa.esmm if through_torch else direct.esmm

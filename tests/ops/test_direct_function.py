@@ -1,7 +1,5 @@
 """Autograd functions that skip torch's preparations for torch.func do what others do, and refuse transforms in torch's words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`hexa_fx.ops.experts`: rows that somebody else dispatched, against a loop over experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """hexa::low_rank_gradients on a CPU, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Every operator against the per-expert loop in float64, on the ugly cases, and by torch's own opcheck."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

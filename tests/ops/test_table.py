@@ -1,7 +1,5 @@
 """The table of operands: schemas stay what they are, and what follows from it is what kernels do and take."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """moe_ffn inside training: what is saved, frozen operands, checkpointing, autocast, compile, export."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Where memory ends during the analysis it goes on with less, and otherwise says what was needed and what to do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Einsums over three tensors become einsums over two, with the same value, and module calls still cover the same nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What the analysis of a list of experts does not do for each of them, or not twice."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import Counter
@@ -48,7 +46,6 @@ class Listed(nn.Module):
 
 @pytest.mark.parametrize(("dropout", "shared"), [(None, True), (0.5, False)])
 def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropout: float | None, shared: bool) -> None:
-    torch.manual_seed(0)
     model, x = Listed(dropout).eval(), torch.randn(12, 8)
     opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
     forward = installed_forward(opt)
@@ -65,7 +62,6 @@ def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropou
 
 
 def test_one_read_of_the_settings_serves_both_modes_and_is_renewed() -> None:
-    torch.manual_seed(0)
     model, x = Listed().eval(), torch.randn(12, 8)
     opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False, own_code_when_small=False))
     opt.experts[2].register_forward_hook(lambda module, args, output: output * 2)
@@ -119,7 +115,6 @@ def test_what_torch_asks_of_its_dicts_of_hooks_is_not_even_looked_at(monkeypatch
 
 
 def test_a_block_is_put_back_once_for_each_run_and_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     model, x, calls = Listed().eval(), torch.randn(12, 8), Counter[str]()
     restore, now = ModuleState.restore, ModuleState.now
     monkeypatch.setattr(ModuleState, "restore", lambda self: (calls.update(["restore"]), restore(self))[1])

@@ -1,7 +1,5 @@
 """Features that have no effect on the example are in the rewritten block all the same: judged where they have one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -324,7 +322,6 @@ FOLLOWED = {
 
 @pytest.mark.parametrize(("bound", "place"), [(bound, place) for bound in FOLLOWED for place in FOLLOWED[bound]])
 def test_bounds_that_nothing_reaches(bound: str, place: str) -> None:
-    torch.manual_seed(0)
     x = torch.randn(T, D, dtype=torch.float64)
     wild = torch.randn(T, D, dtype=torch.float64) * 10.0 ** torch.arange(-2, 6).repeat(T // 8)[:, None]
     judged(PLACES[place](BOUNDS[bound])(), (x,), nothing, (wild,), (torch.randn(5, D, dtype=torch.float64),))
@@ -407,6 +404,5 @@ SATURATED = {
 @pytest.mark.parametrize("name", SATURATED)
 def test_routing_weights_of_one(name: str) -> None:
     """Scores so far apart on the example that weights are exactly one."""
-    torch.manual_seed(0)
     x = torch.randn(T, D, dtype=torch.float64)
     judged(SATURATED[name](), (x,), nothing, (x * 1e-5,), (torch.randn(5, D, dtype=torch.float64) * 1e-5,))

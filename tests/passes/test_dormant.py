@@ -1,7 +1,5 @@
 """What leaves no trace in numbers: conditions on ids that are no expert's, as transformers' grouped experts have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

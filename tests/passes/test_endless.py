@@ -1,7 +1,5 @@
 """A router that waits for numbers which forced routings never reach is ended there, and rewritten as the other cases show."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

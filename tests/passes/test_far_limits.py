@@ -1,7 +1,5 @@
 """Limits on tokens that no run of verification reaches are refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -141,7 +139,6 @@ def test_limits_that_are_not_tried_are_refused(block: type[Cut]) -> None:
 @pytest.mark.parametrize("block", [LastOnes, BetweenPlaces, TooMany, AboveABuffer, AboveAFloat, SetToZero])
 def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
     """They are so large that verification has no other reason to try as many."""
-    torch.manual_seed(0)
     model = block()
     wide = nn.ModuleList(nn.Sequential(nn.Linear(D, 2048), nn.GELU(), nn.Linear(2048, D)) for _ in range(E))
     model.experts = wide
@@ -160,7 +157,6 @@ def test_bounds_of_features_are_no_limits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_limits_that_were_tried_are_none() -> None:
-    torch.manual_seed(0)
     model = Cut()
     model.room = 100
     optimized = hexa_fx.optimize(model, torch.randn(21, D))

@@ -1,7 +1,5 @@
 """Views of views are folded where rewriting put them in, and only where nothing can be written in between."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.fx

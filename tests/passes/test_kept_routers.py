@@ -1,7 +1,5 @@
 """Routers that are called as they are may count, anneal and draw; what they give is asked for its form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,6 @@ import hexa_fx
 from tests.zoo.common import experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, K
-
-torch.set_num_threads(1)
 
 
 class Scheduled(nn.Module):
@@ -130,7 +126,6 @@ class Frozen(Block):
 
 
 def test_what_a_frozen_router_gave_has_no_gradient_in_the_original_either():
-    torch.manual_seed(0)
     model = Frozen(Scheduled())
     optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
     model.gate.top_k = optimized.gate.top_k = 1
@@ -259,7 +254,6 @@ class OfGates(Block):
     ],
 )
 def test_what_the_form_of_a_result_does_not_tell_is_a_condition(block, gate, name, value):
-    torch.manual_seed(0)
     model = block(gate())
     optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
     called = copy.deepcopy(optimized)

@@ -1,7 +1,5 @@
 """Which kernels are requested while a block is verified, and that verification itself asks for none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Lowering and fusion: which operators, how often, and that the graphs run."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """The analysis of a block holds a bounded amount of memory beside the model, and still compares in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that make few calls run their own code on small CPU inputs, and only there."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Submodules that run inside the experts and around them: their code counts as the block's, though some calls stay calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

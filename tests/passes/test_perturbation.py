@@ -1,7 +1,5 @@
 """What is inactive on the example, and missing in the rewritten block, is found and named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,11 +14,6 @@ from hexa_fx.passes.verify import verify_block
 from hexa_fx.passes.verify.cases import VerifySettings, factors_past_limits
 from hexa_fx.passes.verify.perturbed_runs import apart, argument_names, perturbations
 from tests.runtime.handmade import D, E, ListMoE, list_rewritten
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 class Masked(ListMoE):

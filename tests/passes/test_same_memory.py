@@ -1,7 +1,5 @@
 """Parameters in the same memory, by an object that two modules share or by their data alone: what was one stays one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The unfused backward, which ablations put in the place of `hexa::moe_ffn`: the same values from more operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

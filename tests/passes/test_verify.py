@@ -1,7 +1,5 @@
 """Verification accepts what is equal and finds what is not, however it differs."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -31,11 +29,6 @@ from tests.runtime.handmade import (
     routing,
     stacked_rewritten,
 )
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def example() -> tuple[torch.Tensor, ...]:

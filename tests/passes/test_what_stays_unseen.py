@@ -1,7 +1,5 @@
 """What a run on the example shows nothing of, and later calls depend on: equal, the block's own code, or refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import hashlib

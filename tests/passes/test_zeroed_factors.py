@@ -1,7 +1,5 @@
 """Weights that are set to zero where another expert was chosen, by torch.where or masked_fill; and other conditions beside."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

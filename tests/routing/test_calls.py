@@ -302,7 +302,6 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_two_blocks_whose_routers_lie_in_one_module(routers):
-    torch.manual_seed(0)
     x = torch.randn(12, 8)
     model = hexa_fx.optimize_(Around(routers).eval(), x, CONFIG)
     with hexa_fx.record_routing(model) as log:

@@ -408,7 +408,6 @@ def by_max(logits):
 @pytest.mark.parametrize("choose", [by_topk, by_sort, by_argsort, by_two_choices, by_max])
 @pytest.mark.parametrize("training", [False, True])
 def test_any_choice_among_scores_is_replayed(choose, training):
-    torch.manual_seed(0)
     block = Block(choose).double().train(training)
     x = torch.randn(12, 8, dtype=torch.float64)
     optimized = hexa_fx.optimize(block, x, CONFIG)
@@ -442,7 +441,6 @@ class Annealed(nn.Module):
 
 
 def test_a_router_that_counts_its_calls_is_recorded():
-    torch.manual_seed(0)
     block = Block(by_topk)
     block.router = Annealed()
     optimized = hexa_fx.optimize(block, torch.randn(12, 8), CONFIG)
@@ -452,7 +450,6 @@ def test_a_router_that_counts_its_calls_is_recorded():
 
 
 def test_a_block_in_its_own_code_is_replayed_too():
-    torch.manual_seed(0)
     block = Block(by_topk).eval()
     x = torch.randn(12, 8)
     optimized = hexa_fx.optimize(block, x)
@@ -466,7 +463,6 @@ def test_a_block_in_its_own_code_is_replayed_too():
 
 
 def test_a_forward_that_falls_back_after_its_router_ran_is_replayed():
-    torch.manual_seed(0)
     x = torch.randn(12, 8)
     optimized = hexa_fx.optimize(Block(by_topk).eval(), x, CONFIG)
     forward = optimized.__dict__["forward"]

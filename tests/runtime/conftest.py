@@ -1,7 +1,5 @@
 """A process group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

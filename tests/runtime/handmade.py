@@ -1,7 +1,5 @@
 """Two tiny MoE blocks and graphs for them written by hand: what a rewriter would have made, right and wrong."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

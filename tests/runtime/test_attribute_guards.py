@@ -1,7 +1,5 @@
 """A block that is edited after it was rewritten gives what its own code gives, and it says so once, as does what is around it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -244,7 +242,6 @@ class InWeightsDtype(Block):
 
 @pytest.mark.parametrize("part", ["router", "experts"])
 def test_a_part_in_another_dtype(part, caplog):
-    torch.manual_seed(0)
     x = torch.randn(20, D)
     model = InWeightsDtype()
     rewritten = hexa_fx.optimize(model, x)
@@ -266,7 +263,6 @@ def scaled(block, factor):
 
 @pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
 def test_wrappers_of_single_blocks(wrapped, caplog):
-    torch.manual_seed(0)
     model, x, factors = nn.Sequential(Block(), Block()), torch.randn(20, D), [[2.0], [3.0]]
     for number in wrapped:
         scaled(model[number], factors[number])

@@ -1,7 +1,5 @@
 """Blocks that are checkpointed from outside save as much for backward in both runs, also where they run their own code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint

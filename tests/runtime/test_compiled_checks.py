@@ -1,7 +1,5 @@
 """The checks of every call as written functions: they agree with the slow ones, and are short."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

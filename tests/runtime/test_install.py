@@ -1,7 +1,5 @@
 """The rewritten forward on the user's module: what stays as it was, and what must survive."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -335,7 +333,6 @@ def test_per_sample_gradients_through_functorch(pair):
 
 
 def test_stacked_weights_with_routing_inputs():
-    torch.manual_seed(0)
     original = StackedExperts()
     rewritten = copy.deepcopy(original)
     install(rewritten, stacked_rewritten(), stacked_rewritten())

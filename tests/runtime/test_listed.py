@@ -1,7 +1,5 @@
 """Parameters of experts in a list stay where the user has them: they are read one by one, and have gradients of their own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -374,7 +372,6 @@ def test_a_main_grad_of_another_dtype_is_added_to_afterwards():
 
 @pytest.mark.parametrize("option", ["recompute_h", "batch_invariant"])
 def test_options(option):
-    torch.manual_seed(0)
     own, x = Loop(Gated, True).double(), torch.randn(TOKENS, D, dtype=torch.float64)
     config = HexaConfig(verify=False, own_code_when_small=False, **{option: True})
     made = hexa_fx.optimize_(copy.deepcopy(own), x, config)

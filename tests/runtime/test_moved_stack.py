@@ -1,7 +1,5 @@
 """Parameters that lie in one stacked tensor, as CUDA's kernels read them: here on a CPU, whose own kernels need no stack."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """What a run reads from a module is found again once its weights are parametrized, as PEFT's adapters on parameters do."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that have to be prepared differently get a sentence that says how."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Lists of modules that torch builds anew, and dicts of hooks that code exchanges: what comes into the new ones counts."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 

@@ -1,7 +1,5 @@
 """One call in N runs the original beside the rewritten block: what differs is said, and the original runs from then on."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """What a block holds under several names: as long as that is so, and in the blocks where it is."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -68,7 +66,6 @@ def tokens(number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("first", [with_one_layer, with_one_activation, with_one_bias])
 def test_blocks_that_share_otherwise_are_analysed_apart(first: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(first(), Block(), first()).double()
     optimized = hexa_fx.optimize(copy.deepcopy(model), tokens(9), CONFIG)
     assert [block.same_as for block in optimized.report.rewritten] == [None, None, "0"]
@@ -80,7 +77,6 @@ def test_blocks_that_share_otherwise_are_analysed_apart(first: Callable[[], nn.M
     ("make", "part"), [(with_one_layer, (2, 2)), (with_one_activation, (2, 1)), (with_one_bias, None)]
 )
 def test_what_gets_a_part_of_its_own_later(make: Callable[[], nn.Module], part: tuple[int, int] | None) -> None:
-    torch.manual_seed(0)
     block = make().double()
     optimized = hexa_fx.optimize(copy.deepcopy(block), tokens(9), CONFIG)
     assert operators_run(optimized, (tokens(7),))
@@ -100,7 +96,6 @@ def test_what_gets_a_part_of_its_own_later(make: Callable[[], nn.Module], part: 
 @pytest.mark.parametrize("edited", ["choice.bias", "bias"])
 @pytest.mark.parametrize("gone", [False, True])
 def test_what_a_layer_and_the_code_around_it_hold(edited: str, gone: bool) -> None:
-    torch.manual_seed(0)
     block = with_one_bias_inside().double()
     optimized = hexa_fx.optimize(copy.deepcopy(block), tokens(9), CONFIG)
     assert operators_run(optimized, (tokens(7),))

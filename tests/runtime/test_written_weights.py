@@ -1,7 +1,5 @@
 """Weights that are written between forward and backward: torch's error where the original raises it, else the right gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks whose experts, or what stands around them, are unusual."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Blocks that bring the tokens into expert order first, or gather each token's weights."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

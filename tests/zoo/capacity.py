@@ -1,7 +1,5 @@
 """Blocks with a capacity per expert: one-hot dispatch, padded buffers, dropped tokens, second-choice policies."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Expert networks, gates and the loop that several models of the zoo share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

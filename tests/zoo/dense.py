@@ -1,7 +1,5 @@
 """Blocks that run every expert on every token and pick afterwards, with zeros or by gathering."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -4,8 +4,6 @@ A clamp that the example stays within, a scale of 1, a mask of ones, a branch on
 nothing of them. Each comes with the way to wake it, and mutants are judged awake.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import random

@@ -1,7 +1,5 @@
 """Blocks in the styles in which libraries and model repositories write them, where that differs from the rest of the zoo."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

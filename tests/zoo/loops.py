@@ -1,7 +1,5 @@
 """Blocks that loop over experts on the host and pick each one's tokens by a mask or by indices."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,8 +1,6 @@
 """Blocks as people brought them: one expert a token, choices one by one, shared experts in the list, routers that keep things,
 several routings over one list of experts, adapters on rows, switches that are off."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

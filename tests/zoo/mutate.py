@@ -5,8 +5,6 @@ statement, a call wrapped around an expression), or one thing in the made instan
 or zeroed parameter, a hook). Most results are still some mixture of experts, few are the one that was written.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import linecache

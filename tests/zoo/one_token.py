@@ -1,7 +1,5 @@
 """Experts that are called for one token at a time."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -3,8 +3,6 @@
 Each class changes one thing of the loop in `common`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Blocks that differ in how they route and in what else they return; the dispatch is one loop for all."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts with room for a number of tokens, whose lists of tokens are cut: nothing says for every choice whether it was kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Blocks as tutorials, papers' appendices and research code write them, where that differs from the rest of the zoo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Blocks that were refused for how they spell something, not for what they do."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch
