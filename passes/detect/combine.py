@@ -313,8 +313,8 @@ def check_base(
     instances: Iterable[Instance],
     end: torch.fx.Node,
     replay: Replay,
-) -> None:
-    """Experts are added onto ``base`` with any routing weights, not only with such that sum to one.
+) -> bool:
+    """Whether ``base`` is added with the sum of a token's weights, and not as it is.
 
     An expert that returns ``x + f(x)`` adds the token once if the weights of a token sum to one, as they do on most examples.
     Other weights, here half of the example's, show that it is weighted.
@@ -331,8 +331,11 @@ def check_base(
     held = replay.value(base).reshape(before.shape)
     # A late bias of the experts is weighted too, if the weights are not normalised again on their way.
     expected = held + 0.5 * (before - held)
-    if not any(torch.allclose(after, value, rtol=1e-6, atol=1e-6) for value in (before, expected)):
+    if any(torch.allclose(after, value, rtol=1e-6, atol=1e-6) for value in (before, expected)):
+        return False
+    if not torch.allclose(after, 0.5 * before, rtol=1e-6, atol=1e-6):
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
+    return True
 
 
 def _holding(

@@ -22,6 +22,7 @@ from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
+from hexa_fx.passes.detect.verdict import Refuse
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class MoEMatch:
         passing: which tokens the code adds to the output as they are, past the experts.
         conditions: under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
-        base: node that the combined outputs are added to, if the code does not start from zeros.
+        base: node that the combined outputs are added to, if the code does not start from zeros; ``passing`` says if with weights.
         detached: whether the experts read their tokens without a gradient.
         constant: whether the code lets no gradient through the region.
         stored: results that the code keeps beside its output, which the rewritten block has to leave there.
@@ -136,8 +137,13 @@ class Family:
         tokens = value.numel() // value.shape[-1]
         search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
         routing = find_routing(pairs, search)
-        if offset.base is not None:
-            check_base(offset.base, routing.weights, instances, end, replay)
+        weighted = offset.base is not None and check_base(offset.base, routing.weights, instances, end, replay)
+        if weighted and (routing.before or routing.always or routing.keep or routing.capacity is not None):
+            raise Refuse(
+                "tokens reach the output past the experts, and the routing does not say with which weight", end
+            )
+        if weighted:
+            return Routed(search, routing, offset.base, "weighted")
         passing = how_tokens_pass(offset.identity, pairs, routing, experts, end, replay)
         return Routed(search, routing, offset.base, passing)
 

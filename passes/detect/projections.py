@@ -121,7 +121,7 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
             )
         raise Refuse(
             "a single matrix product was seen for each expert; such experts are rewritten only where the code runs one expert at a "
-            "time",
+            "time, on rows of a matrix",
             contractions[0].node,
         )
     if max(levels) > 2:

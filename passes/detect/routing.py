@@ -270,9 +270,9 @@ def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search
     return find_factor(wanted[effective], slots, search.candidates[::-1], search.inner, end, covers_dropped=False)
 
 
-Passing = Literal["chosen", "unrouted"]
-"""Which tokens are added to the output as they are: those that chose an id of E or above, with their weight for it; or those that
-no expert was given."""
+Passing = Literal["chosen", "unrouted", "weighted"]
+"""Which tokens are added to the output as they are: those that chose an id of E or above, with their weight for it; those that no
+expert was given; or all of another tensor, each with the sum of its weights."""
 
 
 def how_tokens_pass(

@@ -255,9 +255,8 @@ class RegionEmitter:
             )
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
-        if match.base is not None:
-            base = self._as_rows(self.outside[match.base], record_of(match.base).value)
-            result = self.graph.call_function(operator.add, (base, result))
+        if match.base is not None and match.passing != "weighted":
+            result = self.graph.call_function(operator.add, (self._base(match.base), result))
         self._check_finite(result)
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
@@ -354,10 +353,15 @@ class RegionEmitter:
             return call(torch.where, (self.graph.call_method("all", (absent, -1), {"keepdim": True}), tokens, 0.0))
         if self.match.passing is None or factor is None:
             return None
-        exact = self.graph.call_method("to", (factor, tokens))  # the sum over slots in the tokens' precision
-        masked = call(operator.mul, (exact, call(operator.ge, (index, experts))))
+        base = self.match.base if self.match.passing == "weighted" else None
+        rows = tokens if base is None else self._base(base)
+        exact = self.graph.call_method("to", (factor, rows))  # the sum over slots in the tokens' precision
+        masked = exact if base is not None else call(operator.mul, (exact, call(operator.ge, (index, experts))))
         weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
-        return call(operator.mul, (weight, tokens))
+        return call(operator.mul, (weight, rows))
+
+    def _base(self, node: torch.fx.Node) -> torch.fx.Node:
+        return self._as_rows(self.outside[node], record_of(node).value)
 
     def _as_rows(self, node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))

@@ -175,6 +175,18 @@ class CountedInData(Looped):
         return scores.gather(1, index), index
 
 
+class AddsToWeightedRows(Looped):
+    """Experts add to rows that are weighted with what they add, as in github.com/wuhy68/Parameter-Efficient-MoE."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits, index = self.gate(x).topk(K, -1)
+        given, rows = x.repeat_interleave(K, 0), x.cos().repeat_interleave(K, 0)
+        for number, expert in enumerate(self.experts):
+            mask = index.flatten() == number
+            rows[mask] += expert(given[mask])
+        return (rows.view(len(x), K, -1) * logits.softmax(-1).unsqueeze(-1)).sum(1)
+
+
 class ByExpert(Looped):
     """Gives its tokens by number of the expert, in a mapping that makes lists, as github.com/k7srivatsan/MoE does."""
 
@@ -274,6 +286,9 @@ VARIANTS = (
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
     variant("router_two_heads", TwoHeads, "two gates that may choose the same expert", inputs=flat_tokens),
     variant("router_bias_in_data", CountedInData, "writes its biases through .data", inputs=flat_tokens),
+    variant(
+        "around_weighted_rows", AddsToWeightedRows, "experts add to rows that are weighted too", inputs=flat_tokens
+    ),
     variant("around_results_by_expert", ByExpert, "results in a defaultdict by expert", inputs=flat_tokens),
     variant("body_weights_in_slices", ExpertsInSlices, "products with slices of each weight", inputs=flat_tokens),
     variant("router_repeated_ids", RanksAsIds, "an expert is given a token several times", inputs=flat_tokens),
