@@ -35,7 +35,11 @@ class GivenIds:
 
 
 def given_ids(match: MoEMatch) -> GivenIds | None:
-    """None if a choice in the block gives its ids, or the code only compares them, or the example held such an id."""
+    """None if a choice in the block gives its ids, or the code only compares them, or the example held such an id; or if the block is
+    given marks for all experts, of which a slot without any is no expert's.
+    """
+    if match.routing.index.reading == "one_hot":
+        return None
     given = [node for node in map(_given, match.routing.index.nodes) if node is not None]
     if len(given) < len(match.routing.index.nodes) or any(_names_none(node, match.num_experts) for node in given):
         return None

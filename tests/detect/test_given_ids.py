@@ -96,3 +96,24 @@ def test_negative_ids_in_a_trace() -> None:
     optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
     compiled = torch.compile(optimized, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, ids - E, weights), block(x, ids, weights))
+
+
+class Marked(Given):
+    """Experts that are given a mark at the chosen one, as `SwitchTransformersExperts`."""
+
+    def forward(self, x: torch.Tensor, marks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number in torch.greater(marks.sum((0, 1)), 0).nonzero():
+            slot, token = torch.where(marks.permute(2, 1, 0)[number].squeeze(0))
+            rows = self.expert(int(number[0]), x[token]) * weights[token, slot, None]
+            out.index_add_(0, token, rows)
+        return out
+
+
+def test_a_token_without_a_mark_is_no_expert_s() -> None:
+    block, x, weights = Marked(one_hot).double(), torch.randn(T, D).double(), torch.rand(T, 1).double()
+    marks = F.one_hot(torch.randint(E, (T, 1)), E)
+    optimized = hexa_fx.optimize(block, (x, marks, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    for given in (marks, marks * (torch.arange(T) % 3 > 0)[:, None, None]):
+        torch.testing.assert_close(optimized(x, given, weights), block(x, given, weights))
+        assert operators_run(optimized, (x, given, weights)), str(optimized.report)
