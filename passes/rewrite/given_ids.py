@@ -35,8 +35,9 @@ class GivenIds:
 
 
 def given_ids(match: MoEMatch) -> GivenIds | None:
-    """None if a choice in the block gives its ids, or the code only compares them, or the example held such an id; or if the block is
-    given marks for all experts, of which a slot without any is no expert's.
+    """None if a choice in the block gives its ids, or the code only compares them, or the example held such an id.
+
+    Marks for all experts are no ids: where a slot has none, no expert gets it.
     """
     if match.routing.index.reading == "one_hot":
         return None
