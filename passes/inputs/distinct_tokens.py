@@ -28,6 +28,8 @@ FEW = 4
 
 _ENOUGH, _MANY = 16, 128
 _SAME = 1e-5
+_NOTHING = 1e-6
+"""Of the largest row: what experts make of less is lost in rounding."""
 _LOOKED_AT = 512
 
 
@@ -88,10 +90,12 @@ def all_differ(observation: Observation) -> bool:
 
 
 def number_alike(rows: torch.Tensor) -> int:
-    """How many rows (R, D) have the direction of an earlier one, up to rounding, or none, since they are not finite."""
-    scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+    """How many rows (R, D) have the direction of an earlier one, up to rounding, are next to zero, as padding is, or not finite."""
+    size = rows.norm(dim=1, keepdim=True)
+    scaled = rows / size.clamp(min=1e-30)
     near = torch.cdist(scaled, scaled) <= _SAME
-    return int((near.tril(-1).any(1) | ~rows.isfinite().all(1)).sum())
+    shows = size.isfinite() & (size > _NOTHING * size.nan_to_num(0, 0, 0).max())
+    return int((near.tril(-1).any(1) | ~shows[:, 0]).sum())
 
 
 def has_no_tokens(observation: Observation) -> bool:
