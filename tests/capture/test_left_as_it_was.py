@@ -455,7 +455,7 @@ def test_what_a_hook_of_another_file_collects_there(whole: bool) -> None:
     hexa_fx.optimize_(block_of_closure, torch.randn(24, D))
     assert not kept
     block, x = Block(lambda m, load: None), torch.randn(24, D)
-    optimized = hexa_fx.optimize_(block, config=hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize_(block)
     (block if whole else block.router).register_forward_hook(elsewhere["hear"])
     for calls in (1, 2):
         optimized(x)

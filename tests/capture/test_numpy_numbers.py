@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
-from tests.zoo.compare import compare, operators_run
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.variant import D
 
 
@@ -46,19 +46,14 @@ class Returned(Mixture):
 
 @pytest.mark.parametrize("kind", [Scaled, ScaledBySize, Clamped, Kept, Returned], ids=lambda kind: kind.__name__)
 def test_they_count_as_numbers(kind: type[nn.Module]) -> None:
-    model = kind().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
-    assert optimized.report.rewritten, optimized.report
-    for sizes in ((2, 7), (3, 5)):
-        assert operators_run(optimized, (_tokens(*sizes),))
-        assert compare(model, optimized, (_tokens(*sizes),)).within(1e-10)
+    rewritten(kind().double().eval(), tokens(2, 7), tokens(2, 7), tokens(3, 5), train=False)
 
 
 def test_a_constant_that_changes() -> None:
     model = Kept().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    optimized = hexa_fx.optimize(model, tokens(2, 7))
     model.scale = optimized.scale = np.float64(2.0)
-    assert compare(model, optimized, (_tokens(2, 7),)).within(1e-10)
+    agree(model, optimized, tokens(2, 7), train=False)
 
 
 def test_logarithms_of_sizes_are_conditions() -> None:
@@ -66,12 +61,10 @@ def test_logarithms_of_sizes_are_conditions() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * np.log2(x.shape[1])
 
-    torch.manual_seed(0)
     model = Logarithm().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    optimized = hexa_fx.optimize(model, tokens(2, 7))
     (block,) = optimized.report.blocks
     for sizes, kinds in (((3, 7), 1), ((3, 5), 2)):
-        assert operators_run(optimized, (_tokens(*sizes),))
-        assert compare(model, optimized, (_tokens(*sizes),)).within(1e-10)
+        agree(model, optimized, tokens(*sizes), train=False)
         assert block.calls.kinds == kinds
     assert not hasattr(torch.SymInt, "log2")

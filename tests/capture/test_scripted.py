@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import rewritten, tokens
 from tests.zoo.common import TopKGate
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, K
 
 
@@ -59,22 +59,16 @@ class _Gate(nn.Module):
 
 
 def test_compiled_functions_are_read_as_python() -> None:
-    block = Scripted().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
-    assert optimized.report.rewritten, str(optimized.report)
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized, (x,))
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
+    rewritten(Scripted().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
     assert isinstance(Scripted.gating, torch.jit.ScriptFunction)
 
 
 def test_compiled_modules_are_named_and_the_others_rewritten() -> None:
     model = Model().double()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    optimized = hexa_fx.optimize(model, tokens(2, 7))
     assert [block.status for block in optimized.report.blocks] == ["rewritten", "refused"]
     assert "'gate' is compiled by torch.jit" in optimized.report.blocks[1].reason
-    torch.testing.assert_close(optimized(_tokens(3, 5)), model(_tokens(3, 5)))
+    torch.testing.assert_close(optimized(tokens(3, 5)), model(tokens(3, 5)))
 
 
 def test_a_function_without_python_code_is_named() -> None:
@@ -84,5 +78,5 @@ def test_a_function_without_python_code_is_named() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(self.activate(x))
 
-    reason = hexa_fx.explain(Compiled().double(), _tokens(2, 7)).blocks[0].reason
+    reason = hexa_fx.explain(Compiled().double(), tokens(2, 7)).blocks[0].reason
     assert "it calls twice, which torch.jit compiled" in reason

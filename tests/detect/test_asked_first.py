@@ -7,8 +7,6 @@ from torch import nn
 import hexa_fx
 from tests.detect.mixture import D, E, Mixture
 
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
-
 
 class Flagged(Mixture):
     """``flag`` is a new parameter of one, and is decided on."""
@@ -23,7 +21,7 @@ class Flagged(Mixture):
 
 def test_a_decision_on_a_constant_parameter_is_seen_as_it_goes() -> None:
     block, x = Flagged(), torch.randn(12, D)
-    opt = hexa_fx.optimize(block, x, CONFIG)
+    opt = hexa_fx.optimize(block, x)
     assert opt.report.blocks[0].status == "rewritten"
     for value in (1.0, 0.0, 1.0):
         block.flag.fill_(value)
@@ -47,7 +45,7 @@ class Counted(Mixture):
 
 def test_a_size_of_an_input_is_asked_before_a_buffer_is_written() -> None:
     block, x = Counted(), torch.randn(12, D)
-    opt = hexa_fx.optimize(block, x, CONFIG)
+    opt = hexa_fx.optimize(block, x)
     assert opt.report.blocks[0].status == "rewritten"
     names = [str(node.target) for node in opt.graphs[""].rewritten.graph.nodes]
     first = next(place for place, name in enumerate(names) if "require" in name)
@@ -62,7 +60,7 @@ def test_a_size_of_an_input_is_asked_before_a_buffer_is_written() -> None:
 
 def test_another_size_of_what_was_written_to_is_asked_where_it_is() -> None:
     block, x = Counted(late=True), torch.randn(12, D)
-    (report,) = hexa_fx.optimize(block, x, CONFIG).report.blocks
+    (report,) = hexa_fx.optimize(block, x).report.blocks
     assert report.status == "refused"
     assert "a decision that comes first can be rewritten" in report.reason
 
@@ -76,7 +74,7 @@ def test_gradients_with_a_decision_on_a_learned_scale(value: float) -> None:
 
     block, x = Scaled().double(), torch.randn(12, D, dtype=torch.float64)
     block.flag.requires_grad_().data.fill_(value)
-    opt = hexa_fx.optimize(block, x, CONFIG)
+    opt = hexa_fx.optimize(block, x)
     assert opt.report.blocks[0].status == "rewritten"
     wanted = [p for p in block.parameters() if value or p is not block.flag]
     one, two = (torch.autograd.grad(m(x).square().sum(), wanted) for m in (block, opt))
@@ -105,7 +103,7 @@ class DrawnFirst(nn.Module):
 
 def test_a_case_for_one_token_after_random_numbers_draws_them_once() -> None:
     block, x = DrawnFirst().double(), torch.randn(12, D, dtype=torch.float64)
-    opt = hexa_fx.optimize(block, x, CONFIG)
+    opt = hexa_fx.optimize(block, x)
     assert opt.report.blocks[0].status == "rewritten"
     for rows in (1, 12):
         results = []

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
-from tests.zoo.compare import compare, operators_run, perturb
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import agree, rewritten, tokens
+from tests.zoo.compare import operators_run, perturb
 from tests.zoo.variant import D, E, K
-
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
 class Scaled(Mixture):
@@ -83,28 +82,24 @@ class OfTokens(Scaled):
 @pytest.mark.parametrize("kind", [Scaled, Divided, Mean, OverExperts, Adapters])
 def test_rewritten_in_one_operator(kind: type[nn.Module]) -> None:
     block = kind().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), CONFIG)
-    assert optimized.report.rewritten, str(optimized.report)
+    optimized = rewritten(block, tokens(2, 7))
     assert optimized.report.blocks[0].rewritten_to == "hexa::moe_ffn"
     perturb(block, optimized)
-    for size in ((3, 5), (1, 1), (0, 3)):
-        assert operators_run(optimized, (_tokens(*size),))
-        found = compare(block, optimized, (_tokens(*size),), train=True)
-        assert found.within(1e-10), (size, found)
+    agree(block, optimized, tokens(3, 5), tokens(1, 1), tokens(0, 3))
     if hasattr(block, "scaling") and kind is not Mean:
         block.scaling = optimized.scaling = 3.0
-        torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))
+        torch.testing.assert_close(optimized(tokens(3, 5)), block(tokens(3, 5)))
 
 
 def test_in_16_bits_it_keeps_the_dtype() -> None:
     block = Mean()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7).float(), CONFIG).bfloat16()
-    x = _tokens(3, 5).bfloat16()
+    optimized = hexa_fx.optimize(block, tokens(2, 7).float()).bfloat16()
+    x = tokens(3, 5).bfloat16()
     assert operators_run(optimized, (x,))
     torch.testing.assert_close(optimized(x), block.bfloat16()(x), rtol=0.05, atol=0.05)
 
 
 def test_a_count_is_no_constant() -> None:
     block = OfTokens().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), CONFIG)
-    torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
+    torch.testing.assert_close(optimized(tokens(3, 5)), block(tokens(3, 5)))

@@ -48,8 +48,7 @@ def tokens(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("asked", LONG.values(), ids=LONG)
-def test_sizes_are_asked_of_types_and_elsewhere(asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+def test_sizes_are_asked_of_types_and_elsewhere(asked: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Asking(asked).double().eval()
     optimized = hexa_fx.optimize(model, tokens(24))

@@ -111,7 +111,7 @@ def _x(tokens: int) -> torch.Tensor:
 def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     block = kind().double()
-    return block, hexa_fx.optimize(block, _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    return block, hexa_fx.optimize(block, _x(9))
 
 
 @pytest.mark.parametrize("kind", [Mode, StartsAtZero])

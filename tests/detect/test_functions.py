@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.agree import agree, tokens
 from tests.zoo.common import MLP, experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, K
@@ -128,11 +129,7 @@ class OnEveryExpert(Plain):
 def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     block = kind().double()
-    return block, hexa_fx.optimize(block, _tokens(2, 7))
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+    return block, hexa_fx.optimize(block, tokens(2, 7))
 
 
 @pytest.mark.parametrize(
@@ -140,13 +137,10 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 )
 def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
     block, optimized = _optimized(kind)
-    for x in (_tokens(2, 7), _tokens(3, 5)):
-        assert operators_run(optimized, (x,))
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
+    agree(block, optimized, tokens(2, 7), tokens(3, 5))
     plain = Plain().double()
     plain.load_state_dict(block.state_dict())
-    assert not compare(plain, optimized, (_tokens(2, 7),)).within(1e-6), "the backward of its own makes no difference"
+    assert not compare(plain, optimized, (tokens(2, 7),)).within(1e-6), "the backward of its own makes no difference"
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -154,14 +148,13 @@ def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
 def test_what_a_function_asks_for_its_backward_is_asked_anew(gradients: bool, needed: bool) -> None:
     """Gradients are off in a function's forward: what it was told there is no reason to run the block's own code outside."""
     optimized = _optimized(WithOwnLoss)[1]
-    assert operators_run(optimized.train(), (_tokens(3, 5).requires_grad_(needed),), gradients=gradients)
+    assert operators_run(optimized.train(), (tokens(3, 5).requires_grad_(needed),), gradients=gradients)
 
 
 def test_pickled_and_copied() -> None:
     block, optimized = _optimized(OnOutput)
     for again in (pickle.loads(pickle.dumps(optimized)), copy.deepcopy(optimized)):
-        assert operators_run(again, (_tokens(3, 5),))
-        assert compare(block, again, (_tokens(3, 5),)).within(1e-10)
+        agree(block, again, tokens(3, 5), train=False)
 
 
 def test_inside_the_experts_it_is_refused() -> None:

@@ -10,7 +10,6 @@ from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import compare
 
 Tensor = torch.Tensor
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
 def mixed(x: Tensor, scores: Tensor, experts: nn.ModuleList) -> Tensor:
@@ -35,7 +34,7 @@ class GateOfTask(Mixture):
 
 def test_a_stack_of_gates_is_no_stack_of_experts() -> None:
     block, x = GateOfTask().double(), torch.randn(12, D, dtype=torch.float64)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
     assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
     for args in ((x,), (x[:5], 0), (x, 2)):
         assert compare(block, opt, args, {}).within(1e-9)
@@ -82,9 +81,9 @@ class GatesOnAll(Gates):
 
 def test_several_gates_over_one_set_of_experts() -> None:
     x = torch.randn(12, D, dtype=torch.float64)
-    (report,) = hexa_fx.explain(GatesOnAll().double(), x, CONFIG).blocks
+    (report,) = hexa_fx.explain(GatesOnAll().double(), x).blocks
     assert "several gates over one set of experts" in report.reason
     for block, count in ((Heads().double(), 2), (Gates().double(), 1)):
-        opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+        opt = hexa_fx.optimize(copy.deepcopy(block), x)
         assert [block.status for block in opt.report.blocks] == ["rewritten"] * count
         assert compare(block, opt, (x,), {}).within(1e-9)

@@ -76,7 +76,7 @@ def test_an_id_of_no_expert(form: Form, runs: set[int]) -> None:
     """``runs``: with which ids the operators still run, as the code leaves them out too."""
     block, x, weights = Given(form).double(), torch.randn(T, D).double(), torch.rand(T, K).double()
     ids = torch.rand(T, E).topk(K).indices
-    optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, (x, ids, weights))
     assert operators_run(optimized, (x, ids, weights)), str(optimized.report)
     for none in (-1, E):
         given = ids.index_fill(0, torch.tensor(3), none)
@@ -93,7 +93,7 @@ def test_an_id_of_no_expert(form: Form, runs: set[int]) -> None:
 def test_negative_ids_in_a_trace() -> None:
     block, x, weights = Given(looked_up), torch.randn(T, D), torch.rand(T, K)
     ids = torch.rand(T, E).topk(K).indices
-    optimized = hexa_fx.optimize(block, (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, (x, ids, weights))
     compiled = torch.compile(optimized, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, ids - E, weights), block(x, ids, weights))
 

@@ -39,7 +39,7 @@ class CutOff(Mixture):
 
 def optimized(block: nn.Module) -> nn.Module:
     x = torch.randn(9, D, dtype=torch.float64)
-    return hexa_fx.optimize(block.double(), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    return hexa_fx.optimize(block.double(), x)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,9 +6,10 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.passes.ranks import repeated_in_groups
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.common import TopKGate, experts
-from tests.zoo.compare import compare, operators_run, perturb
+from tests.zoo.compare import perturb
 from tests.zoo.variant import D, E, I, K
 
 
@@ -91,30 +92,22 @@ class MixesSequence(TopOfSequence):
 @pytest.mark.parametrize("kind", [TopOfSequence, FirstToken, Gathered, GateMatrix, WeightOfSequence, WeightOfToken])
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     block = kind().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
-    assert optimized.report.rewritten, str(optimized.report)
+    optimized = rewritten(block, tokens(2, 7))
     (shown,) = optimized.graphs.values()
     used = shown.kernels(90)
     assert {use.direction for use in used} == {"forward", "backward"}
     assert not any(use.fallback for use in used), "sizes of modules that run twice are told apart"
     perturb(block, optimized)
-    for size in ((3, 5), (1, 1), (1, 6), (5, 1), (0, 4), (4, 0)):
-        assert operators_run(optimized, (_tokens(*size),))
-        found = compare(block, optimized, (_tokens(*size),), train=True)
-        assert found.within(1e-10), (size, found)
+    agree(block, optimized, *(tokens(*size) for size in ((3, 5), (1, 1), (1, 6), (5, 1), (0, 4), (4, 0))))
 
 
 @pytest.mark.parametrize("size", [(1, 7), (6, 1), (E, E), (7, K)])
 def test_examples_that_tell_sequences_and_tokens_apart_badly(size: tuple[int, int]) -> None:
-    block = TopOfSequence().double()
-    optimized = hexa_fx.optimize(block, _tokens(*size), hexa_fx.HexaConfig(own_code_when_small=False))
-    assert optimized.report.rewritten, str(optimized.report)
-    found = compare(block, optimized, (_tokens(3, 5),), train=True)
-    assert found.within(1e-10), found
+    rewritten(TopOfSequence().double(), tokens(*size), tokens(3, 5))
 
 
 def test_experts_that_mix_the_tokens_of_a_sequence_stay() -> None:
-    report = hexa_fx.explain(MixesSequence().double(), _tokens(2, 7))
+    report = hexa_fx.explain(MixesSequence().double(), tokens(2, 7))
     assert not report.rewritten
     assert "hexa_fx itself failed" not in report.blocks[0].reason
 
@@ -156,15 +149,4 @@ class OnSequences(nn.Module):
 
 
 def test_conditions_of_whole_sequences() -> None:
-    block = OnSequences().double()
-    optimized = hexa_fx.optimize(
-        block,
-        (torch.randn(2, 7, D).double(), torch.randn(2, D).double()),
-        hexa_fx.HexaConfig(own_code_when_small=False),
-    )
-    assert optimized.report.rewritten, str(optimized.report)
-    for batch, length in ((3, 5), (1, 1), (1, 9)):
-        given = torch.randn(batch, length, D).double(), torch.randn(batch, D).double()
-        assert operators_run(optimized, given)
-        found = compare(block, optimized, given, train=True)
-        assert found.within(1e-10), found
+    rewritten(OnSequences().double(), *((tokens(*size), tokens(size[0])) for size in ((2, 7), (3, 5), (1, 1), (1, 9))))

@@ -1,18 +1,14 @@
 """Experts for intervals: of times, or of anything else that a cast to whole numbers puts into one."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
-from tests.zoo.compare import compare, operators_run
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import rewritten, tokens
 from tests.zoo.variant import D, E, I
-
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
 class ByTime(Mixture):
@@ -39,17 +35,13 @@ def _times(batch: int) -> torch.Tensor:
 
 
 def test_times_choose() -> None:
-    block = ByTime().double()
-    optimized = hexa_fx.optimize(copy.deepcopy(block), (_tokens(2, 7), _times(2)), CONFIG)
-    assert optimized.report.rewritten, str(optimized.report)
-    for batch, tokens in ((6, 5), (1, 1), (0, 3)):
-        given = _tokens(batch, tokens), _times(batch)
-        assert operators_run(optimized, given)
-        assert compare(block, optimized, given).within(1e-10)
+    rewritten(
+        ByTime().double(), *((tokens(*size), _times(size[0])) for size in ((2, 7), (6, 5), (1, 1), (0, 3))), train=False
+    )
 
 
 def test_a_decision_on_what_times_choose_is_refused() -> None:
-    (block,) = hexa_fx.explain(AtOneTime().double(), (_tokens(2, 7), _times(2))).blocks
+    (block,) = hexa_fx.explain(AtOneTime().double(), (tokens(2, 7), _times(2))).blocks
     assert "host decision" in block.reason
 
 
@@ -73,6 +65,6 @@ class Tied(Mixture):
 
 @pytest.mark.parametrize("added", [True, False])
 def test_biases_of_a_shared_matrix(added: bool) -> None:
-    (block,) = hexa_fx.explain(Tied(added).double(), _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(Tied(added).double(), tokens(2, 7)).blocks
     assert block.status == ("rewritten" if added else "refused")
     assert added or "(F.linear(x, weight) + bias) they are rewritten" in block.reason

@@ -8,9 +8,9 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.passes.detect.tags import expert_groups
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import rewritten, tokens
 from tests.zoo.common import MLP
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, I
 
 Experts = Mapping[str, nn.Module]
@@ -76,14 +76,8 @@ def _linear() -> nn.Module:
     ids=["branch_0_ffn", "branch1", "default_0", "default_0 of one matrix", "one matrix by name", "w1_1"],
 )
 def test_rewritten_and_equal(make: Callable[[], nn.Module]) -> None:
-    block = make().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
-    assert optimized.report.rewritten, str(optimized.report)
+    optimized = rewritten(make().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
     assert optimized.report.blocks[0].num_experts == E
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized, (x,))
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
 
 
 def test_numbered_layers_of_an_ordinary_network_are_no_experts() -> None:
@@ -95,7 +89,7 @@ def test_numbered_layers_of_an_ordinary_network_are_no_experts() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc3(self.fc2(self.fc1(x))).argmax(-1)
 
-    assert not hexa_fx.explain(Classifier().double(), _tokens(2, 7)).blocks
+    assert not hexa_fx.explain(Classifier().double(), tokens(2, 7)).blocks
 
 
 def test_lists_that_are_numbered_in_the_usual_way_come_first() -> None:

@@ -36,11 +36,10 @@ class Capacity(nn.Module):
 
 
 def test_a_slot_dropped_by_its_weight_stays_dropped_where_the_router_gives_nan() -> None:
-    config = hexa_fx.HexaConfig(own_code_when_small=False)
     x = torch.randn(T, D, dtype=torch.float64)
     for masked_first in (True, False):
         block = Capacity(masked_first).double().eval()
-        opt = hexa_fx.optimize(block, x, config)
+        opt = hexa_fx.optimize(block, x)
         assert (opt.report.blocks[0].status == "rewritten") is not masked_first
         for module in (block, opt):
             module.router.weight.data[-1, 0] = float("nan")
@@ -68,7 +67,7 @@ class Thresholded(nn.Module):
 def test_a_token_of_nan_stays_nan_where_experts_are_given_what_has_a_gate() -> None:
     x = torch.randn(T, D, dtype=torch.float64)
     block = Thresholded().double()
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert optimized.report.rewritten, str(optimized.report)
     x[3, 1] = math.nan
     torch.testing.assert_close(optimized(x), block(x), equal_nan=True)

@@ -6,7 +6,8 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.passes.detect.explain import odd_expert
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import tokens
 from tests.zoo.variant import D, E, I
 
 SAME = "; only experts that compute the same are rewritten"
@@ -52,7 +53,7 @@ class Routed(Mixture):
     ids=["class", "setting", "number"],
 )
 def test_it_is_named(odd: Expert, said: str, idle: bool) -> None:
-    report = hexa_fx.explain(Routed(odd, idle).double(), _tokens(2, 7))
+    report = hexa_fx.explain(Routed(odd, idle).double(), tokens(2, 7))
     assert report.blocks[0].reason.startswith(said + SAME), report.blocks[0].reason
 
 
@@ -76,10 +77,10 @@ class RuledOut(Mixture):
 
 def test_other_code_for_an_expert_that_a_buffer_all_but_rules_out() -> None:
     block = RuledOut(-30.0).double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
     for each in (block, optimized):
         each.bias.zero_()
-    torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))
+    torch.testing.assert_close(optimized(tokens(3, 5)), block(tokens(3, 5)))
 
 
 def test_what_only_one_has_or_has_not() -> None:
@@ -96,7 +97,7 @@ def test_what_only_one_has_or_has_not() -> None:
 def test_what_differs_in_all_experts_is_no_difference() -> None:
     block = Routed(Expert(nn.GELU(), number=E - 1), True)
     assert not odd_expert(block)
-    assert hexa_fx.explain(block.double(), _tokens(2, 7)).rewritten
+    assert hexa_fx.explain(block.double(), tokens(2, 7)).rewritten
 
 
 def test_one_of_a_list_whose_parameters_all_have_other_names() -> None:
@@ -121,5 +122,5 @@ class EachItsOwn(Routed):
 
 
 def test_activations_of_several_kinds() -> None:
-    (block,) = hexa_fx.explain(EachItsOwn().double(), _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(EachItsOwn().double(), tokens(2, 7)).blocks
     assert block.reason.startswith("experts.1.act is ReLU, where experts.0 has GELU" + SAME), block.reason

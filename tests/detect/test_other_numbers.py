@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
-from tests.zoo.compare import compare, operators_run
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import rewritten, tokens
 from tests.zoo.variant import D, E
 
 
@@ -53,20 +53,13 @@ class OneByOne(Mixture):
 
 @pytest.mark.parametrize("kind", [InPieces, OneByOne])
 def test_pieces_are_routed_one_by_one(kind: type[nn.Module]) -> None:
-    model = kind().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
-    for batch, sequence in ((2, 7), (2, 5), (3, 9), (1, 8)):  # as many pieces, and more or fewer: another kind of call
-        assert operators_run(optimized, (_tokens(batch, sequence),)), optimized.report
-        assert compare(model, optimized, (_tokens(batch, sequence),)).within(1e-10)
+    sizes = ((2, 7), (2, 7), (2, 5), (3, 9), (1, 8))  # as many pieces, and more or fewer: another kind of call
+    rewritten(kind().double().eval(), *(tokens(*size) for size in sizes), train=False)
 
 
 @pytest.mark.parametrize("kind", [ByItem, ByFloat, ByList])
 def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
-    model = kind().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
-    assert optimized.report.rewritten, optimized.report
-    assert operators_run(optimized, (_tokens(1, 5),))
-    assert compare(model, optimized, (_tokens(3, 4),)).within(1e-10)
+    rewritten(kind().double().eval(), tokens(2, 7), tokens(1, 5), tokens(3, 4), train=False)
 
 
 class OfSizes(Mixture):
@@ -79,10 +72,7 @@ class OfSizes(Mixture):
 
 
 def test_floats_of_sizes_stay_sizes() -> None:
-    model = OfSizes().double().eval()
-    optimized = hexa_fx.optimize(model, _tokens(2, 7))
-    assert operators_run(optimized, (_tokens(1, 5),)), optimized.report
-    assert compare(model, optimized, (_tokens(3, 4),)).within(1e-10)
+    rewritten(OfSizes().double().eval(), tokens(2, 7), tokens(1, 5), tokens(3, 4), train=False)
 
 
 class Narrow(nn.Module):

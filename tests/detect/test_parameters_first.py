@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.common import TopKGate
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, I
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -73,7 +73,7 @@ EMITTED: dict[str, Function] = {
     "make", [*(lambda f=f: computing(f) for f in DORMANT.values()), Stacked], ids=[*DORMANT, "stacked"]
 )
 def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.Module]) -> None:
-    (report,) = hexa_fx.explain(make().double(), _tokens(2, 7)).blocks
+    (report,) = hexa_fx.explain(make().double(), tokens(2, 7)).blocks
     assert report.status == "refused"
     assert "is applied to parameters of the experts before these are read" in report.reason
 
@@ -82,15 +82,12 @@ def test_what_does_nothing_on_the_example_is_not_dropped(make: Callable[[], nn.M
 def test_what_is_done_to_each_number_is_done_in_every_call(name: str) -> None:
     block = computing(EMITTED[name]).double()
     original = copy.deepcopy(block)
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    assert optimized.report.rewritten, str(optimized.report)
+    optimized = rewritten(block, tokens(2, 7))
     for factor in (1.0, 30.0):
         for each in (original, optimized):
             for expert in each.experts:
                 expert.scale.data.mul_(factor)
-        assert operators_run(optimized, (_tokens(3, 5),))
-        found = compare(original, optimized, (_tokens(3, 5),), train=True)
-        assert found.within(1e-10), found
+        agree(original, optimized, tokens(3, 5))
 
 
 class FilmExpert(nn.Module):
@@ -106,11 +103,7 @@ class FilmExpert(nn.Module):
 
 
 def test_two_first_layers_of_different_widths() -> None:
-    block = Mixture(FilmExpert).double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    assert optimized.report.rewritten, str(optimized.report)
-    found = compare(block, optimized, (_tokens(3, 5),), train=True)
-    assert found.within(1e-10), found
+    rewritten(Mixture(FilmExpert).double(), tokens(2, 7), tokens(3, 5))
 
 
 def _limit(weight: nn.Parameter) -> nn.Parameter:
@@ -120,5 +113,5 @@ def _limit(weight: nn.Parameter) -> nn.Parameter:
 
 def test_other_memory_behind_a_weight_is_seen() -> None:
     block = computing(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
-    (report,) = hexa_fx.explain(block, _tokens(2, 7)).blocks
+    (report,) = hexa_fx.explain(block, tokens(2, 7)).blocks
     assert "the code puts other memory behind a tensor" in report.reason

@@ -7,13 +7,9 @@ import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.common import MLP, TopKGate, experts
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import D, E, I, K
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
 
 class AllAtOnce(nn.Module):
@@ -50,12 +46,7 @@ class GivenWeights(nn.Module):
 @pytest.mark.parametrize("train", [False, True])
 def test_around_a_part_that_chooses_in_one_mode_only_both_modes_are_rewritten(train: bool) -> None:
     # In train mode the inner module would be rewritten, which runs its own code in eval mode.
-    block = GivenWeights().double().eval()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized.train(train), (x,))
-        found = compare(block, optimized, (x,), train=train)
-        assert found.within(1e-10), found
+    rewritten(GivenWeights().double().eval(), tokens(2, 7), tokens(3, 5), tokens(1, 1), train=train)
 
 
 class Keeps(nn.Module):
@@ -104,20 +95,18 @@ class Asks(Keeps):
 @pytest.mark.parametrize("kind", [Keeps, Asks], ids=lambda kind: kind.__name__)
 def test_numbers_are_left_on_modules(kind: type[Keeps], train: bool) -> None:
     block = kind().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized.train(train), (x,)), optimized.report
-        found = compare(block, optimized, (x,), train=train)
-        assert found.within(1e-10), found
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
+    for x in (tokens(3, 5), tokens(1, 1)):
+        agree(block, optimized, x, train=train)
         assert (optimized.shape, optimized.rows, optimized.sizes) == (block.shape, block.rows, block.sizes)
         assert optimized.highest == pytest.approx(block.highest)
         assert list(map(type, (optimized.shape, optimized.rows, optimized.sizes))) == [torch.Size, int, list]
 
 
 def test_a_router_alone_in_the_other_mode_leaves_what_it_leaves_there() -> None:
-    optimized = hexa_fx.optimize(Asks().double(), _tokens(2, 7)).eval()
+    optimized = hexa_fx.optimize(Asks().double(), tokens(2, 7)).eval()
     optimized.gate.train()
-    assert isinstance(optimized(_tokens(3, 5))[1], torch.Tensor)
+    assert isinstance(optimized(tokens(3, 5))[1], torch.Tensor)
 
 
 class IntoBuffer(torch.autograd.Function):
@@ -171,12 +160,7 @@ class TwoStacks(nn.Module):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_products_written_into_buffers_by_a_function_are_seen(train: bool) -> None:
-    block = TwoStacks().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized.train(train), (x,)), optimized.report
-        found = compare(block, optimized, (x,), train=train)
-        assert found.within(1e-10), found
+    rewritten(TwoStacks().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1), train=train)
 
 
 class Calculator(nn.Module):
@@ -221,12 +205,10 @@ class GivesMore(nn.Module):
 @pytest.mark.parametrize(("kind", "kinds"), [(Calculator, 1), (AsksOthers, 2)], ids=["unread", "asked"])
 def test_an_argument_of_which_nothing_is_read_may_be_of_any_kind(kind: type[Calculator], kinds: int) -> None:
     block = GivesMore(kind).double().eval()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
     assert [found.path for found in optimized.report.rewritten] == ["calculator"]
-    assert operators_run(optimized.train(), (_tokens(3, 5),))
     for train in (False, True):
-        found = compare(block, optimized, (_tokens(3, 5),), train=train)
-        assert found.within(1e-10), found
+        agree(block, optimized, tokens(3, 5), train=train)
     assert optimized.report.rewritten[0].calls.kinds == kinds
 
 
@@ -252,9 +234,4 @@ class InOneMatrix(nn.Module):
 
 
 def test_stacks_that_lie_in_matrices() -> None:
-    block = InOneMatrix().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized, (x,))
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
+    rewritten(InOneMatrix().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))

@@ -82,7 +82,7 @@ BLOCKS = {how: GoesByIt(how) for how in GIVEN} | {w: Decides(w) for w in WAYS}
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_refused_and_right(block: nn.Module) -> None:
     block, x = block.double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert ON_DATA in optimized.report.blocks[0].reason
     usual = optimized(x)
     x[0, :3] = 7.25
@@ -147,7 +147,7 @@ class GoesByKind(Mixture):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_form_of_what_a_module_gives_is_asked_where_it_decides_on_tokens(kind: str, after: bool) -> None:
     block, x = GoesByKind(kind, after).double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert bool(operators_run(optimized, (x,))) is (kind != "attribute" and not after)
     for _ in range(2):
         torch.testing.assert_close(optimized(x), block(x))
@@ -162,7 +162,7 @@ class Counts(Mixture):
 
 def test_what_is_counted_before_anything_is_chosen_is_asked_in_every_call() -> None:
     block, x = Counts().double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert operators_run(optimized, (x,))
     for _ in range(2):
         torch.testing.assert_close(optimized(x), block(x))
@@ -204,7 +204,7 @@ CHOSEN: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("way", CHOSEN)
 def test_experts_are_left_out_where_nobody_chose_them(way: str, summed: bool) -> None:
     block, x = Skips(CHOSEN[way], summed, softmax).double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     for rows in (x, x[:1]):
         assert operators_run(optimized, (rows,))
         torch.testing.assert_close(optimized(rows), block(rows))
@@ -216,7 +216,7 @@ def test_the_size_of_weights_is_of_the_data(summed: bool) -> None:
         Skips(lambda gate: gate.mean().item() < 0.97, summed, softmax).double(),
         torch.randn(9, D, dtype=torch.float64),
     )
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert ON_DATA in optimized.report.blocks[0].reason
     for row in 100 * x:
         torch.testing.assert_close(optimized(row[None]), block(row[None]))

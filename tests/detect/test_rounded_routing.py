@@ -6,7 +6,8 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.test_what_strangers_write import Mixture
-from tests.zoo.compare import compare, operators_run
+from tests.zoo.agree import rewritten, tokens
+from tests.zoo.compare import operators_run
 from tests.zoo.variant import D, E, K
 
 
@@ -47,23 +48,14 @@ class AlmostOne(Mixture):
         return (torch.stack([expert(x) for expert in self.experts], -2) * gates.unsqueeze(-1)).sum(-2)
 
 
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randn(batch, length, D, generator=torch.Generator().manual_seed(batch))
-
-
 @pytest.mark.parametrize("kind", [InTheDefaultDtype, AlmostOne], ids=lambda kind: kind.__name__)
 def test_rewritten_in_32_bits(kind: type[nn.Module]) -> None:
-    block = kind()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    x = _tokens(3, 5)
-    assert operators_run(optimized, (x,)), str(optimized.report)
-    found = compare(block, optimized, (x,), train=True)
-    assert found.within(1e-5), found
+    rewritten(kind(), tokens(2, 7).float(), tokens(3, 5).float(), tolerance=1e-5)
 
 
 def test_an_expert_that_is_chosen_twice_counts_once() -> None:
     block = ChosenApart().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7).double())
-    x = 1e5 * _tokens(3, 5).double()
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
+    x = 1e5 * tokens(3, 5)
     assert operators_run(optimized, (x,))
     torch.testing.assert_close(optimized(x), block(x))

@@ -85,7 +85,7 @@ def _x(tokens: int) -> torch.Tensor:
 def _optimized(*how: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     block = Routes(*how).double()
-    optimized = hexa_fx.optimize(block, _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, _x(9))
     return block, copy.deepcopy(optimized)  # of which the router counts for itself
 
 
@@ -146,7 +146,7 @@ class Scaled(Mixture):
 @pytest.mark.parametrize("kind", ["dataclass", "namespace"])
 def test_a_number_that_a_router_sets_in_its_object(kind: str) -> None:
     block = Scaled(kind).double()
-    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9))
     for by in (2.0, 3.0):
         block.router.by = optimized.router.by = by
         torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
@@ -187,7 +187,7 @@ class Halves(Mixture):
 
 def test_an_object_of_a_router_that_the_block_changes() -> None:
     block = Halves().double()
-    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9), hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9))
     torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
     torch.testing.assert_close(optimized.router.last.weights, block.router.last.weights)
 

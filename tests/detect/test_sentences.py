@@ -10,7 +10,8 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.inspection.advice import advice
-from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.detect.test_what_strangers_write import Mixture
+from tests.zoo.agree import tokens
 from tests.zoo.common import MLP, TopKGate
 from tests.zoo.variant import D, E, I
 
@@ -158,7 +159,7 @@ class Groups(Mixture):
 )
 def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said: str) -> None:
     torch.manual_seed(0)
-    (block,) = hexa_fx.explain(kind().double(), _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(kind().double(), tokens(2, 7)).blocks
     assert said in block.reason
     assert block.location is not None
     assert __file__.endswith(block.location.file.rpartition("/")[2])
@@ -189,7 +190,7 @@ class Soft(Mixture):
 
 @pytest.mark.parametrize(("kind", "said"), [(Centred, "mixed between tokens"), (Soft, "nothing is chosen here")])
 def test_the_line_is_the_reason(kind: type[nn.Module], said: str) -> None:
-    (block,) = hexa_fx.explain(kind().double(), _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(kind().double(), tokens(2, 7)).blocks
     assert said in block.reason
     assert block.location is not None
     assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
@@ -242,7 +243,7 @@ class Dispatched(nn.Module):
 
 
 def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> None:
-    (block,) = hexa_fx.explain(Dispatched().double(), _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(Dispatched().double(), tokens(2, 7)).blocks
     assert "the code changes self.dispatcher in place" in block.reason
 
 
@@ -261,7 +262,7 @@ class OwnExperts(TwoTasks):
 
 @pytest.mark.parametrize("kind", [TwoTasks, OwnExperts], ids=lambda kind: kind.__name__)
 def test_soft_mixtures_for_several_tasks_are_named(kind: type[nn.Module]) -> None:
-    (block,) = hexa_fx.explain(kind().double(), (_tokens(2, 7), torch.randint(E, (2, 7)))).blocks
+    (block,) = hexa_fx.explain(kind().double(), (tokens(2, 7), torch.randint(E, (2, 7)))).blocks
     assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason
 
 
@@ -291,7 +292,7 @@ def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor
 def test_hooks_on_an_expert_are_named_where_their_work_is_not_understood() -> None:
     model = Mixture().double()
     model.experts[1].register_forward_pre_hook(_doubled)
-    (block,) = hexa_fx.explain(model, _tokens(2, 7)).blocks
+    (block,) = hexa_fx.explain(model, tokens(2, 7)).blocks
     assert "'experts.1' has hooks, which only its own code calls" in block.reason
     assert not advice(block.reason)
 
@@ -305,7 +306,7 @@ class Counting(MLP):
 
 
 def test_what_single_experts_count() -> None:
-    (report,) = hexa_fx.explain(Mixture(Counting).double(), (_tokens(3, 7),)).blocks
+    (report,) = hexa_fx.explain(Mixture(Counting).double(), (tokens(3, 7),)).blocks
     assert ".calls, which the rewritten block would leave otherwise" in report.reason
 
 
@@ -328,7 +329,7 @@ class Uses(Mixture):
 
 
 def test_what_an_expert_is_given_is_kept_by_name() -> None:
-    (report,) = hexa_fx.explain(Uses().double(), (_tokens(3, 7).flatten(0, 1),)).blocks
+    (report,) = hexa_fx.explain(Uses().double(), (tokens(3, 7).flatten(0, 1),)).blocks
     assert "the code keeps usage, which the rewritten block would leave otherwise" in report.reason
 
 

@@ -161,7 +161,7 @@ def now_and_then(m: Any, x: torch.Tensor, probs: torch.Tensor) -> None:
 )
 def test_a_number_that_a_block_adds_to(count: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
     block = Counts(count).double()
-    optimized = hexa_fx.optimize(copy.deepcopy(block), None, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(copy.deepcopy(block), None)
     for number in (9, 4, 7, 5, 9, 3, 8):
         x = torch.randn(number, D, dtype=torch.float64)
         torch.testing.assert_close(optimized(x), block(x))
@@ -194,7 +194,7 @@ class LeftAndReset(LeftByTraining):
 @pytest.mark.parametrize("kind", [LeftByTraining, LeftAndReset])
 def test_what_another_mode_left_is_a_condition(kind: type[LeftByTraining]) -> None:
     block, x = kind(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
     assert opt.report.blocks[0].status == "rewritten"
     for training in (False, True, False, False, True, True, False):
         block.train(training)

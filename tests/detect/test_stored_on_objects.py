@@ -15,9 +15,6 @@ from tests.detect import dispatchers
 from tests.detect.dispatchers import Block, D, Dispatcher
 from tests.zoo.compare import operators_run
 
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
-
-
 _HELD = "Dispatcher InSlots Inner Tidy WithProperty".split()
 KINDS: dict[str, type[Block]] = {name: type(name, (Block,), {"held": getattr(dispatchers, name)}) for name in _HELD}
 KINDS |= {kind.__name__: kind for kind in (dispatchers.Listed, dispatchers.OfTheClass, dispatchers.Bound)}
@@ -30,7 +27,7 @@ def tokens(*sizes: int) -> torch.Tensor:
 def optimized(kind: type[nn.Module]) -> tuple[Any, Any]:
     torch.manual_seed(0)
     block = kind().double()
-    return block, hexa_fx.optimize(block, tokens(3, 7), CONFIG)
+    return block, hexa_fx.optimize(block, tokens(3, 7))
 
 
 def left(holder: Any) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def test_gradients_reach_what_lies_there() -> None:
 
 
 def test_copies_leave_it_in_their_own() -> None:
-    opt = hexa_fx.optimize(Block().double(), tokens(3, 7), CONFIG)
+    opt = hexa_fx.optimize(Block().double(), tokens(3, 7))
     for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         other(tokens(2, 5))
         assert other.dispatcher.shape == (2, 5, D)

@@ -105,7 +105,7 @@ def test_what_is_set_on_a_result_beside_what_its_class_declares(kind: Any) -> No
 
     torch.manual_seed(0)
     block, x = InThis(), _tokens(9).float()
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     for cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             assert operators_run(optimized, (x,)), optimized.report

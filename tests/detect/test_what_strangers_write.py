@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.bodies import SharedPostNorm
 from tests.zoo.common import MLP, TopKGate, experts
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.refusals import DifferentWidths
 from tests.zoo.unjustified import AddsUpInItsInput
 from tests.zoo.variant import D, E, I
@@ -218,34 +218,20 @@ class Hashed(nn.Module):
         return out
 
 
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
-
-
 @pytest.mark.parametrize(
     "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm], ids=lambda kind: kind.__name__
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
-    block = kind().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
-    assert optimized.report.rewritten, str(optimized.report)
-    for x in (_tokens(3, 5), _tokens(1, 1)):
-        assert operators_run(optimized, (x,))
-        found = compare(block, optimized, (x,), train=True)
-        assert found.within(1e-10), found
+    rewritten(kind().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
 
 
 @pytest.mark.parametrize(("listed", "dtype"), [(True, torch.int64), (False, torch.uint8)])
 def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype) -> None:
     """Another table is another routing: it is read in every call."""
     block = Hashed(listed, dtype).double()
-    optimized = hexa_fx.optimize(block, torch.randint(0, VOCABULARY, (2, 7)))
-    assert optimized.report.rewritten, str(optimized.report)
+    optimized = rewritten(block, torch.randint(0, VOCABULARY, (2, 7)))
     for size in ((3, 5), (1, 1)):
-        inputs = (torch.randint(0, VOCABULARY, size),)
-        assert operators_run(optimized, inputs)
-        found = compare(block, optimized, inputs, train=True)
-        assert found.within(1e-10), found
+        agree(block, optimized, torch.randint(0, VOCABULARY, size))
         for each in (block, optimized):
             each.table.sub_(E - 1).abs_() if dtype == torch.int64 else each.table.bitwise_xor_(1)
 
@@ -253,28 +239,25 @@ def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype
 @pytest.mark.parametrize("kind", [Filled, Multiplied, Written], ids=lambda kind: kind.__name__)
 def test_a_mask_over_features_is_read_in_every_call(kind: type[nn.Module]) -> None:
     block = kind().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    optimized = hexa_fx.optimize(block, tokens(2, 7))
     for _ in range(2):
-        assert operators_run(optimized, (_tokens(3, 5),))
-        found = compare(block, optimized, (_tokens(3, 5),), train=True)
-        assert found.within(1e-10), found
+        agree(block, optimized, tokens(3, 5))
         for each in (block, optimized):
             each.keep.logical_not_()
 
 
 def test_a_result_inside_a_result_keeps_its_class() -> None:
-    optimized = hexa_fx.optimize(Nested().double(), _tokens(2, 7))
-    inner = optimized(_tokens(3, 5))["outputs"][1]
+    optimized = hexa_fx.optimize(Nested().double(), tokens(2, 7))
+    inner = optimized(tokens(3, 5))["outputs"][1]
     assert type(inner) is collections.OrderedDict
     assert inner["size"] == 3
 
 
 def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     block = Dropping().double()
-    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
-    assert optimized.report.rewritten
+    optimized = rewritten(block, tokens(2, 7))
     for size in ((3, 5), (1, 1), (4, 16)):
-        torch.testing.assert_close(optimized(_tokens(*size)), block(_tokens(*size)))
+        torch.testing.assert_close(optimized(tokens(*size)), block(tokens(*size)))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +270,7 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_refused_with_a_sentence(kind: type[nn.Module], reason: str) -> None:
-    report = hexa_fx.explain(kind().double(), _tokens(2, 7))
+    report = hexa_fx.explain(kind().double(), tokens(2, 7))
     assert not report.rewritten
     assert reason in report.blocks[0].reason
     assert "hexa_fx itself failed" not in report.blocks[0].reason

@@ -63,7 +63,7 @@ def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropou
 
 def test_one_read_of_the_settings_serves_both_modes_and_is_renewed() -> None:
     model, x = Listed().eval(), torch.randn(12, 8)
-    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False, own_code_when_small=False))
+    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
     opt.experts[2].register_forward_hook(lambda module, args, output: output * 2)
     for training in (True, False):
         opt.train(training)

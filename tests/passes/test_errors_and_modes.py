@@ -16,11 +16,6 @@ from tests.runtime.handmade import D, E, ListMoE
 from tests.zoo.compare import operators_run
 
 
-@pytest.fixture(autouse=True)
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
-
-
 def tokens(count: int = 12) -> torch.Tensor:
     return torch.randn(count, D)
 

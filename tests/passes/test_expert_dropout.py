@@ -13,7 +13,7 @@ from hexa_fx.passes.partition.layers import that_spread
 from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
 
 D, EXPERTS, K = 8, 4, 2
-ROUGH = hexa_fx.HexaConfig(own_code_when_small=False, verify=False)
+ROUGH = hexa_fx.HexaConfig(verify=False)
 
 
 class Expert(nn.Module):

@@ -148,8 +148,7 @@ def test_more_tokens_are_tried_than_they_say(block: type[Cut]) -> None:
         torch.testing.assert_close(optimized(tokens), model(tokens))
 
 
-def test_bounds_of_features_are_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+def test_bounds_of_features_are_no_limits() -> None:
     torch.manual_seed(0)
     optimized = hexa_fx.optimize(Bounded(), torch.randn(21, D))
     with torch.no_grad():

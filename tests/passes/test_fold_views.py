@@ -60,8 +60,7 @@ def test_sorted_tokens_read_their_routing_as_it_is_given():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**sizes, **heads))
-    config = hexa_fx.HexaConfig(own_code_when_small=False)
-    opt = hexa_fx.optimize(model, {"input_ids": torch.randint(0, 64, (2, 16))}, config)
+    opt = hexa_fx.optimize(model, {"input_ids": torch.randint(0, 64, (2, 16))})
     (graphs,) = opt.graphs.values()
     assert "reshape" not in graphs.stage("rewrite").graph.counts
     x = torch.randn(10, 32)
@@ -96,10 +95,10 @@ class Given(torch.nn.Module):
 
 
 def test_another_number_of_experts_than_was_recorded_with():
-    x, config = torch.randn(12, 8), hexa_fx.HexaConfig(own_code_when_small=False)
+    x = torch.randn(12, 8)
     given = {k: (x, torch.rand(12, 4).topk(k).indices, torch.rand(12, k)) for k in (2, 3, 1)}
     original = Given()
-    opt = hexa_fx.optimize(original, given[2], config)
+    opt = hexa_fx.optimize(original, given[2])
     assert opt.report.rewritten, opt.report
     for inputs in given.values():
         torch.testing.assert_close(opt(*inputs), original(*inputs))

@@ -14,8 +14,6 @@ from hexa_fx.capture import capture
 from hexa_fx.passes.preconditions.host_rules import depends_on_mode
 from tests.detect.mixture import D, Mixture
 
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
-
 
 class Plain(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +78,7 @@ def test_code_that_does_not_holds_in_both(monkeypatch: pytest.MonkeyPatch) -> No
     block, x = Plain(), torch.randn(12, D)
     recorded: list[str] = []
     monkeypatch.setattr("hexa_fx.passes.capture", lambda *a, **k: recorded.append(a[3]) or capture(*a, **k))
-    opt = hexa_fx.optimize(block, x, CONFIG)
+    opt = hexa_fx.optimize(block, x)
     for training in (True, False):
         torch.testing.assert_close(opt.train(training)(x), block.train(training)(x))
     assert len(recorded) == 1
@@ -108,7 +106,7 @@ class Inside(Noisy):
 @pytest.mark.parametrize("kind", [Noisy, Inside])
 def test_each_mode_is_analysed_once_and_both_are_right(kind: type[Mixture]) -> None:
     block, x = kind(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
     for training in (True, False, True, False):
         torch.testing.assert_close(opt.train(training)(x), block.train(training)(x))
     assert opt.report.blocks[0].calls == (4, 0, {}, 2)
@@ -116,7 +114,7 @@ def test_each_mode_is_analysed_once_and_both_are_right(kind: type[Mixture]) -> N
 
 def test_a_submodule_in_a_mode_of_its_own_is_another_kind() -> None:
     block, x = Inside().eval(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
     for each in (block, opt):
         each.drop.train()
     torch.testing.assert_close(opt(x), block(x))
@@ -132,7 +130,7 @@ class Training(Plain):
 
 def test_what_fails_in_one_mode_is_rewritten_in_the_other() -> None:
     block, x = Training(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
     torch.testing.assert_close(opt(x), block(x))
     with pytest.raises(RuntimeError, match="for training only"):
         opt.eval()(x)

@@ -125,7 +125,7 @@ class Rounded(Mixture):
 def test_numbers_that_are_rounded_on_the_way(to: torch.dtype, inside: bool) -> None:
     """In float64 a cast to 16 bits and back cannot be seen; one to 8 bits is kept."""
     block, x = Rounded(to, inside), torch.randn(9, D)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     torch.testing.assert_close(optimized(x), block(x))
     assert bool(optimized.report.rewritten) == (to == torch.float8_e4m3fn)
     assert ("rounds to fewer bits" in str(optimized.report)) == (to != torch.float8_e4m3fn)
@@ -150,7 +150,7 @@ class Cancelling(nn.Module):
 
 def test_numbers_that_cancel_are_not_taken_for_rounded() -> None:
     block, x = Cancelling(), torch.randn(9, D)
-    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized = hexa_fx.optimize(block, x)
     assert (optimized(x) - block(x)).abs().max() > 2e-5 * block(x).abs().max()
     assert optimized.report.rewritten, optimized.report
 

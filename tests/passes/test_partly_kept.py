@@ -11,7 +11,6 @@ import hexa_fx
 from tests.zoo.compare import compare, operators_run
 
 D, E, K, I = 6, 4, 2, 8  # noqa: E741
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
 class Shared(nn.Module):
@@ -60,7 +59,7 @@ class Rare(nn.Module):
 
 
 def optimized(block: nn.Module) -> nn.Module:
-    return hexa_fx.optimize(copy.deepcopy(block), tokens(9), CONFIG)
+    return hexa_fx.optimize(copy.deepcopy(block), tokens(9))
 
 
 def tokens(number: int) -> torch.Tensor:
@@ -104,5 +103,5 @@ def test_a_shared_dropout_that_wakes_in_eval_mode() -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_what_only_the_code_itself_would_do(beside: bool) -> None:
-    report = hexa_fx.explain(Shared(Rare(), beside).double(), tokens(9), CONFIG)
+    report = hexa_fx.explain(Shared(Rare(), beside).double(), tokens(9))
     assert "a host decision (if, while, assert, item()) on what the experts computed" in report.blocks[0].reason

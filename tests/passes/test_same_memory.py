@@ -7,7 +7,6 @@ from torch import nn
 import hexa_fx
 from tests.runtime.handmade import D, ListMoE
 
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 X = torch.randn(2, 9, D, generator=torch.Generator().manual_seed(0))
 
 
@@ -52,7 +51,7 @@ def trained(model: nn.Module) -> torch.Tensor:
 )
 def test_listed_experts(tie: str, rewritten: int) -> None:
     expected = trained(listed(tie))
-    optimized = hexa_fx.optimize_(listed(tie), X, CONFIG)
+    optimized = hexa_fx.optimize_(listed(tie), X)
     assert len(optimized.report.rewritten) == rewritten
     torch.testing.assert_close(trained(optimized), expected, rtol=1e-4, atol=1e-5)
     for block in optimized.report.blocks:

@@ -75,15 +75,12 @@ ASKS: dict[str, Ask] = {
 @pytest.mark.parametrize("kind", SHAPES, ids=lambda kind: kind.__name__)
 def test_a_condition_on_a_size_of_the_result_is_asked_at_every_call(kind: type[Sentences], ask: Ask) -> None:
     model, shapes = kind(ask).double(), SHAPES[kind]
-    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(shapes[0], dtype=torch.float64), CONFIG)
+    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(shapes[0], dtype=torch.float64))
     assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
     for shape in shapes:
         x = torch.randn(shape, dtype=torch.float64)
         assert compare(model, opt, (x,), {}).within(1e-9), shape
     assert operators_run(opt, (torch.randn(shapes[0], dtype=torch.float64),))
-
-
-CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
 
 
 class Fixed(Images):
@@ -96,7 +93,7 @@ class Fixed(Images):
 
 def test_images_are_tried_in_other_numbers_where_their_size_is_fixed() -> None:
     block, x = Fixed(ASKS["equal"]), torch.randn(2, D, 7, 3)
-    (report,) = hexa_fx.explain(block, x, CONFIG).blocks
+    (report,) = hexa_fx.explain(block, x).blocks
     assert report.status == "refused"
     assert "batch 1 alone: output 0" in report.reason
 
@@ -116,7 +113,7 @@ class Inside(Mixture):
 
 
 def test_a_size_inside_the_experts_that_is_none_of_the_inputs_is_refused() -> None:
-    (report,) = hexa_fx.explain(Inside(), torch.randn(12, D), CONFIG).blocks
+    (report,) = hexa_fx.explain(Inside(), torch.randn(12, D)).blocks
     assert report.status == "refused"
     assert "a size of what the experts compute" in report.reason
 

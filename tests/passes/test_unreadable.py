@@ -31,7 +31,7 @@ def test_an_offloaded_block_is_analysed_when_it_is_called():
     hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, place_submodules=True, offload_buffers=True)
     hooks.add_hook_to_module(model.second, hook)
     assert all(parameter.is_meta for parameter in model.second.parameters())
-    found = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    found = hexa_fx.optimize(model, x)
     assert [block.status for block in found.report.blocks] == ["rewritten", "waiting"]
     for _ in range(2):
         torch.testing.assert_close(found(x), expected)
@@ -45,7 +45,7 @@ def test_hooks_that_only_place_inputs_are_fine():
     expected = model(x)
     for block in (model.first, model.second):
         hooks.add_hook_to_module(block, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    found = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    found = hexa_fx.optimize(model, x)
     torch.testing.assert_close(found(x), expected)
     assert [block.status for block in found.report.blocks] == ["rewritten", "rewritten"], str(found.report)
     assert found.report.blocks[1].same_as == "first"  # hooks of one kind do not cost an analysis of each block
@@ -58,7 +58,7 @@ def test_a_hook_that_changes_one_of_two_blocks():
 
     model, x = Two().eval(), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
     hooks.add_hook_to_module(model.second, Scale())
-    found = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    found = hexa_fx.optimize(model, x)
     torch.testing.assert_close(found(x), model(x))
 
 
@@ -143,7 +143,7 @@ def quantised(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["4bit", "int8"])
 def test_plain_experts_beside_quantised_attention_are_rewritten(kind):
     model, inputs = quantised(kind)
-    found = hexa_fx.optimize_(model, inputs, hexa_fx.HexaConfig(own_code_when_small=False))
+    found = hexa_fx.optimize_(model, inputs)
     assert [block.status for block in found.report.blocks] == ["rewritten", "rewritten"], str(found.report)
     reference, _ = quantised(kind)
     torch.testing.assert_close(found(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)

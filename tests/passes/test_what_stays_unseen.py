@@ -254,7 +254,6 @@ def set_function(model: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
     monkeypatch.setattr(scaled, "by", 1.0)
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     monkeypatch.setattr(log, "level", logging.NOTSET)

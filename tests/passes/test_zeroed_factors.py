@@ -49,9 +49,8 @@ def tokens(scale: float = 1.0) -> tuple[torch.Tensor]:
     return (scale * torch.randn(19, D, dtype=torch.float64),)
 
 
-def both(factor: Factor, monkeypatch: pytest.MonkeyPatch) -> tuple[Block, Block]:
+def both(factor: Factor) -> tuple[Block, Block]:
     """A block and its optimized copy."""
-    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
     torch.manual_seed(0)
     model = Block(factor).double().eval()
     optimized = hexa_fx.optimize(copy.deepcopy(model), tokens())
@@ -59,15 +58,15 @@ def both(factor: Factor, monkeypatch: pytest.MonkeyPatch) -> tuple[Block, Block]
 
 
 @pytest.mark.parametrize("factor", ALONE.values(), ids=ALONE)
-def test_they_are_rewritten(factor: Factor, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimized = both(factor, monkeypatch)
+def test_they_are_rewritten(factor: Factor) -> None:
+    model, optimized = both(factor)
     assert operators_run(optimized, tokens()), optimized.report
     assert compare(model, optimized, tokens()).within(1e-10)
 
 
 @pytest.mark.parametrize("factor", BESIDE.values(), ids=BESIDE)
-def test_another_condition_is_kept_or_refused(factor: Factor, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimized = both(factor, monkeypatch)
+def test_another_condition_is_kept_or_refused(factor: Factor) -> None:
+    model, optimized = both(factor)
     for each in (model, optimized):
         each.get_buffer("live")[1] = False
     for scale in (1.0, 100.0):

@@ -1,0 +1,32 @@
+"""A model and its optimized form on calls that it was not optimized on: for tests of single blocks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D
+
+
+def tokens(*sizes: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """(*sizes, D), of a seed that is the first size."""
+    return torch.randn(*sizes, D, dtype=dtype, generator=torch.Generator().manual_seed(sizes[0]))
+
+
+def agree(original: nn.Module, optimized: nn.Module, *calls: Any, train: bool = True, tolerance: float = 1e-10) -> None:
+    """Every call, which is a tensor or a tuple of arguments, runs rewritten and leaves what the original leaves."""
+    for call in calls:
+        args = call if isinstance(call, tuple) else (call,)
+        assert operators_run(optimized.train(train), args), str(optimized.report)
+        found = compare(original, optimized, args, train=train)
+        assert found.within(tolerance), ([getattr(value, "shape", value) for value in args], found)
+
+
+def rewritten(model: nn.Module, example: Any, *calls: Any, train: bool = True, tolerance: float = 1e-10) -> Any:
+    """The model optimized on an example, something of which is rewritten, and which agrees with it on the calls."""
+    optimized = hexa_fx.optimize(model, example)
+    assert optimized.report.rewritten, str(optimized.report)
+    agree(model, optimized, *calls, train=train, tolerance=tolerance)
+    return optimized
