@@ -209,7 +209,19 @@ class Integers(Router):
         return out
 
 
-class InPlainList(Listed):
+class Chooses(Listed):
+    """Two experts a token."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class InPlainList(Chooses):
     """Experts that torch does not know."""
 
     def __init__(self) -> None:
@@ -217,14 +229,6 @@ class InPlainList(Listed):
         known = list(self.experts)
         del self.experts
         self.experts = known
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
 
 
 class ByPlace(Listed):
@@ -285,18 +289,6 @@ def test_the_place_is_the_line_that_compares_or_else_where_the_block_is_written(
     assert block.location is not None
     with open(block.location.file) as source:
         assert source.readlines()[block.location.line - 1].endswith("# here\n")
-
-
-class Chooses(Listed):
-    """Two experts a token."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
 
 
 @pytest.mark.parametrize("kind", [Masked, Chooses])

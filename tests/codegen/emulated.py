@@ -10,14 +10,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import kernel as cuda_kernel
-from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.templates import INCLUDE_DIR
-from tests.cuda.cards import AMPERE
+from tests.cuda.cards import AMPERE, without_a_device
 
 EMULATOR = Path(__file__).parent / "emulator"
 FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{INCLUDE_DIR}"]
@@ -68,13 +65,6 @@ def emulated(tmp_path_factory: pytest.TempPathFactory):
         return built[spec]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_kernel, "get_kernel", get_kernel)
-        patch.setattr(cuda_plan, "_empty_strided", None)
-        patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-        patch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
-        patch.setenv("HEXA_FX_CACHE_DIR", str(folder))
-        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        patch.setattr(cuda_choosing, "device_card", lambda device: AMPERE._replace(multiprocessors=1))
-        cuda_choosing.forget_choices()
+        without_a_device(patch, folder, AMPERE._replace(multiprocessors=1), get_kernel)
         yield
     cuda_choosing.forget_choices()

@@ -32,6 +32,20 @@ AMPERE, HOPPER = cuda_choosing.Card("a card", 90, 4, 80), cuda_choosing.Card("a 
 """Stand-ins: kernels are chosen as for an sm_80, or as for an sm_90."""
 
 
+def without_a_device(patch: pytest.MonkeyPatch, folder: Path, card: cuda_choosing.Card, get_kernel: Any) -> None:
+    """Launches on CPU tensors go to what ``get_kernel`` gives, chosen as for ``card``. ``folder`` is for the cache."""
+    patch.setattr(cuda_kernel, "get_kernel", get_kernel)
+    patch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
+    patch.setenv("HEXA_FX_CACHE_DIR", str(folder))
+    patch.setattr(cuda_fallback, "fallbacks", {})
+    patch.setattr(cuda_fallback, "_permanent", set())
+    patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    patch.setattr(cuda_choosing, "device_card", lambda device: card)
+    patch.setattr(cuda_plan, "_empty_strided", None)
+    cuda_choosing.forget_choices()
+
+
 @dataclass(frozen=True)
 class Launch:
     """One driver call, with the arguments as they lay in memory when it came."""
@@ -102,17 +116,10 @@ class Cards:
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
-        monkeypatch.setattr(cuda_kernel, "get_kernel", self.get_kernel)
-        monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
-        monkeypatch.setattr(cuda_fallback, "fallbacks", {})
-        monkeypatch.setattr(cuda_fallback, "_permanent", set())
-        monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(folder))
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
-        monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
+        without_a_device(monkeypatch, folder, AMPERE, self.get_kernel)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream)
         monkeypatch.setattr(cuda_plan, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        cuda_choosing.forget_choices()
 
     def be_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""

@@ -16,7 +16,6 @@ from hexa_fx.codegen.family_gemm_sm90 import ARGS, CANDIDATES, COOPERATIVE, PING
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import tune as cuda_tune
@@ -24,7 +23,7 @@ from hexa_fx.cuda.gemm_sm90 import FAMILY, Sm90Key
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from tests.cuda.cards import HOPPER
+from tests.cuda.cards import HOPPER, without_a_device
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16
@@ -69,17 +68,10 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(cuda_kernel, "get_kernel", recorder.get_kernel)
-    monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))
+    without_a_device(monkeypatch, tmp_path, HOPPER._replace(multiprocessors=131), recorder.get_kernel)
     monkeypatch.setattr(cuda_plan, "next_queue", lambda device: 64)
-    monkeypatch.setattr(cuda_plan, "_empty_strided", None)
     monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(cuda_plan, "tensor_map", recorder.tensor_map)
-    cuda_choosing.forget_choices()
     return recorder
 
 

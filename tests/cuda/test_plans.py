@@ -17,11 +17,10 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
 from hexa_fx.cuda import kernel as cuda_kernel
-from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
-from tests.cuda.cards import AMPERE, HOPPER
+from tests.cuda.cards import AMPERE, HOPPER, without_a_device
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 
@@ -66,16 +65,7 @@ class Handle:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(cuda_kernel, "get_kernel", recorder.get_kernel)
-    monkeypatch.setattr(cuda_plan, "_empty_strided", None)
-    monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
-    monkeypatch.setattr(cuda_fallback, "fallbacks", {})
-    monkeypatch.setattr(cuda_fallback, "_permanent", set())
-    cuda_choosing.forget_choices()
-    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
+    without_a_device(monkeypatch, tmp_path, AMPERE, recorder.get_kernel)
     return recorder
 
 

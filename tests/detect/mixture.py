@@ -34,3 +34,11 @@ class Mixture(nn.Module):
             out.index_add_(0, token, last * weights[token, slot, None])
             self.inside(probs, number, last)
         return probs, weights, out, last
+
+    def chosen(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The output for a choice that was made otherwise."""
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,34 +97,23 @@ class Plain(nn.Module):
         return self.output(out, weights.square().mean()).view(x.shape)
 
 
-class OnTokens(Plain):
-    def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(x, 0.5)
-
-
-class OnWeights(Plain):
-    def weights(self, weights: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(weights, -2.0)
-
-
-class RoundedWeights(Plain):
-    def weights(self, weights: torch.Tensor) -> torch.Tensor:
-        return Rounded.apply(weights)
-
-
 class OnOutput(Plain):
     def output(self, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         return WithLoss.apply(y, loss)
 
 
-class WithOwnLoss(Plain):
-    def output(self, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        return WithLossIfAny.apply(y, loss)
+def around(**steps: Callable[..., torch.Tensor]) -> type[Plain]:
+    return type("Around", (Plain,), steps)
 
 
-class OnEveryExpert(Plain):
-    def one_output(self, y: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(y, 0.5)
+WITH_OWN_LOSS = around(output=lambda self, y, loss: WithLossIfAny.apply(y, loss))
+AROUND = {
+    "tokens": around(tokens=lambda self, x: Scaled.apply(x, 0.5)),
+    "weights": around(weights=lambda self, weights: Scaled.apply(weights, -2.0)),
+    "rounded weights": around(weights=lambda self, weights: Rounded.apply(weights)),
+    "output": OnOutput,
+    "own loss": WITH_OWN_LOSS,
+}
 
 
 def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -132,9 +122,7 @@ def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
     return block, hexa_fx.optimize(block, tokens(2, 7))
 
 
-@pytest.mark.parametrize(
-    "kind", [OnTokens, OnWeights, RoundedWeights, OnOutput, WithOwnLoss], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", AROUND.values(), ids=AROUND)
 def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
     block, optimized = _optimized(kind)
     agree(block, optimized, tokens(2, 7), tokens(3, 5))
@@ -147,7 +135,7 @@ def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("needed", [True, False])
 def test_what_a_function_asks_for_its_backward_is_asked_anew(gradients: bool, needed: bool) -> None:
     """Gradients are off in a function's forward: what it was told there is no reason to run the block's own code outside."""
-    optimized = _optimized(WithOwnLoss)[1]
+    optimized = _optimized(WITH_OWN_LOSS)[1]
     assert operators_run(optimized.train(), (tokens(3, 5).requires_grad_(needed),), gradients=gradients)
 
 
@@ -158,6 +146,6 @@ def test_pickled_and_copied() -> None:
 
 
 def test_inside_the_experts_it_is_refused() -> None:
-    report = _optimized(OnEveryExpert)[1].report
+    report = _optimized(around(one_output=lambda self, y: Scaled.apply(y, 0.5)))[1].report
     assert not report.rewritten
     assert "Scaled, an autograd.Function with a backward of its own" in report.blocks[0].reason

@@ -46,61 +46,22 @@ class Decides(Mixture):
         return 2 * out if WAYS[self.way](is_rare(x)) else out
 
 
-GIVEN: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
-    "a flag": (lambda rare: rare, lambda given: given),
-    "a number": (lambda rare: 3 if rare else 0, lambda given: given),
-    "a text": (lambda rare: "rare" if rare else "", lambda given: given == "rare"),
-}
-
-
-class Router(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.gate, self.give = nn.Linear(D, E), GIVEN[how][0]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return *self.gate(x).softmax(-1).topk(K, -1), self.give(bool(is_rare(x)))
-
-
-class GoesByIt(Mixture):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.router, self.take = Router(how), GIVEN[how][1]  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids, given = self.router(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return 2 * out if self.take(given) else out
-
-
-BLOCKS = {how: GoesByIt(how) for how in GIVEN} | {w: Decides(w) for w in WAYS}
-
-
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_refused_and_right(block: nn.Module) -> None:
-    block, x = block.double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x)
-    assert ON_DATA in optimized.report.blocks[0].reason
-    usual = optimized(x)
-    x[0, :3] = 7.25
-    torch.testing.assert_close(optimized(x), block(x))
-    assert not torch.allclose(optimized(x)[1:], usual[1:])
-
-
-class Other(torch.Tensor):
-    pass
-
-
 def with_attribute(rare: bool) -> Any:
     given: Any = torch.zeros(1)
     given.rare = rare
     return given
 
 
-KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
+class Other(torch.Tensor):
+    pass
+
+
+GIVEN: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
+    "a flag": (lambda rare: rare, lambda given: given),
+    "a number": (lambda rare: 3 if rare else 0, lambda given: given),
+    "a text": (lambda rare: "rare" if rare else "", lambda given: given == "rare"),
+}
+FORMS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
     "None": (lambda rare: torch.zeros(1) if rare else None, lambda given: given is not None),
     "dtype": (
         lambda rare: torch.zeros(1, dtype=torch.int32 if rare else torch.int64),
@@ -116,39 +77,49 @@ KINDS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
 }
 
 
-class GivesKind(nn.Module):
-    def __init__(self, kind: str) -> None:
+class Gives(nn.Module):
+    def __init__(self, give: Callable[[bool], Any]) -> None:
         super().__init__()
-        self.gate, self.give = nn.Linear(D, E), KINDS[kind][0]
+        self.gate, self.give = nn.Linear(D, E), give
 
     def forward(self, x: torch.Tensor) -> Any:
-        return *self.gate(x).softmax(-1).topk(2, -1), self.give(bool(is_rare(x)))
+        return *self.gate(x).softmax(-1).topk(K, -1), self.give(bool(is_rare(x)))
 
 
-class GoesByKind(Mixture):
-    """The form of what a router gives, or another module after the experts, depends on tokens."""
+class GoesByIt(Mixture):
+    """What a router gives, or another module after the experts, depends on tokens, and the output on it."""
 
-    def __init__(self, kind: str, after: bool) -> None:
+    def __init__(self, give: Callable[[bool], Any], take: Callable[[Any], Any], after: bool = False) -> None:
         super().__init__()
-        self.router, self.take, self.after = GivesKind(kind), KINDS[kind][1], after  # type: ignore[assignment]
-        self.last = GivesKind(kind)
+        self.router, self.take, self.last = Gives(give), take, Gives(give) if after else None  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids, given = self.router(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        given = self.last(x)[2] if self.after else given
+        out = self.chosen(x, weights, ids)
+        given = given if self.last is None else self.last(x)[2]
         return 2 * out if self.take(given) else out
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_form_of_what_a_module_gives_is_asked_where_it_decides_on_tokens(kind: str, after: bool) -> None:
-    block, x = GoesByKind(kind, after).double(), torch.randn(9, D, dtype=torch.float64)
+BLOCKS = {how: GoesByIt(*GIVEN[how]) for how in GIVEN} | {w: Decides(w) for w in WAYS}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_refused_and_right(block: nn.Module) -> None:
+    block, x = block.double(), torch.randn(9, D, dtype=torch.float64)
     optimized = hexa_fx.optimize(block, x)
-    assert bool(operators_run(optimized, (x,))) is (kind != "attribute" and not after)
+    assert ON_DATA in optimized.report.blocks[0].reason
+    usual = optimized(x)
+    x[0, :3] = 7.25
+    torch.testing.assert_close(optimized(x), block(x))
+    assert not torch.allclose(optimized(x)[1:], usual[1:])
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_what_a_module_gives_is_asked_where_it_decides_on_tokens(form: str, after: bool) -> None:
+    block, x = GoesByIt(*FORMS[form], after).double(), torch.randn(9, D, dtype=torch.float64)
+    optimized = hexa_fx.optimize(block, x)
+    assert bool(operators_run(optimized, (x,))) is (form != "attribute" and not after)
     for _ in range(2):
         torch.testing.assert_close(optimized(x), block(x))
         x[0, :3] = 7.25

@@ -71,10 +71,7 @@ class Routes(Mixture):
             weights, ids, more = result["weights"], result["ids"], [result[key] for key in result if key == "loss"]
         else:
             weights, ids, more = result.weights, result.ids, []
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out = self.chosen(x, weights, ids)
         return out + more[0] if more else out
 
 
@@ -136,11 +133,7 @@ class Scaled(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.router(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(result.ids == number)
-            out.index_add_(0, token, expert(x[token]) * result.weights[token, slot, None])
-        return out * result.by
+        return self.chosen(x, result.weights, result.ids) * result.by
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "namespace"])
@@ -178,11 +171,7 @@ class Halves(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.router(x)
         result.weights = result.weights / 2
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(result.ids == number)
-            out.index_add_(0, token, expert(x[token]) * result.weights[token, slot, None])
-        return out
+        return self.chosen(x, result.weights, result.ids)
 
 
 def test_an_object_of_a_router_that_the_block_changes() -> None:
@@ -207,10 +196,7 @@ class AsksForOne(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids, also = self.router(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out = self.chosen(x, weights, ids)
         return 2 * out if also is weights else out
 
 

@@ -37,150 +37,57 @@ class Block(nn.Module):
         return out
 
 
-class Equal(Block):
-    def factor(self, x, w, i):
-        return 2.0 if x.shape[0] == 400 else 1.0
+ASKED = {
+    "equal": lambda self, x, w, i: 2.0 if x.shape[0] == 400 else 1.0,
+    "unequal": lambda self, x, w, i: 1.0 if w.size(0) != 400 else 2.0,
+    "remainder": lambda self, x, w, i: 2.0 if i.shape[0] % 2 else 1.0,
+    "table of sizes": lambda self, x, w, i: FACTORS[x.shape[0] % 2],
+    "in sizes": lambda self, x, w, i: 2.0 if len(i) in (300, 400, 301) else 1.0,
+    "elements": lambda self, x, w, i: 2.0 if i.numel() == 800 else 1.0,
+    "text": lambda self, x, w, i: 2.0 if f"{x.shape[0]}".endswith("00") else 1.0,
+    "product of sizes": lambda self, x, w, i: 2.0 if torch.tensor(x.shape).prod() == 3200 else 1.0,
+    "sum of places": lambda self, x, w, i: 2.0 if torch.arange(len(w)).sum() == 79800 else 1.0,
+    "rows of a list": lambda self, x, w, i: 2.0 if len(list(x)) == 400 else 1.0,  # counted, and not read
+    "rows one by one": lambda self, x, w, i: 2.0 if sum(1 for _ in w) == 301 else 1.0,
+    "pieces": lambda self, x, w, i: 2.0 if len(x.split(50)) > 6 and len(w.tolist()) != 301 else 1.0,
+    "class": lambda self, x, w, i: 2.0 if isinstance(x.shape, torch.Size) and divmod(len(x), 100) == (4, 0) else 1.0,
+    "stride": lambda self, x, w, i: 2.0 if x.stride(0) * len(x) == 3200 else 1.0,
+    "above": lambda self, x, w, i: 2.0 if i.shape[0] > 300 and w.shape[0] < 1000 else 1.0,
+}
+NOT_SEEN = {
+    "seven": {"run": lambda self, e, rows: self.experts[e](rows) * (2 if rows.shape[0] == 77 else 1)},
+    "even": {"run": lambda self, e, rows: self.experts[e](rows) * (2 if len(rows) % 64 == 63 else 1)},
+    "count of a mask": {"factor": lambda self, x, w, i: 2.0 if (i == 1).sum() == 123 else 1.0},
+    "as many as tokens": {"factor": lambda self, x, w, i: 2.0 if (i == 1).sum() == x.shape[0] else 1.0},
+}
+IN_MEMORY = {
+    "lies in memory": lambda self, x, w, i: 2.0 if x.t().contiguous().stride(0) == 400 else 1.0,
+    "the memory behind tensors": lambda self, x, w, i: 2.0 if x.untyped_storage().nbytes() == 3200 * 8 else 1.0,
+}
+SEEN = {
+    "any rows": lambda self, e, rows: self.experts[e](rows) if rows.shape[0] != 0 else rows,
+    "counted": lambda self, e, rows: self.experts[e](rows) if len(rows) >= 1 and rows.shape[-1] == D else rows,
+}
 
 
-class Unequal(Block):
-    def factor(self, x, w, i):
-        return 1.0 if w.size(0) != 400 else 2.0
-
-
-class Remainder(Block):
-    def factor(self, x, w, i):
-        return 2.0 if i.shape[0] % 2 else 1.0
-
-
-class TableOfSizes(Block):
-    def factor(self, x, w, i):
-        return FACTORS[x.shape[0] % 2]
-
-
-class InSizes(Block):
-    def factor(self, x, w, i):
-        return 2.0 if len(i) in (300, 400, 301) else 1.0
-
-
-class OfElements(Block):
-    def factor(self, x, w, i):
-        return 2.0 if i.numel() == 800 else 1.0
-
-
-class InText(Block):
-    def factor(self, x, w, i):
-        return 2.0 if f"{x.shape[0]}".endswith("00") else 1.0
-
-
-class InTensors(Block):
-    def factor(self, x, w, i):
-        return 2.0 if torch.tensor(x.shape).prod() == 3200 or torch.arange(len(w)).sum() == 79800 else 1.0
-
-
-class Rows(Block):
-    """Rows are counted, and not read."""
-
-    def factor(self, x, w, i):
-        return 2.0 if len(list(x)) == 400 or sum(1 for _ in w) == 301 else 1.0
-
-
-class Pieces(Block):
-    def factor(self, x, w, i):
-        return 2.0 if len(x.split(50)) > 6 and len(w.tolist()) != 301 else 1.0
-
-
-class Kinds(Block):
-    def factor(self, x, w, i):
-        return 2.0 if isinstance(x.shape, torch.Size) and divmod(x.shape[0], 100) == (4, 0) else 1.0
-
-
-class Stride(Block):
-    def factor(self, x, w, i):
-        return 2.0 if x.stride(0) * len(x) == 3200 else 1.0
-
-
-class Above(Block):
-    def factor(self, x, w, i):
-        return 2.0 if i.shape[0] > 300 and w.shape[0] < 1000 else 1.0
-
-
-ASKED = [
-    Equal,
-    Unequal,
-    Remainder,
-    TableOfSizes,
-    InSizes,
-    OfElements,
-    InText,
-    InTensors,
-    Rows,
-    Pieces,
-    Kinds,
-    Stride,
-    Above,
-]
-
-
-class ExactlySeven(Block):
-    def run(self, e, rows):
-        return self.experts[e](rows) * (2 if rows.shape[0] == 77 else 1)
-
-
-class EvenCount(Block):
-    def run(self, e, rows):
-        return self.experts[e](rows) * (2 if len(rows) % 64 == 63 else 1)
-
-
-class CountOfMask(Block):
-    def factor(self, x, w, i):
-        return 2.0 if (i == 1).sum() == 123 else 1.0
-
-
-class AsManyAsTokens(Block):
-    def factor(self, x, w, i):
-        return 2.0 if (i == 1).sum() == x.shape[0] else 1.0
-
-
-NOT_SEEN = [ExactlySeven, EvenCount, CountOfMask, AsManyAsTokens]
-
-
-class StrideOfResult(Block):
-    def factor(self, x, w, i):
-        return 2.0 if x.t().contiguous().stride(0) == 400 else 1.0
-
-
-class Memory(Block):
-    def factor(self, x, w, i):
-        return 2.0 if x.untyped_storage().nbytes() == 400 * D * 8 else 1.0
-
-
-@pytest.mark.parametrize(("kind", "said"), [(StrideOfResult, "lies in memory"), (Memory, "the memory behind tensors")])
-def test_what_lies_where_in_memory_is_refused(kind, said):
-    (block,) = hexa_fx.explain(kind().double().eval(), x(24)).blocks
-    assert block.status == "refused"
-    assert said in block.reason
-
-
-class AnyRows(Block):
-    def run(self, e, rows):
-        return self.experts[e](rows) if rows.shape[0] != 0 else rows
-
-
-class Counted(Block):
-    def run(self, e, rows):
-        return self.experts[e](rows) if len(rows) >= 1 and rows.shape[-1] == D else rows
-
-
-SEEN = [AnyRows, Counted]
+def made(**members):
+    return type("Sized", (Block,), members)().double().eval()
 
 
 def x(rows):
     return torch.randn(rows, D, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ASKED, ids=lambda kind: kind.__name__)
-def test_the_condition_is_asked_at_every_call(kind):
-    model = kind().double().eval()
+@pytest.mark.parametrize("said", IN_MEMORY)
+def test_what_lies_where_in_memory_is_refused(said):
+    (block,) = hexa_fx.explain(made(factor=IN_MEMORY[said]), x(24)).blocks
+    assert block.status == "refused"
+    assert said in block.reason
+
+
+@pytest.mark.parametrize("way", ASKED)
+def test_the_condition_is_asked_at_every_call(way):
+    model = made(factor=ASKED[way])
     optimized = hexa_fx.optimize(copy.deepcopy(model), x(24))
     assert operators_run(optimized, (x(24),))
     for rows in (24, 26, 301, 400, 5, 1):
@@ -188,17 +95,17 @@ def test_the_condition_is_asked_at_every_call(kind):
         torch.testing.assert_close(optimized(given), model(given))
 
 
-@pytest.mark.parametrize("kind", NOT_SEEN, ids=lambda kind: kind.__name__)
-def test_an_exact_count_of_rows_is_refused(kind):
-    (block,) = hexa_fx.explain(kind().double().eval(), x(24)).blocks
+@pytest.mark.parametrize("way", NOT_SEEN)
+def test_an_exact_count_of_rows_is_refused(way):
+    (block,) = hexa_fx.explain(made(**NOT_SEEN[way]), x(24)).blocks
     assert block.status == "refused"
     assert "exact number of tokens" in block.reason
     assert block.location is not None
 
 
-@pytest.mark.parametrize("kind", SEEN, ids=lambda kind: kind.__name__)
-def test_whether_there_are_rows_is_seen(kind):
-    model = kind().double().eval()
+@pytest.mark.parametrize("way", SEEN)
+def test_whether_there_are_rows_is_seen(way):
+    model = made(run=SEEN[way])
     optimized = hexa_fx.optimize(copy.deepcopy(model), x(24))
     for rows in (24, 3, 1, 0):
         given = x(rows)

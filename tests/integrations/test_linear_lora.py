@@ -11,6 +11,7 @@ from transformers import pytorch_utils
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.formats.quantized_weight import QuantizedWeight
+from tests.api.test_quantize_lists import outcome
 from tests.integrations.test_transformers import operators_run
 from tests.zoo.common import Looped
 
@@ -76,14 +77,6 @@ def pair(tokens, config, order="optimize first", options=CONFIG):
         torch.manual_seed(2)
         made.append(peft.get_peft_model(each, copy.deepcopy(config)).eval())
     return made if order == "optimize first" else [made[0], hexa_fx.optimize_(made[1], tokens, options)]
-
-
-def outcome(model, x):
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.square().sum().backward()
-    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(original, optimized, x, rewritten=True):

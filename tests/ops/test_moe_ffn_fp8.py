@@ -9,9 +9,10 @@ import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.cuda import choosing
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from tests.ops.test_moe_ffn_sources import NAMES, ROUTINGS, route, static
+from tests.ops.test_moe_ffn_sources import layer as layer_with_factors
 
 E, D, INNER, TOKENS, K = 4, 136, 72, 96, 2
-NAMES = ("w1", "b1", "w3", "b3", "w2", "b2")
 OPERANDS = ("x", "top_k_index", "top_k_weights", *NAMES)
 SPECS = [
     FfnSpec("silu", "concat", "nk", "nk"),
@@ -21,7 +22,6 @@ SPECS = [
     FfnSpec("silu", "split", "kn", "kn"),
     FfnSpec("silu", "concat", "kn", "nk", (), True),
 ]
-ROUTINGS = ["an expert without tokens", "all to one", "out of range", "one token", "none", "an expert twice"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,25 +31,8 @@ def no_copies():
 
 
 def layer(spec, bias=True, dtype=torch.float32, tokens=TOKENS, sizes=(D, INNER)):
-    torch.manual_seed(0)
-    model, inner = sizes
-    width = 2 * inner if spec.glu in ("concat", "interleaved") else inner
-    found = dict.fromkeys(NAMES)
-    for number, (n, k, layout) in {
-        "1": (width, model, spec.layout1),
-        "3": (width, model, spec.layout1),
-        "2": (model, inner, spec.layout2),
-    }.items():
-        if number != "3" or spec.glu == "split":
-            found[f"w{number}"] = torch.randn((E, n, k) if layout == "nk" else (E, k, n), dtype=dtype) / k**0.5
-            found[f"b{number}"] = torch.randn(E, n, dtype=dtype) if bias else None
-    x, weights = torch.randn(tokens, model, dtype=dtype), torch.rand(tokens, K, dtype=dtype)
-    index = torch.rand(tokens, E).argsort(1)[:, :K]
-    return {"x": x, "top_k_index": index, "top_k_weights": weights, **found}
-
-
-def static(spec):
-    return spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h
+    given = layer_with_factors(spec, "", bias, dtype, tokens, sizes=(*sizes, 0), experts=E)
+    return {name: given[name] for name in OPERANDS}
 
 
 def fp8(given, spec, cached=True):
@@ -94,21 +77,6 @@ def test_result_and_gradients(spec, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_16_bits(dtype):
     compare(layer(SPECS[0], dtype=dtype), SPECS[0], 0.996)
-
-
-def route(given, routing):
-    """Another routing in place of the random one."""
-    index = given["top_k_index"]
-    if routing in ("none", "one token"):
-        count = 0 if routing == "none" else 1
-        return given | {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
-    routed = {
-        "an expert without tokens": index % (E - 1),
-        "all to one": torch.full_like(index, 2),
-        "out of range": torch.where(index == 3, E, index),
-        "an expert twice": index[:, :1].expand_as(index),
-    }
-    return given | {"top_k_index": routed[routing]}
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -33,7 +33,7 @@ def static(spec):
     return spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h
 
 
-def layer(spec, adapted="123", bias=True, dtype=torch.float64, tokens=30, device="cpu", sizes=RAGGED):
+def layer(spec, adapted="123", bias=True, dtype=torch.float64, tokens=30, device="cpu", sizes=RAGGED, experts=E):
     torch.manual_seed(0)
     model, inner, rank = sizes
     width = 2 * inner if spec.glu in ("concat", "interleaved") else inner
@@ -42,13 +42,13 @@ def layer(spec, adapted="123", bias=True, dtype=torch.float64, tokens=30, device
     for number, (n, k, layout) in sizes.items():
         if number == "3" and spec.glu != "split":
             continue
-        found[f"w{number}"] = torch.randn((E, n, k) if layout == "nk" else (E, k, n), dtype=dtype) / k**0.5
-        found[f"b{number}"] = torch.randn(E, n, dtype=dtype) if bias else None
+        found[f"w{number}"] = torch.randn(experts, *((n, k) if layout == "nk" else (k, n)), dtype=dtype) / k**0.5
+        found[f"b{number}"] = torch.randn(experts, n, dtype=dtype) if bias else None
         if number in adapted:
-            found[f"a{number}"] = torch.randn(E, rank, k, dtype=dtype) / k**0.5
-            found[f"c{number}"] = torch.randn(n, rank, E, dtype=dtype).permute(2, 0, 1)  # as PEFT stores it
+            found[f"a{number}"] = torch.randn(experts, rank, k, dtype=dtype) / k**0.5
+            found[f"c{number}"] = torch.randn(n, rank, experts, dtype=dtype).permute(2, 0, 1)  # as PEFT stores it
     x, weights = torch.randn(tokens, model, dtype=dtype), torch.rand(tokens, 2, dtype=dtype)
-    index = torch.rand(tokens, E).argsort(1)[:, :2]
+    index = torch.rand(tokens, experts).argsort(1)[:, :2]
     given = {"x": x, "top_k_index": index, "top_k_weights": weights, **found}
     return {name: t if t is None else t.to(device) for name, t in given.items()}
 
@@ -140,14 +140,14 @@ def test_gradients_with_frozen_bases(spec, frozen):
 
 def route(given, routing):
     """Another routing in place of the random one."""
-    index = given["top_k_index"]
+    index, experts = given["top_k_index"], len(given["w1"])
     if routing in ("none", "one token"):
         count = 0 if routing == "none" else 1
         given |= {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
     elif routing == "an expert without tokens":
-        given["top_k_index"] = index % (E - 1)
+        given["top_k_index"] = index % (experts - 1)
     elif routing == "out of range":
-        given["top_k_index"] = torch.where(index == 3, E, index)
+        given["top_k_index"] = torch.where(index == 3, experts, index)
     elif routing == "all to one":
         given["top_k_index"] = torch.full_like(index, 2)
     else:
@@ -158,6 +158,7 @@ def route(given, routing):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_ugly_routings(routing):
     compare(route(layer(SPECS[0]), routing), SPECS[0])
+    compare(pack(route(layer(SPECS[0], sizes=PACKABLE), routing), "mxfp4"), SPECS[0])
 
 
 @pytest.mark.parametrize("operator", ["moe_ffn_sources", "moe_ffn_sources_forward"])
@@ -171,12 +172,14 @@ def test_opcheck(operator, spec):
     torch.library.opcheck(getattr(torch.ops.hexa, operator).default, (*given.values(), *sources, *static(spec)))
 
 
-def test_compiled():
-    given = layer(SPECS[0], dtype=torch.float32)
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled(packed):
+    given = layer(SPECS[0], dtype=torch.float32, sizes=PACKABLE)
+    given = pack(given, "nf4") if packed else given
     given["a1"].requires_grad_()
-    compiled = torch.compile(lambda **tensors: run(tensors, SPECS[0]), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda **operands: run(operands, SPECS[0]), backend="aot_eager", fullgraph=True)
     outcomes = []
-    for function in (compiled, lambda **tensors: run(tensors, SPECS[0])):
+    for function in (compiled, lambda **operands: run(operands, SPECS[0])):
         y = function(**given)
         outcomes.append((y, *torch.autograd.grad(y.sum(), given["a1"])))
     for found, expected in zip(*outcomes, strict=True):
@@ -195,11 +198,6 @@ def test_packed_and_dense_weights_side_by_side(numbers):
     compare(pack(layer(SPECS[3], sizes=PACKABLE), "nf4", numbers), SPECS[3])
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_ugly_routings_of_packed_weights(routing):
-    compare(pack(route(layer(SPECS[0], sizes=PACKABLE), routing), "mxfp4"), SPECS[0])
-
-
 @pytest.mark.parametrize("format", ["nf4_double", "int8_rows"])
 def test_opcheck_with_packed_weights(format):
     given = pack(layer(SPECS[3], dtype=torch.float32, tokens=9, sizes=PACKABLE), format)
@@ -212,18 +210,6 @@ def test_opcheck_with_packed_weights(format):
     x = torch.randn(18, D_PACKED, requires_grad=True)
     rows = (given["w1"], given["s1"], format, given["b1"], None, offs, 1, "nk")
     torch.library.opcheck(torch.ops.hexa.esmm_packed.default, (x, *rows))
-
-
-def test_compiled_with_packed_weights():
-    given = pack(layer(SPECS[0], dtype=torch.float32, sizes=PACKABLE), "nf4")
-    given["a1"].requires_grad_()
-    compiled = torch.compile(lambda: run(given, SPECS[0]), backend="aot_eager", fullgraph=True)
-    outcomes = []
-    for function in (compiled, lambda: run(given, SPECS[0])):
-        y = function()
-        outcomes.append((y, *torch.autograd.grad(y.sum(), given["a1"])))
-    for found, expected in zip(*outcomes, strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 def test_packed_weights_under_autocast():

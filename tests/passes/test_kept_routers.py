@@ -55,11 +55,13 @@ class Block(nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts()
 
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        every = torch.stack([expert(flat) for expert in self.experts], 1)
+        return (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        every = torch.stack([expert(flat) for expert in self.experts], 1)
-        return (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1).view_as(x)
+        return self.mix(flat, *self.gate(flat)).view_as(x)
 
 
 def inputs(seed: int = 1) -> torch.Tensor:
@@ -121,8 +123,7 @@ class Frozen(Block):
         flat = x.reshape(-1, D)
         with torch.no_grad():
             weights, indices = self.gate(flat)
-        every = torch.stack([expert(flat) for expert in self.experts], 1)
-        return (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1).view_as(x)
+        return self.mix(flat, weights, indices).view_as(x)
 
 
 def test_what_a_frozen_router_gave_has_no_gradient_in_the_original_either():
@@ -217,8 +218,7 @@ class WithMore(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, indices, *more = self.gate(flat)
-        every = torch.stack([expert(flat) for expert in self.experts], 1)
-        out = (every.gather(1, indices[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1).view_as(x)
+        out = self.mix(flat, weights, indices).view_as(x)
         return sum((out * number for number in more if number is not None), out)
 
 

@@ -38,27 +38,13 @@ scaled.by = 1.0
 LOCAL = threading.local()
 
 
-class WithFunction(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return scaled(super().forward(hidden))
-
-
 log = logging.getLogger(__name__)
+plain = ListMoE.forward
 
 
-class InFloat32(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden).float()
-
-
-class ByLayout(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden if hidden.is_contiguous() else 0.5 * hidden)
-
-
-class BySeed(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (1 + torch.initial_seed() % 7)
+def around(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[ListMoE]:
+    """A block with something around the plain forward."""
+    return type("Around", (ListMoE,), {"forward": forward})
 
 
 class Catching(ListMoE):
@@ -68,36 +54,6 @@ class Catching(ListMoE):
         except RuntimeError:
             flat = 0.5 * hidden.reshape(-1, D)
         return super().forward(flat).view(hidden.shape)
-
-
-class WithInference(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = super().forward(hidden)
-        return 0.5 * out if out.is_inference() else out
-
-
-class WithGradient(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = super().forward(hidden)
-        return out.detach() if hidden.requires_grad else out
-
-
-class CutFarOut(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden[:300])
-
-
-class InParts(ListMoE):
-    """One part of the example, and more of more tokens than any that it is tried on."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([super(InParts, self).forward(part) for part in hidden.split(9000)])
-
-
-class InMoreParts(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = torch.chunk(hidden, chunks=math.ceil(len(hidden) / 600), dim=0)
-        return torch.cat([super(InMoreParts, self).forward(part) for part in parts])
 
 
 class ByLoad(ListMoE):
@@ -111,27 +67,12 @@ class ByLoad(ListMoE):
         return super().forward(hidden) / (1 + self.load(torch.bincount(index.flatten(), minlength=E)))
 
 
-class ByLargestLoad(ByLoad):
-    """The largest is another expert's than on the example."""
-
-    def load(self, counts: torch.Tensor) -> Any:
-        return max(counts) > 60
-
-
-class HalvesFirst(ListMoE):
-    """Decides once its input is written to, so that the original cannot start again."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.mul_(0.5)
-        return super().forward(hidden) * (1.0 if hidden.view(-1, 2, D).shape[0] < 25 else 0.5)
-
-
-class NoiseFirst(HalvesFirst):
+class NoiseFirst(ListMoE):
     """Decides once it has drawn random numbers."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         noisy = hidden * torch.rand_like(hidden)
-        return ListMoE.forward(self, hidden) * (1.0 if noisy.view(-1, 2, D).shape[0] < 25 else 0.5)
+        return super().forward(hidden) * (1.0 if noisy.view(-1, 2, D).shape[0] < 25 else 0.5)
 
 
 class OneSizeInside(nn.Module):
@@ -153,18 +94,8 @@ class OneSizeInside(nn.Module):
         return (down * weights[..., None]).sum(1)
 
 
-class LimitInside(OneSizeInside):
-    """The same with a limit that only thousands of tokens reach, of which it makes rows of six."""
-
-    def asks(self, up: torch.Tensor) -> bool:
-        return up.flatten(0, 1).unflatten(0, (-1, 6)).shape[0] > 4000
-
-
-class AboveASize(OneSizeInside):
-    """The same with a limit that is a size itself."""
-
-    def asks(self, up: torch.Tensor) -> bool:
-        return up.flatten(0, 1).shape[0] > 100 * self.up.shape[2]
+def asking(asks: Callable[[Any, torch.Tensor], bool]) -> type[OneSizeInside]:
+    return type("Asking", (OneSizeInside,), {"asks": asks})
 
 
 class Hooked(ListMoE):
@@ -175,14 +106,7 @@ class Hooked(ListMoE):
         return out
 
 
-class Timed(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (1.0 if time.time() < 1e12 else 0.5)
-
-
-class ByThread(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * getattr(LOCAL, "scale", 1.0)
+TIMED = around(lambda self, x: plain(self, x) * (1.0 if time.time() < 1e12 else 0.5))
 
 
 class WithArray(ListMoE):
@@ -192,26 +116,6 @@ class WithArray(ListMoE):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden) * self.scale[0]
-
-
-class OnHooks(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (2.0 if self._forward_hooks else 1.0)
-
-
-class ByVersion(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (1.0 if hidden._version == 0 else 0.5)
-
-
-class ByBase(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (1.0 if hidden._base is None else 0.5)
-
-
-class ByItsHooks(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * (0.5 if hidden._backward_hooks else 1.0)
 
 
 class SetsAGlobal(ListMoE):
@@ -230,18 +134,6 @@ class SetsAnotherModules(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         sizes_elsewhere.DIMENSIONS = 2
         return super().forward(hidden)
-
-
-class Given(nn.Module):
-    """Stacked weights, gathered by ids that are given: -1 is the last expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(E, D, D)), nn.Parameter(torch.randn(E, D, D))
-
-    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        up = torch.einsum("td,tkdi->tki", hidden, self.up[index]).relu()
-        return (torch.einsum("tki,tkid->tkd", up, self.down[index]) * weights[..., None]).sum(1)
 
 
 def tokens(count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -269,20 +161,49 @@ def optimized(block: type[nn.Module], *given: Any) -> tuple[nn.Module, nn.Module
     )
 
 
-@pytest.mark.parametrize(
-    ("block", "wake", "call"),
-    [
-        (WithFunction, set_function, tokens),
-        (InFloat32, lambda model: model.bfloat16(), lambda: tokens(dtype=torch.bfloat16)),
-        (InFloat32, lambda model: model.double(), lambda: tokens(dtype=torch.float64)),
-        (ByLayout, lambda model: None, lambda: torch.randn(D, 12).t()),
-        (BySeed, lambda model: torch.manual_seed(torch.initial_seed() + 1) and None, tokens),
-        (Catching, lambda model: None, lambda: torch.randn(D, 12).t()),
-        (OnHooks, lambda model: model.register_forward_hook(lambda *call: None), tokens),
-        (InParts, lambda model: None, lambda: tokens(9001)),
-        (InMoreParts, lambda model: None, lambda: tokens(700)),
-    ],
-)
+def strided() -> torch.Tensor:
+    return torch.randn(D, 12).t()
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+IN_FLOAT32 = around(lambda self, x: plain(self, x).float())
+PARTS = {
+    "one": lambda x: x.split(9000),  # of the example, and more of more tokens than any that it is tried on
+    "more": lambda x: torch.chunk(x, chunks=math.ceil(len(x) / 600), dim=0),
+}
+GIVES: dict[str, tuple[type[nn.Module], Callable[[Any], Any], Callable[[], torch.Tensor]]] = {
+    "function": (around(lambda self, x: scaled(plain(self, x))), set_function, tokens),
+    "bfloat16": (IN_FLOAT32, lambda model: model.bfloat16(), lambda: tokens(dtype=torch.bfloat16)),
+    "float64": (IN_FLOAT32, lambda model: model.double(), lambda: tokens(dtype=torch.float64)),
+    "layout": (around(lambda self, x: plain(self, x if x.is_contiguous() else 0.5 * x)), nothing, strided),
+    "seed": (
+        around(lambda self, x: plain(self, x) * (1 + torch.initial_seed() % 7)),
+        lambda model: torch.manual_seed(torch.initial_seed() + 1) and None,
+        tokens,
+    ),
+    "catching": (Catching, nothing, strided),
+    "hooks": (
+        around(lambda self, x: plain(self, x) * (2.0 if self._forward_hooks else 1.0)),
+        lambda model: model.register_forward_hook(lambda *call: None),
+        tokens,
+    ),
+    "parts": (
+        around(lambda self, x: torch.cat([plain(self, part) for part in PARTS["one"](x)])),
+        nothing,
+        lambda: tokens(9001),
+    ),
+    "more parts": (
+        around(lambda self, x: torch.cat([plain(self, part) for part in PARTS["more"](x)])),
+        nothing,
+        lambda: tokens(700),
+    ),
+}
+
+
+@pytest.mark.parametrize(("block", "wake", "call"), GIVES.values(), ids=GIVES)
 def test_what_it_gives_where_it_gives_something_else(
     block: type[nn.Module], wake: Callable[[nn.Module], Any], call: Callable[[], torch.Tensor]
 ) -> None:
@@ -297,18 +218,7 @@ def test_what_it_gives_where_it_gives_something_else(
     torch.testing.assert_close(found, expected, **near)
 
 
-class BySize(ListMoE):
-    """Scales by a plain number that is made of how many tokens there are, too large for verification to reach its steps."""
-
-    def __init__(self, number: Callable[[torch.Tensor], float]) -> None:
-        super().__init__()
-        self.number = number
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) / self.number(hidden)
-
-
-PLAIN_NUMBERS: dict[str, Callable[[torch.Tensor], float]] = {
+PLAIN_NUMBERS: dict[str, Callable[[torch.Tensor], float]] = {  # too large for verification to reach their steps
     "floats": lambda x: int(math.log2(x.shape[0] + 5000)),
     "indices": lambda x: 1 + operator.index(x.shape[0]) // 5000,
     "long steps": lambda x: len(range(0, x.shape[0], 5000)),
@@ -320,7 +230,7 @@ PLAIN_NUMBERS: dict[str, Callable[[torch.Tensor], float]] = {
 
 @pytest.mark.parametrize("number", PLAIN_NUMBERS.values(), ids=PLAIN_NUMBERS)
 def test_plain_numbers_made_of_sizes(number: Callable[[torch.Tensor], float]) -> None:
-    model = BySize(number).eval()
+    model = around(lambda self, x: plain(self, x) / number(x))().eval()
     opt = hexa_fx.optimize(model, tokens(), hexa_fx.HexaConfig(verify=False))
     assert opt.report.rewritten
     for count in (12, 8190):
@@ -328,13 +238,8 @@ def test_plain_numbers_made_of_sizes(number: Callable[[torch.Tensor], float]) ->
         torch.testing.assert_close(opt(given), model(given))
 
 
-class ByDefaultDtype(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * torch.tensor([1.0])
-
-
 def test_the_default_dtype() -> None:
-    original, opt = optimized(ByDefaultDtype)
+    original, opt = optimized(around(lambda self, x: plain(self, x) * torch.tensor([1.0])))
     given = tokens()
     torch.set_default_dtype(torch.float64)
     try:
@@ -344,7 +249,7 @@ def test_the_default_dtype() -> None:
 
 
 def test_inference_mode_is_asked_for() -> None:
-    original, opt = optimized(WithInference)
+    original, opt = optimized(around(lambda self, x: 0.5 * out if (out := plain(self, x)).is_inference() else out))
     given = tokens()
     with torch.inference_mode():
         torch.testing.assert_close(opt(given), original(given))
@@ -352,7 +257,7 @@ def test_inference_mode_is_asked_for() -> None:
 
 
 def test_whether_its_input_wants_a_gradient_is_asked_in_every_call() -> None:
-    original, opt = optimized(WithGradient)
+    original, opt = optimized(around(lambda self, x: plain(self, x).detach() if x.requires_grad else plain(self, x)))
     assert opt.report.rewritten, opt.report
     for wants in (False, True, False, True):
         given = tokens().requires_grad_(wants)
@@ -374,57 +279,65 @@ class OnChoices(ListMoE):
         return super().forward(hidden) * self.scale(index)
 
 
-class Digested(OnChoices):
-    def scale(self, index: torch.Tensor) -> float:
-        return 2.0 if hashlib.md5(index.numpy().tobytes()).digest()[0] < 3 else 1.0
+def of_a_file(self: nn.Module, index: torch.Tensor) -> float:
+    with open(os.devnull) as file:
+        return float(file.read() or 1.0)
 
 
-class AsBytes(OnChoices):
-    def scale(self, index: torch.Tensor) -> float:
-        return 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0
+def on_choices(scale: Callable[[Any, torch.Tensor], float]) -> type[OnChoices]:
+    return type("Scaling", (OnChoices,), {"scale": scale})
 
 
-class Listed(OnChoices):
-    def scale(self, index: torch.Tensor) -> float:
-        return 2.0 if "note" in dir(self) else 1.0
+INSIDE = "a size of what the experts compute"
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {
+    "digest": (
+        on_choices(lambda self, index: 2.0 if hashlib.md5(index.numpy().tobytes()).digest()[0] < 3 else 1.0),
+        "a part of the system",
+    ),
+    "bytes": (on_choices(lambda self, index: 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0), "a digest"),
+    "file": (on_choices(of_a_file), "reads open"),
+    "dir": (on_choices(lambda self, index: 2.0 if "note" in dir(self) else 1.0), "reads dir"),
+    "caller": (
+        on_choices(lambda self, index: 1.0 + len(sys._getframe(1).f_code.co_name) * 0.0),
+        "reads _getframe",
+    ),
+    "cut far out": (around(lambda self, x: plain(self, x[:300])), "600 tokens"),
+    "load": (ByLoad, "800 tokens"),
+    "largest load": (  # another expert's than on the example
+        type("ByLargestLoad", (ByLoad,), {"load": lambda self, counts: max(counts) > 60}),
+        "experts",
+    ),
+    "halves first": (
+        around(lambda self, x: plain(self, x.mul_(0.5)) * (1.0 if x.view(-1, 2, D).shape[0] < 25 else 0.5)),
+        "has written to its input",
+    ),
+    "noise first": (NoiseFirst, "has drawn random numbers"),
+    "size inside": (OneSizeInside, INSIDE),
+    "rows of six, thousands": (
+        asking(lambda self, up: up.flatten(0, 1).unflatten(0, (-1, 6)).shape[0] > 4000),
+        INSIDE,
+    ),
+    "above a size": (asking(lambda self, up: up.flatten(0, 1).shape[0] > 100 * self.up.shape[2]), INSIDE),
+    "hooked": (Hooked, "hooks on gradients"),
+    "clock": (TIMED, "a clock"),
+    "thread": (around(lambda self, x: plain(self, x) * getattr(LOCAL, "scale", 1.0)), "without a trace"),
+    "version": (
+        around(lambda self, x: plain(self, x) * (1.0 if x._version == 0 else 0.5)),
+        "what was done with a tensor before (_version)",
+    ),
+    "base": (
+        around(lambda self, x: plain(self, x) * (1.0 if x._base is None else 0.5)),
+        "what was done with a tensor before (_base)",
+    ),
+    "its hooks": (
+        around(lambda self, x: plain(self, x) * (0.5 if x._backward_hooks else 1.0)),
+        "what was done with a tensor before (_backward_hooks)",
+    ),
+    "array": (WithArray, "without a trace"),
+}
 
 
-class ByCaller(OnChoices):
-    def scale(self, index: torch.Tensor) -> float:
-        return 1.0 + len(sys._getframe(1).f_code.co_name) * 0.0
-
-
-class OfAFile(OnChoices):
-    def scale(self, index: torch.Tensor) -> float:
-        with open(os.devnull) as file:
-            return float(file.read() or 1.0)
-
-
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (Digested, "a part of the system"),
-        (AsBytes, "a digest"),
-        (OfAFile, "reads open"),
-        (Listed, "reads dir"),
-        (ByCaller, "reads _getframe"),
-        (CutFarOut, "600 tokens"),
-        (ByLoad, "800 tokens"),
-        (ByLargestLoad, "experts"),
-        (HalvesFirst, "has written to its input"),
-        (NoiseFirst, "has drawn random numbers"),
-        (OneSizeInside, "a size of what the experts compute"),
-        (LimitInside, "a size of what the experts compute"),
-        (AboveASize, "a size of what the experts compute"),
-        (Hooked, "hooks on gradients"),
-        (Timed, "a clock"),
-        (ByThread, "without a trace"),
-        (ByVersion, "what was done with a tensor before (_version)"),
-        (ByBase, "what was done with a tensor before (_base)"),
-        (ByItsHooks, "what was done with a tensor before (_backward_hooks)"),
-        (WithArray, "without a trace"),
-    ],
-)
+@pytest.mark.parametrize(("block", "reason"), REFUSED.values(), ids=REFUSED)
 def test_what_nothing_can_check_is_refused(block: type[nn.Module], reason: str) -> None:
     _, opt = optimized(block)
     assert not opt.report.rewritten
@@ -455,7 +368,7 @@ class Counting(ListMoE):
 COUNTED = {"calls": 0}
 
 
-@pytest.mark.parametrize("block", [Timed, Hooked, Counting])
+@pytest.mark.parametrize("block", [TIMED, Hooked, Counting])
 def test_what_other_inputs_and_outer_modules_would_not_change_is_refused_once(block: type[nn.Module]) -> None:
     """Tokens that are alike have a block recorded on others, and a refused one the modules around it: minutes for many experts."""
     model = nn.Sequential(OrderedDict(embedding=nn.Embedding(4, D), outer=nn.Sequential(nn.Sequential(block())))).eval()
