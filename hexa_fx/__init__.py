@@ -106,6 +106,12 @@ def _lora() -> Any:
     return lora
 
 
+def _packed() -> Any:
+    from hexa_fx import packed
+
+    return packed
+
+
 # Warnings of C++ name the line of Python that called it: ours, in each of the places that run the user's code anew. Theirs stay.
 warnings.filterwarnings("ignore", module=r"hexa_fx\.")
 
@@ -113,3 +119,4 @@ registry.compiler.register(_compiler)
 registry.cuda_kernels.register(_cuda_kernels)
 registry.large_blocks.register(_large_blocks)
 registry.lora.register(_lora)
+registry.packed.register(_packed)

@@ -56,5 +56,8 @@ large_blocks: Provider[Any] = Provider()
 lora: Provider[Any] = Provider()
 """The package of that name: adapters on the linear layers of experts, as factors."""
 
+packed: Provider[Any] = Provider()
+"""The package of that name: listed experts whose weights are packed, as one weight."""
+
 cuda_kernels: Provider[Callable[[], None]] = Provider()
 """Registers the CUDA kernels of the operators."""

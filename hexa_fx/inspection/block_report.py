@@ -12,9 +12,9 @@ from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import NEVER_SMALL, Small, SourceLocation
+from hexa_fx.packed import packed_weights
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.install import NO_CALLS, Calls, calls_of, why_original
-from hexa_fx.runtime.packed_reader import packed_weights
 
 Status = Literal["rewritten", "refused", "already", "waiting"]
 

@@ -12,7 +12,7 @@ from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.jit import builder
-from hexa_fx.runtime.packed_reader import packed_weights
+from hexa_fx.packed import packed_weights
 from tests.api import test_quantize
 from tests.integrations import linear4bit_stand_in as stand_in
 from tests.integrations.test_linear4bit import ALWAYS

@@ -14,7 +14,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.ir import NEVER_SMALL, Small
-from hexa_fx.runtime.stacked_codes import StackedCodes
+from hexa_fx.packed import StackedCodes
 from tests.integrations import linear4bit_stand_in as stand_in
 from tests.ops.test_moe_ffn_sources import Launches
 

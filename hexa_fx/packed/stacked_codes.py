@@ -16,10 +16,8 @@ from torch.utils.dlpack import from_dlpack
 from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.four_bit import NF4
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ir import PackedWeight
+from hexa_fx.packed.reader import PackedReader
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.packed_reader import PackedReader
-from hexa_fx.runtime.paths import first_parameter
 from hexa_fx.sources import linear4bit
 from hexa_fx.torch_private import DisableTorchFunction
 
@@ -103,8 +101,3 @@ def _place(parameter: Any, codes: Tensor, scales: Tensor) -> None:
     parameter.data = flat.view(parameter.dtype).view(parameter.shape)
     if state.state2 is None and state.absmax.dtype == scales.dtype:
         state.absmax = from_dlpack(scales).view(state.absmax.shape)
-
-
-def reads_codes(block: nn.Module, weight: PackedWeight) -> bool:
-    """Whether a weight is one of 4-bit parameters."""
-    return linear4bit.is_four_bit(first_parameter(block, weight))

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from hexa_fx.formats import format_of
 from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.quantized_weight import Place, QuantizedWeight
-from hexa_fx.ir import PackedWeight
+from hexa_fx.packed.reader import PackedReader
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.own_storage import with_own_storage
-from hexa_fx.runtime.packed_reader import PackedReader
-from hexa_fx.runtime.paths import first_parameter
 
 _names = count()
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)
@@ -112,8 +110,3 @@ def _part(whole: Tensor, own: Tensor, begin: int, expert: int) -> Tensor:
     """The part of an expert's share in ``whole`` that ``own`` is equal to."""
     share = whole[expert]
     return with_own_storage(share[begin : begin + len(own)] if own.dim() else share)
-
-
-def is_packed(block: nn.Module, weight: PackedWeight) -> bool:
-    """Whether the matrices of listed experts are packed."""
-    return isinstance(first_parameter(block, weight), QuantizedWeight)
