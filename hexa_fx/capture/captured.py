@@ -12,7 +12,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx import registry
-from hexa_fx.capture.kept import Access, ChangedInPlace, StoredValue
+from hexa_fx.capture.kept import ChangedInPlace, StoredValue
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.module_tree import tensors_by_name
@@ -33,8 +33,7 @@ class CapturedBlock:
         functions: every call of an `autograd.Function`, likewise.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
-        stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
-        accesses: what the code does with lists, deques and dicts that it puts results into, which are results of the graph too.
+        stored: what the run put into lists and dicts, then attributes that it set. Their nodes are results of the graph, too.
         changed: other things that the run changed in place.
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
@@ -62,7 +61,6 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
-    accesses: tuple[Access, ...] = ()
     changed: tuple[ChangedInPlace, ...] = ()
     functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain
 from hexa_fx.contexts import attributes_set
-from hexa_fx.ir import ContainerItem, ModuleAttribute, ObjectAttribute, SourceLocation
+from hexa_fx.ir import ContainerItem, Destination, ModuleAttribute, ObjectAttribute, SourceLocation
 from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
 from hexa_fx.isolation.module_state import ModuleSnapshot
@@ -41,14 +41,21 @@ _LITERAL = (bool, int, float, NoneType)
 
 @dataclass(frozen=True)
 class StoredValue:
-    """An attribute that the run set on a module or an object: ``value`` with nodes for tensors, or `UNKNOWN`."""
+    """A result that the run left: an attribute that it set on a module or an object, or what it put into a list, deque or dict.
 
-    place: ModuleAttribute | ObjectAttribute
+    Args:
+        place: where it lies.
+        value: with nodes for tensors, or `UNKNOWN`.
+        scopes: paths of the modules whose code left it there.
+        location: where an attribute was set, if the value is unknown.
+        problem: what is done to a list, deque or dict, in words, if it is anything but putting a result there.
+    """
+
+    place: Destination
     value: Any
     scopes: frozenset[str]
-    """Paths of the modules whose code set it."""
     location: SourceLocation | None = field(default=None, compare=False)
-    """Where, if the value is unknown."""
+    problem: str = ""
 
     def __str__(self) -> str:
         return str(self.place)
@@ -187,30 +194,6 @@ Taken: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Access:
-    """One thing that the code does to a list, deque or dict that it puts results into.
-
-    Args:
-        number: its place among all of them.
-        owner: number of the list, among those of the run.
-        place: where a result is put.
-        scope: path of the module whose code does it.
-        problem: what is done, in words, if it is anything but putting a result there.
-        value: the result, with nodes for tensors.
-    """
-
-    number: int
-    owner: int
-    place: ContainerItem
-    scope: str
-    problem: str = ""
-    value: Any = None
-
-    def __str__(self) -> str:
-        return str(self.place)
-
-
-@dataclass(frozen=True)
 class ChangedInPlace:
     """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed otherwise."""
 
@@ -296,24 +279,25 @@ class Kept:
 
     # -- after the run --------------------------------------------------------------------------------------------------
 
-    def accesses(self, edges: ReadEdges, ran: RanCode, recorder: Recorder) -> Iterator[Access]:
+    def added(self, edges: ReadEdges, ran: RanCode, recorder: Recorder) -> list[StoredValue]:
         """What is put into lists, deques and dicts, in order. That these are read for it alone is no condition."""
         filled = [met for met in self._met.values() if type(met.value) in _KINDS and met.added and not met.otherwise]
         ways = edges.ways({id(met.value) for met in filled})
-        found: list[Access] = []
-        for owner, met in enumerate(filled):
+        found: list[tuple[int, StoredValue]] = []
+        for met in filled:
             if id(met.value) not in ways or not _has_results([value for *_, value in met.added]):
                 continue
             container = ways[id(met.value)][0]
             for place, scope, key, value in met.added:
-                found.append(_lifted(Access(place, owner, ContainerItem(container, key), scope), value, recorder))
+                found.append((place, _put(ContainerItem(container, key), value, scope, recorder)))
             said = f"reads {container}, where earlier calls may have left other things"
             for scope in edges.readers(met.value):
                 if not ran.only_adds(scope, str(container.steps[-1])):
-                    found.append(Access(self._count, owner, ContainerItem(container), scope, said))
+                    otherwise = StoredValue(ContainerItem(container), UNKNOWN, frozenset({scope}), problem=said)
+                    found.append((self._count, otherwise))
             edges.forget(met.value)
             self._told.add(id(met.value))
-        return iter(sorted(found, key=lambda access: access.number))
+        return [item for _, item in sorted(found, key=operator.itemgetter(0))]
 
     def stored(self, edges: ReadEdges, settings: Settings, recorder: Recorder) -> Iterator[StoredValue]:
         """What was set in objects all of whose changes are known. What lies there as before becomes a condition."""
@@ -347,20 +331,14 @@ class Kept:
                 yield ChangedInPlace(label, frozenset(met.changed))
 
 
-def _lifted(access: Access, value: Any, recorder: Recorder) -> Access:
-    key, container = access.place.key, access.place.container
-    if container.kind is dict and type(key) not in _PLAIN_KEYS:
+def _put(place: ContainerItem, value: Any, scope: str, recorder: Recorder) -> StoredValue:
+    container, by = place.container, frozenset({scope})
+    if container.kind is dict and type(place.key) not in _PLAIN_KEYS:
         problem = f"puts a result into {container} by a key that is neither text nor a fixed number"
-        return replace(access, place=ContainerItem(container), problem=problem)
+        return StoredValue(ContainerItem(container), UNKNOWN, by, problem=problem)
     found = lifted(value, recorder)
-    if found is not UNKNOWN:
-        return replace(access, value=found)
-    return replace(access, problem=f"puts something other than tensors into {access}, of which a graph holds one value")
-
-
-def puts(accesses: Iterable[Access]) -> list[Any]:
-    """The results that are put somewhere."""
-    return [access.value for access in accesses if not access.problem]
+    problem = f"puts something other than tensors into {place}, of which a graph holds one value"
+    return StoredValue(place, found, by, problem=problem if found is UNKNOWN else "")
 
 
 def _added(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:

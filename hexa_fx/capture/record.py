@@ -19,7 +19,7 @@ from hexa_fx.capture.calls import user_location, why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import scripts_as_python, visible_host
-from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, Settings, StoredValue, noted_settings, puts, stored_values
+from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, Settings, StoredValue, noted_settings, stored_values
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
@@ -178,12 +178,11 @@ def _capture(
         recorder.told.leave("")
         output = recorder.lift_result(result)
         stored = _stored(block, snapshot, settings, recorder, reads)
-        accesses = tuple(reads.objects.accesses(reads.edges, reads.ran, recorder))
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
-    kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
-    recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
+    results = [item.value for item in stored if item.value is not UNKNOWN]
+    recorder.graph.output((output, results) if results else output).meta["hexa"] = NodeRecord(None)
     return CapturedBlock(
         block,
         path,
@@ -193,7 +192,6 @@ def _capture(
         arguments,
         output,
         stored,
-        accesses,
         tuple(changed),
         tuple(recorder.functions),
         _met_among(kept_before, recorder),
@@ -230,9 +228,10 @@ def _connect(recorder: Recorder, reads: PythonReads, settings: Settings) -> None
 def _stored(
     block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder, reads: PythonReads
 ) -> tuple[StoredValue, ...]:
-    """What was set on modules and in objects."""
-    of_modules = stored_values(block, snapshot, settings, recorder, reads.edges.hold)
-    return *of_modules, *reads.objects.stored(reads.edges, settings, recorder)
+    """What was put into lists and dicts, then what was set on modules and in objects: an attribute may be the list itself."""
+    of_modules = [*stored_values(block, snapshot, settings, recorder, reads.edges.hold)]
+    of_objects = [*reads.objects.stored(reads.edges, settings, recorder)]
+    return *reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects
 
 
 @contextmanager

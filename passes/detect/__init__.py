@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.fx
 
-from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import RUNS_ALREADY, Refusal
 from hexa_fx.operations import operation
@@ -142,7 +142,7 @@ def _detect_standard(family: Family) -> MoEMatch:
 
 def _match_of(
     family: Family,
-    stored: tuple[Access | StoredValue, ...],
+    stored: tuple[StoredValue, ...],
     source: torch.fx.Node,
     instances: list[Instance],
 ) -> MoEMatch:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch.fx
 
-from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
@@ -56,7 +56,7 @@ class MoEMatch:
     passing: Passing | None
     conditions: tuple[Condition, ...]
     idiom: str
-    stored: tuple[Access | StoredValue, ...] = ()
+    stored: tuple[StoredValue, ...] = ()
     base: torch.fx.Node | None = None
     detached: bool = False
     constant: bool = False
@@ -154,7 +154,7 @@ class Family:
         body: ExpertBody | FreeBody,
         inside: Sequence[torch.fx.Node],
         instances: Sequence[Instance],
-        stored: tuple[Access | StoredValue, ...],
+        stored: tuple[StoredValue, ...],
         idiom: str,
     ) -> MoEMatch:
         """The region, of whose experts the nodes are ``inside``.

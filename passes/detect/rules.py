@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ import torch.fx
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
+from hexa_fx.capture import UNKNOWN, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
+from hexa_fx.ir import Container, ContainerItem
 from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
@@ -67,12 +68,8 @@ def _calls_without(captured: CapturedBlock, taken: Sequence[int]) -> Iterator[Mo
             yield call
 
 
-def stored_outside_calls(
-    captured: CapturedBlock, products: Iterable[torch.fx.Node]
-) -> tuple[Access | StoredValue, ...]:
+def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> tuple[StoredValue, ...]:
     """Results that code outside of the modules that the rewritten block calls keeps, so that the block has to keep them itself.
-
-    Results in lists and dicts come first: an attribute that is set may be the list itself, which later calls find anew.
 
     Raises:
         Refuse: one of them is no tensor of this run, or follows from what an earlier run kept; or the code changes something else
@@ -91,19 +88,23 @@ def stored_outside_calls(
         if all(is_within(scope, live) for scope in changed.scopes):
             continue
         raise refusal_of_change(changed)
-    found: list[Access | StoredValue] = [*_added_outside_calls(captured.accesses, live)]
-    found += [item for item in captured.stored if not all(is_within(scope, live) for scope in item.scopes)]
+    found = tuple(item for item in captured.stored if not _is_left_by_calls(item, live))
+    check_added(captured.stored, live)
     for item in found:
         behind = ancestors(nodes_in(item.value))
         if item.value is UNKNOWN:
             raise Refuse(
                 f"the code keeps a result on the module ({item}), which the rewritten block would not update; tensors, their "
                 "sizes, numbers and lists, tuples and dicts of these are set",
-                item.location if isinstance(item, StoredValue) else None,
+                item.location,
             )
         if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
-    return tuple(found)
+    return found
+
+
+def _is_left_by_calls(item: StoredValue, live: Collection[str]) -> bool:
+    return all(is_within(scope, live) for scope in item.scopes)
 
 
 def refusal_of_change(changed: ChangedInPlace) -> Refuse:
@@ -115,30 +116,32 @@ def refusal_of_change(changed: ChangedInPlace) -> Refuse:
     )
 
 
-def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator[Access]:
-    """What the rewritten block has to add to lists and dicts, which it does at its end.
+def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
+    """Checks what the rewritten block has to add to lists and dicts, which it does at its end. ``live``: modules that it calls.
 
     Raises:
         Refuse: the code does more than to add tensors, or a module that is called looks at the list after the code added to it.
     """
-    added: set[int] = set()
-    for access in accesses:
-        if not is_within(access.scope, live):
-            if access.problem:
+    added: set[Container] = set()
+    for item in stored:
+        if not isinstance(item.place, ContainerItem):
+            continue
+        if _is_left_by_calls(item, live):
+            if item.place.container in added:
                 raise Refuse(
-                    f"the code {access.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"
+                    f"the code adds to {item} before {next(iter(item.scopes))}, which is called as it is, uses it too, and the "
+                    "rewritten block would add to it last"
                 )
-            added.add(access.owner)
-            yield access
-        elif access.owner in added:
+            continue
+        if item.problem:
             raise Refuse(
-                f"the code adds to {access} before {access.scope}, which is called as it is, uses it too, and the "
-                "rewritten block would add to it last"
+                f"the code {item.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"
             )
+        added.add(item.place.container)
 
 
 def refuse_stored_intermediates(
-    stored: Iterable[Access | StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
+    stored: Iterable[StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
 ) -> None:
     """Refuses code that keeps what experts compute on a module.
 

@@ -13,7 +13,7 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
-from hexa_fx.capture import Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
+from hexa_fx.capture import CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, writes_outside, written_from
@@ -182,7 +182,8 @@ class _Rewriter:
         captured = self.match.captured
         regions = self._regions()
         kept = keep(captured, self._roots(), [*regions])
-        self.opened = left_by_opened(captured, {call.path for call in kept.calls.values()}, self._stored())
+        called = {call.path for call in kept.calls.values() if call.function is None}
+        self.opened = left_by_opened(captured, called, self._stored())
         kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
         self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
@@ -259,12 +260,10 @@ class _Rewriter:
             found[match.output] = RegionEmitter(match, self.graph, weights, outside, self.recompute_h)
         return found
 
-    def _stored(self) -> list[Access | StoredValue]:
+    def _stored(self) -> list[StoredValue]:
         """What the block has to leave beside its output, each once, though every region lists it."""
-        listed = [*(item for match in self.match.regions for item in match.stored), *self.opened]
-        added = {item.number: item for item in listed if isinstance(item, Access)}
-        attributes = {item.place: item for item in listed if isinstance(item, StoredValue)}
-        return [*(added[number] for number in sorted(added)), *attributes.values()]
+        listed = {id(item) for match in self.match.regions for item in match.stored} | {*map(id, self.opened)}
+        return [item for item in self.match.captured.stored if id(item) in listed]
 
     def _removed(self, kept: KeptNodes) -> list[torch.fx.Node]:
         """Recorded nodes that have no counterpart, not even inside a call that is kept."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch.fx
 
 from hexa_fx import operations as ops
-from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, ModuleCall, StoredValue, functional, record_of
+from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.capture.probes import LARGEST_LIMIT, limits_of
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
@@ -26,7 +26,7 @@ from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
-from hexa_fx.passes.detect.rules import gives_plain
+from hexa_fx.passes.detect.rules import check_added, gives_plain
 from hexa_fx.passes.detect.steps import FreeBody, TokenRows
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime import guards
@@ -254,12 +254,16 @@ def replaced(captured: CapturedBlock, kept: KeptNodes) -> frozenset[str]:
 
 
 def left_by_opened(
-    captured: CapturedBlock, called: Collection[str], stored: Iterable[Access | StoredValue]
+    captured: CapturedBlock, called: Collection[str], stored: Iterable[StoredValue]
 ) -> tuple[StoredValue, ...]:
-    """What the code of submodules sets as attributes, where these are not ``called``, and of which ``stored`` has nothing.
+    """What the code of submodules leaves, where these are not ``called``, and of which ``stored`` has nothing.
 
     Not what is no tensor of this run, or follows from what an earlier one kept.
+
+    Raises:
+        Refuse: they do more with a list or dict than to add to it.
     """
+    check_added(captured.stored, called)
     known = {id(item) for item in stored}
 
     def is_made_here(item: StoredValue) -> bool:
@@ -497,6 +501,5 @@ def _has_effects(captured: CapturedBlock, call: ModuleCall) -> bool:
     inside = list(captured.graph.nodes)[call.start : call.end]
     noted = [scope for item in captured.stored for scope in item.scopes]
     noted += [scope for changed in captured.changed for scope in changed.scopes]
-    noted += [access.scope for access in captured.accesses]
     keeps = any(is_within(scope, {call.path}) for scope in noted)
     return keeps or any(draws(node) or writes_outside(node) for node in inside)

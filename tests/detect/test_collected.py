@@ -18,7 +18,7 @@ from hexa_fx.capture.copies import deepcopied
 from hexa_fx.isolation.contents import Holder
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import difference, observe
-from tests.detect.mixture import D, Mixture
+from tests.detect.mixture import D, E, K, Mixture
 from tests.zoo.compare import operators_run
 
 LOSSES: list[Any] = []
@@ -316,3 +316,57 @@ def test_one_loss_an_expert() -> None:
     assert _runs(optimized)
     block(tokens(5))
     torch.testing.assert_close(optimized.losses, block.losses)
+
+
+class Drawing(nn.Module):
+    """A router that draws and gives gates: its call is opened, since what ids are computed from is drawn inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.losses: list[torch.Tensor] = []
+
+    def keep(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = (self.gate(x) + 0.1 * torch.rand_like(x[:, :E])).softmax(-1)
+        self.keep(probs.mean(0).square().sum())
+        weights, ids = probs.topk(K)
+        return torch.zeros_like(probs).scatter(1, ids, weights)
+
+
+class Forgetful(Drawing):
+    def keep(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss)
+        if len(self.losses) > 3:
+            self.losses.pop(0)
+
+
+class Gated(Mixture):
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates, out = self.router(x), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token = (gates[:, number] > 0).nonzero().flatten()
+            out[token] += expert(x[token]) * gates[token, number, None]
+        return out
+
+
+def test_what_an_opened_router_adds() -> None:
+    torch.manual_seed(0)
+    block = Gated(Drawing()).double()
+    optimized = hexa_fx.optimize(block, tokens(), hexa_fx.HexaConfig(own_code_when_small=False))
+    for either in (block, optimized):
+        torch.manual_seed(1)
+        either(tokens(5))
+    torch.testing.assert_close(optimized.router.losses, block.router.losses)
+    assert operators_run(optimized, (tokens(5),))
+
+
+def test_an_opened_router_that_takes_away_is_refused() -> None:
+    optimized = hexa_fx.optimize(Gated(Forgetful()).double(), tokens())
+    assert "the code reads router.losses" in optimized.report.blocks[0].reason
