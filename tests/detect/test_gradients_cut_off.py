@@ -8,7 +8,7 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.mixture import D, K, Mixture
-from tests.zoo.compare import compare, operators_run
+from tests.zoo.agree import agree
 
 
 def without(expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -45,12 +45,7 @@ def optimized(block: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_routing_alone(way: str) -> None:
     block = CutOff(way)
-    opt = optimized(block)
-    for tokens in (7, 1):
-        x = torch.randn(tokens, D, dtype=torch.float64)
-        assert operators_run(opt, (x,))
-        found = compare(block, opt, (x,), train=True)
-        assert found.within(1e-10), found
+    agree(block, optimized(block), *(torch.randn(count, D, dtype=torch.float64) for count in (7, 1)))
 
 
 def test_some_experts_alone() -> None:

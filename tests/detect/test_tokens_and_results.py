@@ -12,7 +12,8 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.test_what_strangers_write import Mixture
-from tests.zoo.compare import compare, operators_run
+from tests.zoo.agree import rewritten
+from tests.zoo.compare import operators_run
 from tests.zoo.variant import D, E, K
 
 
@@ -39,11 +40,7 @@ class InSegments(Mixture):
 
 @pytest.mark.parametrize("kind", [Padded, InSegments])
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
-    block, x = kind().double(), _tokens(13)
-    optimized = hexa_fx.optimize(block, x)
-    assert operators_run(optimized, (x,)), optimized.report
-    for tokens in (x, _tokens(16), _tokens(1)):
-        assert compare(block, optimized, (tokens,), train=True).within(1e-10)
+    rewritten(kind().double(), _tokens(13), _tokens(13), _tokens(16), _tokens(1))
 
 
 class InNamespaces(Mixture):

@@ -118,15 +118,9 @@ class Filled(Mixture):
     def masked(self, h: torch.Tensor) -> torch.Tensor:
         return h.masked_fill(~self.keep, 0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            hidden = self.masked(expert.act(expert.fc1(flat[token])))
-            out.index_add_(0, token, expert.fc2(hidden) * weights[token, slot, None])
-        return out.view(x.shape)
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        own = self.experts[e]
+        return own.fc2(self.masked(own.act(own.fc1(rows))))
 
 
 class Multiplied(Filled):

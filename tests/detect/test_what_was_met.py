@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import hexa_fx
+from tests.zoo.agree import rewritten, tokens
 from tests.zoo.common import MLP, experts
-from tests.zoo.compare import compare, operators_run
 from tests.zoo.met import KeptLogits, Looped, ScaledBefore, SharedInList
 from tests.zoo.variant import D, E, K, weight
 
@@ -29,10 +29,8 @@ class ScaledAlone(ScaledBefore):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_that_are_scaled_in_a_wider_dtype(dtype: torch.dtype) -> None:
-    block, x = ScaledAlone().to(dtype), torch.randn(2, 7, D).to(dtype)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x)
-    assert operators_run(opt, (x,)), opt.report
-    assert compare(block, opt, (x,)).within(1e-2 if dtype == torch.bfloat16 else 1e-5)
+    x, tolerance = tokens(2, 7).to(dtype), 1e-2 if dtype == torch.bfloat16 else 1e-5
+    rewritten(ScaledAlone().to(dtype), x, x, train=False, tolerance=tolerance)
 
 
 def test_what_a_router_keeps_has_its_gradient() -> None:
@@ -70,7 +68,4 @@ class ByBmm(Looped):
 
 
 def test_a_routers_matrix_for_each_sequence_is_no_stack_of_experts() -> None:
-    block, x = ByBmm().double(), torch.randn(2, 7, D, dtype=torch.float64)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x)
-    assert operators_run(opt, (x,)), opt.report
-    assert compare(block, opt, (x,)).within(1e-10)
+    rewritten(ByBmm().double(), *[tokens(2, 7)] * 2)

@@ -13,7 +13,7 @@ from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify import verify_block
 from hexa_fx.passes.verify.cases import VerifySettings, factors_past_limits
 from hexa_fx.passes.verify.perturbed_runs import apart, argument_names, perturbations
-from tests.runtime.handmade import D, E, ListMoE, list_rewritten
+from tests.runtime.handmade import D, E, ListMoE, around, list_rewritten, plain
 
 
 class Masked(ListMoE):
@@ -21,59 +21,35 @@ class Masked(ListMoE):
         return super().forward(hidden) * mask[..., None]
 
 
-class Clamped(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden.clamp(-50, 50))
-
-
-class ClampedFarOut(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden.clamp(-65504, 65504))
-
-
-class Bounded(ListMoE):
+def bounded(self: ListMoE, hidden: torch.Tensor) -> torch.Tensor:
     """Rows with tiny norms are left as they are, so that division is safe."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        norm = hidden.norm(dim=-1, keepdim=True)
-        return super().forward(hidden) * norm / norm.clamp(min=1e-4)
+    norm = hidden.norm(dim=-1, keepdim=True)
+    return plain(self, hidden) * norm / norm.clamp(min=1e-4)
 
 
-class WithoutOnes(ListMoE):
-    """A result without a batch of one."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden).squeeze(0)
-
-
-class WithoutSequencesOfOne(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden).squeeze(1)
-
-
-FORGOTTEN: dict[type[nn.Module], str] = {
-    Clamped: "tokens of other magnitudes",
-    ClampedFarOut: "tokens of other magnitudes",
-    Bounded: "tokens of other magnitudes",
-    WithoutOnes: "batch 1, sequence 7",
-    WithoutSequencesOfOne: "batch 6, sequence 1",
+BOUNDED, CLAMPED_FAR_OUT = around(bounded), around(lambda self, hidden: plain(self, hidden.clamp(-65504, 65504)))
+FORGOTTEN: dict[str, tuple[type[nn.Module], str]] = {
+    "clamped": (around(lambda self, hidden: plain(self, hidden.clamp(-50, 50))), "tokens of other magnitudes"),
+    "clamped far out": (CLAMPED_FAR_OUT, "tokens of other magnitudes"),
+    "bounded": (BOUNDED, "tokens of other magnitudes"),
+    "no batch of one": (around(lambda self, hidden: plain(self, hidden).squeeze(0)), "batch 1, sequence 7"),
+    "no sequence of one": (around(lambda self, hidden: plain(self, hidden).squeeze(1)), "batch 6, sequence 1"),
 }
 
 
-@pytest.mark.parametrize("block", FORGOTTEN, ids=lambda block: block.__name__)
-def test_forgotten_features_are_named(block: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("block", "said"), FORGOTTEN.values(), ids=FORGOTTEN)
+def test_forgotten_features_are_named(block: type[nn.Module], said: str) -> None:
     """The rewritten block is that of the plain class."""
-    plain = list_rewritten(False)
-    found = _verified(block(), replace(plain, guards=plain.guards[:1]), (torch.randn(2, 6, D),))
-    assert FORGOTTEN[block] in found
+    made = list_rewritten(False)
+    assert said in _verified(block(), replace(made, guards=made.guards[:1]), (torch.randn(2, 6, D),))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])
 def test_a_forgotten_mask_of_ones_is_named(dtype: torch.dtype) -> None:
-    plain = list_rewritten(False)
-    guards = (plain.guards[0], InputGuard("mask", "tensor", dtype=dtype, ndim=2))
+    made = list_rewritten(False)
+    guards = (made.guards[0], InputGuard("mask", "tensor", dtype=dtype, ndim=2))
     example = (torch.randn(2, 6, D), torch.ones(2, 6, dtype=dtype))
-    assert "'mask' drawn at random" in _verified(Masked(), replace(plain, guards=guards), example)
+    assert "'mask' drawn at random" in _verified(Masked(), replace(made, guards=guards), example)
 
 
 def test_equal_under_all_of_them() -> None:
@@ -93,17 +69,17 @@ class Strict(ListMoE):
 
 
 def test_where_the_original_raises_both_must() -> None:
-    plain = list_rewritten(False)
-    guards = (plain.guards[0], InputGuard("ids", "tensor", dtype=torch.int64, ndim=2))
+    made = list_rewritten(False)
+    guards = (made.guards[0], InputGuard("ids", "tensor", dtype=torch.int64, ndim=2))
     example = (torch.randn(2, 6, D), torch.zeros(2, 6, dtype=torch.long))
-    assert "only the original raises IndexError" in _verified(Strict(), replace(plain, guards=guards), example)
+    assert "only the original raises IndexError" in _verified(Strict(), replace(made, guards=guards), example)
 
 
 def test_limits_of_the_recorded_code() -> None:
-    captured = capture(ClampedFarOut().eval(), (torch.randn(2, 6, D),), {}, "")
+    captured = capture(CLAMPED_FAR_OUT().eval(), (torch.randn(2, 6, D),), {}, "")
     (far,) = factors_past_limits(captured.graph)
     assert 65504 * 2 < far < 65504 * 20
-    captured = capture(Bounded().eval(), (torch.randn(2, 6, D),), {}, "")
+    captured = capture(BOUNDED().eval(), (torch.randn(2, 6, D),), {}, "")
     (near,) = factors_past_limits(captured.graph)
     assert near < 1e-4
 

@@ -24,7 +24,7 @@ import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.observers import PassEvent, listening
 from tests.detect import sizes_elsewhere
-from tests.runtime.handmade import D, E, ListMoE
+from tests.runtime.handmade import D, E, ListMoE, around, plain
 from tests.zoo.compare import operators_run
 
 K = 2
@@ -39,12 +39,6 @@ LOCAL = threading.local()
 
 
 log = logging.getLogger(__name__)
-plain = ListMoE.forward
-
-
-def around(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[ListMoE]:
-    """A block with something around the plain forward."""
-    return type("Around", (ListMoE,), {"forward": forward})
 
 
 class Catching(ListMoE):

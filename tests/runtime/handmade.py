@@ -77,6 +77,14 @@ class ListMoE(nn.Module):
         return out.reshape(hidden.shape)
 
 
+plain = ListMoE.forward
+
+
+def around(forward: Callable[..., torch.Tensor]) -> type[ListMoE]:
+    """A block with something around the plain forward."""
+    return type("Around", (ListMoE,), {"forward": forward})
+
+
 class NumberedPlaces(ListMoE):
     """Adds a row of a table to each output, by its place; longer sequences index past the table."""
 
