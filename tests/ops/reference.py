@@ -73,10 +73,10 @@ class Layer:
             y = y.index_add(0, token, rows if weights is None else rows * weights[token, slot, None].to(y.dtype))
         return y.to(x.dtype)
 
-    def grads(self, value: Tensor) -> list[Tensor]:
-        """Of the leaves, for one fixed gradient of the value; zero where the value does not depend on a leaf."""
+    def grads(self, value: Tensor, unused: bool = True) -> list[Tensor]:
+        """Of the leaves, for one fixed gradient of the value; zero where it does not depend on a leaf, unless it has to."""
         cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
-        found = torch.autograd.grad(value, self.leaves(), cotangent.to(value.dtype), allow_unused=True)
+        found = torch.autograd.grad(value, self.leaves(), cotangent.to(value.dtype), allow_unused=unused)
         return [torch.zeros_like(t) if g is None else g for t, g in zip(self.leaves(), found)]
 
 
@@ -134,7 +134,24 @@ def assert_is_loop(one: Layer, tolerance: float = 1e-12) -> None:
     if not one.leaves():
         assert not value.requires_grad
         return
-    for leaf, g, e in zip(one.leaves(), one.grads(value), exact.grads(expected), strict=True):
+    for leaf, g, e in zip(one.leaves(), one.grads(value, unused=False), exact.grads(expected), strict=True):
         assert g.dtype == leaf.dtype
         assert g.shape == leaf.shape
         assert row_error(g, e) <= 10 * tolerance
+
+
+ROUTINGS = ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
+
+
+def rerouted(routing: str, x: Tensor, index: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, ids and weights with one of `ROUTINGS` in place of the random one."""
+    if routing in ("none", "one token"):
+        count = 0 if routing == "none" else 1
+        return x[:count], index[:count], weights[:count]
+    other = {
+        "an expert without tokens": index % (experts - 1),
+        "all to one": torch.full_like(index, 2),
+        "twice": index[:, :1].expand_as(index),
+        "out of range": torch.where(index == 3, experts, index),
+    }
+    return x, other[routing], weights

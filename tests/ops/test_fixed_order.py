@@ -15,6 +15,7 @@ from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct, fixed_order
+from tests.ops.reference import ROUTINGS, rerouted
 
 EXPERTS = 6
 
@@ -125,23 +126,8 @@ def test_gradients_are_those_of_moe_ffn(spec, recompute_h):
         torch.testing.assert_close(found, expected)
 
 
-ROUTINGS = ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
-
-
 def route(routing, x, index, weights, experts):
-    """The operands with another routing in place of the random one."""
-    if routing == "an expert without tokens":
-        index = index % (EXPERTS - 1)
-    elif routing == "all to one":
-        index = torch.full_like(index, 2)
-    elif routing in ("none", "one token"):
-        count = 0 if routing == "none" else 1
-        x, index, weights = x[:count], index[:count], weights[:count]
-    elif routing == "out of range":
-        index = torch.where(index == 3, EXPERTS, index)
-    else:
-        index = index[:, :1].expand_as(index)
-    return x, index, weights, experts
+    return *rerouted(routing, x, index, weights, EXPERTS), experts
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -9,7 +9,8 @@ import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.cuda import choosing
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
-from tests.ops.test_moe_ffn_sources import NAMES, ROUTINGS, route, static
+from tests.ops.reference import ROUTINGS
+from tests.ops.test_moe_ffn_sources import NAMES, route, static
 from tests.ops.test_moe_ffn_sources import layer as layer_with_factors
 
 E, D, INNER, TOKENS, K = 4, 136, 72, 96, 2

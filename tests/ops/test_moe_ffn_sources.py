@@ -11,6 +11,7 @@ import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.ir import FfnSpec
+from tests.ops.reference import ROUTINGS, rerouted
 
 E, D, H, R = 5, 24, 17, 3
 RAGGED = D, H, R
@@ -123,7 +124,6 @@ def assert_alike(found, expected, bound=4e-2):
 
 ADAPTED_PROJECTIONS = ["12", "1", "2", "123", "3"]
 FROZEN = [NAMES, (*NAMES, "x"), (*NAMES, "x", "a1", "a3", "a2"), (*NAMES, "c1", "c2", "c3")]
-ROUTINGS = ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -139,20 +139,8 @@ def test_gradients_with_frozen_bases(spec, frozen):
 
 
 def route(given, routing):
-    """Another routing in place of the random one."""
-    index, experts = given["top_k_index"], len(given["w1"])
-    if routing in ("none", "one token"):
-        count = 0 if routing == "none" else 1
-        given |= {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
-    elif routing == "an expert without tokens":
-        given["top_k_index"] = index % (experts - 1)
-    elif routing == "out of range":
-        given["top_k_index"] = torch.where(index == 3, experts, index)
-    elif routing == "all to one":
-        given["top_k_index"] = torch.full_like(index, 2)
-    else:
-        given["top_k_index"] = index[:, :1].expand_as(index)
-    return given
+    names = OPERANDS[:3]
+    return given | dict(zip(names, rerouted(routing, *(given[name] for name in names), len(given["w1"]))))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
