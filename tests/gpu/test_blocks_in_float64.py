@@ -21,7 +21,7 @@ BLOCKS = (
     *(strangers.OneDown, strangers.MaxoutMixture, strangers.Nested, strangers.ByDict, strangers.InHeads),
     *(groups.TopOfSequence, groups.FirstToken, groups.Gathered, groups.GateMatrix),
     *(groups.WeightOfSequence, groups.WeightOfToken),
-    *(functions.OnTokens, functions.OnWeights, functions.RoundedWeights, functions.OnOutput),
+    *(functions.AROUND[place] for place in ("tokens", "weights", "rounded weights", "output")),
 )
 
 
