@@ -307,7 +307,7 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
     if replaced:  # modules of codes give other dtypes under autocast than dense ones
         example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
         with linear4bit.trained(module), random_state_kept():
-            form = under_this_autocast(module, analysis.captured, form, *example)
+            form = under_this_autocast(module, form, *example)
     return replace(analysis, rewritten=form, reads=kinds(analysis.reads))
 
 

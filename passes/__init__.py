@@ -234,7 +234,7 @@ def _rewrite(
     mode = bool(block.training) if depends_on_mode(captured, called_in(rewritten.graph)) else None
     rewritten = replace(rewritten, changed=captured.changed_parameters, training=mode)
     refusal = refusal_of_host(block, captured, rewritten) or refusal_of_layout(captured, rewritten)
-    return refusal or (match, under_this_autocast(block, captured, rewritten, args, kwargs))
+    return refusal or (match, under_this_autocast(block, rewritten, args, kwargs))
 
 
 def _checked(

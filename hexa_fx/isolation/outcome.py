@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx import registry
@@ -64,7 +63,6 @@ class Difference:
         gradient: the same of the gradients.
         worst_value, worst_gradient: which tensors these are.
         reason: set if the outcomes differ in more than numbers.
-        none_became_zero: parameters whose gradient was None in the original only.
     """
 
     forward: float = 0.0
@@ -72,12 +70,10 @@ class Difference:
     worst_value: str = ""
     worst_gradient: str = ""
     reason: str = ""
-    none_became_zero: tuple[str, ...] = ()
 
 
 def observe(
     call: Callable[..., Any],
-    module: nn.Module,
     state: ModuleState,
     inputs: tuple[Any, Any],
     gradients: bool = True,
@@ -88,8 +84,7 @@ def observe(
 
     Args:
         call: the forward to observe.
-        module: whose parameters' gradients are taken; ``.grad`` is not touched.
-        state: restored before the call, read after it.
+        state: restored before the call, read after it. Gradients of its module's parameters are taken; ``.grad`` is not touched.
         inputs: (args, kwargs); floating tensors among them get gradients, but for those that are to want none.
         gradients: whether backward runs too.
         slices: the active mode that makes leaves of parts of parameters, if there is one.
@@ -163,8 +158,7 @@ def difference(original: Outcome, other: Outcome) -> Difference:
     gradient, of, reason = furthest(first, second)
     if reason:
         return Difference(forward, reason=f"gradient of {reason}")
-    zeroed = tuple(name for name in first if original.gradients[name] is None)
-    return Difference(forward, gradient, value, of, none_became_zero=zeroed)
+    return Difference(forward, gradient, value, of)
 
 
 def same_fact(one: Any, two: Any) -> bool:

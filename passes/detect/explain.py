@@ -120,11 +120,11 @@ def _readers(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Iter
     for node in captured.graph.nodes:
         if node.op == "output" or tags[node].weight or not is_float(node):
             continue
-        if any(tags[n].weight and _is_experts(n, tags[n], captured) for n in node.all_input_nodes):
+        if any(tags[n].weight and _is_experts(tags[n], captured) for n in node.all_input_nodes):
             yield node
 
 
-def _is_experts(node: torch.fx.Node, tag: Tag, captured: CapturedBlock) -> bool:
+def _is_experts(tag: Tag, captured: CapturedBlock) -> bool:
     stacked = (captured.tensor_of(base) for base in tag.bases if "{}" not in base)
     return bool(tag.experts) or any(parameter.dim() >= 3 for parameter in stacked)
 

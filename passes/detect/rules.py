@@ -29,7 +29,7 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     Those whose results are of a class of the user's cannot.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    calls = _calls_without(captured, _places(order, products))
+    calls = calls_without(captured.calls, _places(order, products))
     return {node for call in calls for node in order[call.start : call.end]}
 
 
@@ -48,7 +48,7 @@ def decided_anew(
     taken = _places(order, products)
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
     inside: set[torch.fx.Node] = set()
-    for call in _calls_without(captured, taken):
+    for call in calls_without(captured.calls, taken):
         nodes = order[call.start : call.end]
         if not gives_plain(call) and call.start <= taken[-1] and not needed.isdisjoint(nodes):
             inside.update(nodes)
@@ -61,9 +61,9 @@ def _places(order: Iterable[torch.fx.Node], nodes: Iterable[torch.fx.Node]) -> l
     return sorted(position[node] for node in nodes)
 
 
-def _calls_without(captured: CapturedBlock, taken: Sequence[int]) -> Iterator[ModuleCall]:
-    """Calls inside of which no node lies at the places ``taken``, sorted ones."""
-    for call in captured.calls:
+def calls_without(calls: Iterable[ModuleCall], taken: Sequence[int]) -> Iterator[ModuleCall]:
+    """Those that give results and inside of which no node lies at the places ``taken``, sorted ones."""
+    for call in calls:
         if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
             yield call
 

@@ -151,7 +151,7 @@ def _outputs(
     forward = install(block, form)
     state = state_of(block, form.stored, form.changed)
     try:
-        outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), gradients=False)
+        outcome = observe(forward.rewritten, state, (example[0], dict(example[1])), gradients=False)
     finally:
         state.restore()
         uninstall(block)

@@ -39,7 +39,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def under_this_autocast(
-    block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RewrittenBlock:
     """The block for the autocast that is on now, or for none if none is."""
     cast = _cast_of(args, kwargs)

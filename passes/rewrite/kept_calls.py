@@ -26,7 +26,7 @@ from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
-from hexa_fx.passes.detect.rules import check_added, gives_plain
+from hexa_fx.passes.detect.rules import calls_without, check_added, gives_plain
 from hexa_fx.passes.detect.steps import FreeBody, TokenRows
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime import guards
@@ -124,12 +124,8 @@ def _compares_with_limit(condition: torch.fx.Node) -> bool:
 
 def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """Calls with results that run no region, whose outputs are at ``places``; of two with the same nodes the outer one is later."""
-    return [
-        call
-        for call in (*captured.functions, *captured.calls)
-        if nodes_in(call.output) and call.end > call.start
-        if not any(call.start <= place < call.end for place in places)
-    ]
+    calls = calls_without((*captured.functions, *captured.calls), sorted(places))
+    return [call for call in calls if call.end > call.start]
 
 
 def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:

@@ -118,7 +118,6 @@ class VerificationCase:
         outcome: ``skipped`` if the original raises, or a guard keeps the rewritten block from running.
         forward_error, gradient_error: largest difference relative to the tensor's scale.
         detail: why it was skipped, or where the two differ.
-        none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
         raised: whether it was skipped because the original raises, or differs because the rewritten block does.
         changed: what a guard reads that the code itself has changed, if it was skipped for that.
     """
@@ -128,7 +127,6 @@ class VerificationCase:
     forward_error: float = 0.0
     gradient_error: float = 0.0
     detail: str = ""
-    none_became_zero: tuple[str, ...] = ()
     raised: bool = False
     changed: str = ""
 

@@ -249,7 +249,7 @@ class Comparison:
         self.untried.see(original.gradients)
         found = difference(original, other)
         if self._agree(found):
-            return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
+            return VerificationCase(name, "equal", found.forward, found.gradient)
         again = difference(
             original, self._original(repeated(self.forward.original, calls), inputs, override, gradients)
         )
@@ -310,7 +310,7 @@ class Comparison:
                 modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, gradients, slices, self.inputs.asked)
+            return observe(call, self.state, inputs, gradients, slices, self.inputs.asked)
 
     def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
         """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""

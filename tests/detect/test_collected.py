@@ -218,7 +218,7 @@ def test_verification_compares_gradients_through_lists_and_globals() -> None:
     shared = Holder("LOSSES", LOSSES)
     state = ModuleState(block, [shared])
     call = block.forward
-    whole = observe(call, block, state, ((tokens(),), {}))
+    whole = observe(call, state, ((tokens(),), {}))
     assert not whole.backward_error
     assert {"self.losses[2]", "self.losses[3][0]", "LOSSES[1]"} <= {name.split(" .")[-1] for name in whole.values}
 
@@ -231,9 +231,9 @@ def test_verification_compares_gradients_through_lists_and_globals() -> None:
         block.losses.append(None)
         return call(x)
 
-    assert difference(whole, observe(call, block, state, ((tokens(),), {}))).gradient == 0
-    assert difference(whole, observe(cut, block, state, ((tokens(),), {}))).gradient > 1e-3
-    assert "self.losses" in difference(whole, observe(one_more, block, state, ((tokens(),), {}))).reason
+    assert difference(whole, observe(call, state, ((tokens(),), {}))).gradient == 0
+    assert difference(whole, observe(cut, state, ((tokens(),), {}))).gradient > 1e-3
+    assert "self.losses" in difference(whole, observe(one_more, state, ((tokens(),), {}))).reason
     state.restore()
     assert [len(block.losses), len(LOSSES)] == [2, 1]
 

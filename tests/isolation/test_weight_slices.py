@@ -90,7 +90,7 @@ WAYS = (
 
 def gradients(model: Stacked, slices: WeightSlices | None, tokens: int = 3) -> dict[str, torch.Tensor | None]:
     x = torch.randn(tokens, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    outcome = observe(model, model, ModuleState(model), ((x,), {}), slices=slices)
+    outcome = observe(model, ModuleState(model), ((x,), {}), slices=slices)
     assert not outcome.backward_error
     return dict(outcome.gradients)
 
@@ -181,7 +181,7 @@ def test_what_is_only_read_of_parameters_does_not_go_through_modes():
         model = nn.Sequential(nn.Linear(D, D))
         model.others = nn.ParameterList(torch.zeros(2) for _ in range(unused))
         with Counting() as mode:
-            observe(model[0], model, ModuleState(model), ((torch.ones(1, D),), {}))
+            observe(model[0], ModuleState(model), ((torch.ones(1, D),), {}))
         counts.append(mode.calls)
     assert counts[0] == counts[1]
 
