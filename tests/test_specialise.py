@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
@@ -127,6 +128,26 @@ def test_a_checkpoint_takes_the_same_way_twice(reentrant: bool) -> None:
         y.square().sum().backward()
         found.append((y, x.grad))
     torch.testing.assert_close(*found)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 8), nn.Linear(8, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_a_tracer_sees_the_operators_of_experts_that_are_modules() -> None:
+    """It puts a ``__call__`` of its own in the place of torch's; NLLB and Switch Transformers were traced as loops."""
+    block = Block()
+    block.experts = nn.ModuleList(Expert() for _ in block.experts)
+    opt = hexa_fx.optimize(block, None, CONFIG)
+    opt(tokens())
+    traced = make_fx(opt, tracing_mode="fake", _allow_non_fake_inputs=True)(tokens())
+    assert any("hexa" in str(node.target) for node in traced.graph.nodes)
+    torch.testing.assert_close(traced(tokens()), block(tokens()))
 
 
 def test_nothing_is_analysed_under_a_mode_that_sees_operations_and_then_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, inside_calls, is_float, is_tensor, literals
+from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor, literals
 from hexa_fx.passes.detect.routing_sources import (
     RoutingSource,
     counts_of_choices,
@@ -109,8 +109,9 @@ class Search:
 
     @cached_property
     def inner(self) -> frozenset[torch.fx.Node]:
-        """Values inside submodule calls."""
-        return inside_calls(self.captured)
+        """Values inside submodule calls, and those of one turn of a loop over what the device gave."""
+        turns = descendants(node for node in self.captured.graph.nodes if operation(node) == "unbind")
+        return inside_calls(self.captured) | turns
 
     def asked_by_host(self) -> list[torch.fx.Node]:
         """Tensors that the code turned into numbers before the end, as in ``experts[ids[t, k]]``, the latest first."""
@@ -172,7 +173,7 @@ def _find_routing(pairs: Pairs, search: Search) -> Routing:
     tokens, experts, end, inner = search.tokens, search.experts, search.end, search.inner
     in_order = search.candidates
     known = in_order if search.prefer_earliest else in_order[::-1]
-    repeated = find_repeated(pairs, tokens, experts, known)
+    repeated = find_repeated(pairs, tokens, experts, sorted(known, key=inner.__contains__))
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
         index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)

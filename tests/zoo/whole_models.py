@@ -18,9 +18,6 @@ import hexa_fx
 from tests.zoo import families
 from tests.zoo.families import FAMILIES
 
-NOT_EXPORTED = {"nllb_moe": "its router casts its own classifier in forward, which torch.export does not take"}
-"""Families whose optimized model is compiled, but not exported."""
-
 FORWARD_ONLY = {
     "qwen3_next": "torch compiles the backward of its linear attention to views that fail, whatever the experts are"
 }
@@ -208,7 +205,7 @@ def write(rows: list[Row], page: pathlib.Path) -> None:
     header, *new = render(rows).splitlines()
     lines.update({row.family: line for row, line in zip(rows, new[1:])})
     table = [header, new[0], *(lines[family] for family in FAMILIES if family in lines)]
-    notes = [f"* {family}: {why}." for family, why in {**NOT_EXPORTED, **FORWARD_ONLY}.items()]
+    notes = [f"* {family}: {why}." for family, why in FORWARD_ONLY.items()]
     page.write_text(PREAMBLE + "\n".join([*table, "", *notes]) + "\n")
 
 
