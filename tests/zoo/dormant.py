@@ -228,9 +228,8 @@ def _insert(tree: ast.Module, owner: str, feature: Feature, dice: random.Random)
     if masked:
         function.args.kwonlyargs.append(ast.arg("dormant"))
         function.args.kw_defaults.append(None)
-    after = max(
-        i for i, node in enumerate(tree.body) if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    )
+    ahead = [i for i, n in enumerate(tree.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+    after = max(ahead, default=-1)
     needed = "import os\nimport torch\nimport torch.nn.functional as F\nfrom tests.zoo.dormant import SETTINGS"
     tree.body[after + 1 : after + 1] = ast.parse(needed).body
     return f"{function.name}: {text}"
