@@ -265,12 +265,9 @@ def main() -> None:
     dist.init_process_group("nccl" if o.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     cases = [(name, int(tokens)) for name in o.models.split(",") for tokens in o.tokens.split(",")]
     found: list[Row] = json.loads(o.json.read_text())["rows"] if o.json and o.json.exists() else []
-    kept = {(r["model"], r["tokens"], r["row"], r.get("zipf", 0.0), "dtype" in r) for r in found}
-    done = {
-        (model, tokens, row)
-        for model, tokens, row, zipf, wide in kept
-        if (zipf, wide) == (o.zipf, o.dtype == torch.float32)
-    }
+    wide = o.dtype == torch.float32
+    alike = (row for row in found if (row.get("zipf", 0.0), "dtype" in row) == (o.zipf, wide))
+    done = {(row["model"], row["tokens"], row["row"]) for row in alike}
     dist.barrier()  # everyone has read it
     for row in o.rows.split(","):  # of every case, before the next: what matters most comes first, should time be short
         for name, tokens in cases:
@@ -278,7 +275,7 @@ def main() -> None:
                 continue
             head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
             head |= {"zipf": o.zipf} if o.zipf else {}
-            head |= {"dtype": "float32, autocast"} if o.dtype == torch.float32 else {}
+            head |= {"dtype": "float32, autocast"} if wide else {}
             note([*found, head | {"reason": "ended the job"}], o)
             found.append(head | attempt(name, tokens, row, o))
             note(found, o)

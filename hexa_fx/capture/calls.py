@@ -217,9 +217,8 @@ def written_at(block: nn.Module, anybodys: bool = False) -> SourceLocation | Non
     if issubclass(kind, torch.fx.GraphModule) or not (anybodys or is_users(kind.forward.__module__)):
         return None
     forward = inspect.unwrap(kind.forward)
-    if (
-        not inspect.isfunction(forward) or (file := inspect.getsourcefile(forward)) is None
-    ):  # a built-in, or typed into a prompt
+    file = inspect.getsourcefile(forward) if inspect.isfunction(forward) else None
+    if file is None:  # a built-in, or typed into a prompt
         return None
     return SourceLocation(file, forward.__code__.co_firstlineno)
 
