@@ -1,7 +1,7 @@
 """A hook of mkdocs: pages of the site that lie elsewhere in the repository, and links to them.
 
-README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, the log of experiments and the examples follow. The files themselves
-keep links that work where they lie, which are rewritten here.
+README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, the log of experiments and the examples follow. The notebook and
+measured figures, which they link to, are copied as they are. The files keep links that work where they lie, rewritten here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ ELSEWHERE = {
 }
 """Page of the site by file of the repository. All others lie in docs/ and keep their names."""
 
-_AS_IT_IS = "examples/walkthrough.ipynb"
+_RESULTS = [f"benchmarks/results/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
+_AS_IT_IS = ["examples/walkthrough.ipynb", *_RESULTS]
 _FENCE = re.compile(r"^```python [^\n]*", re.MULTILINE)
 _LINK = re.compile(r"(\]\(|src(?:set)?=\")([^)#\"\s:]+)((?:#[^)\"]*)?[)\"])")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages from elsewhere."""
+    """Adds pages and files from elsewhere."""
     for source, page in ELSEWHERE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_as_page(source, text)))
-    files.append(File(_AS_IT_IS, str(ROOT), config.site_dir, config.use_directory_urls))
+    for source in _AS_IT_IS:
+        files.append(File(source, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 
