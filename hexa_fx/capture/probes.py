@@ -140,7 +140,10 @@ def _whole_numbers(values: list[Any]) -> list[int]:
 def overflow_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of which half of the tokens are nearly alike and half random, if the block takes one float tensor; else unchanged."""
+    """Inputs of mostly large and nearly alike tokens, the others random, if the block takes one float tensor; else unchanged.
+
+    The fewer the others, the larger the capacity that is exceeded; the larger the alike ones, the less a router's noise parts them.
+    """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
     if len(tensors) != 1:
@@ -151,7 +154,7 @@ def overflow_inputs(
     generator = torch.Generator().manual_seed(3)
     noise = torch.randn(tokens, example.shape[-1], generator=generator, device="cpu").to(example) * example.std()
     one = example.reshape(-1, example.shape[-1])[0]
-    alike = torch.arange(tokens, device=example.device)[:, None] % 2 == 0
-    mixed = torch.where(alike, one + 0.01 * noise, noise)
+    alike = torch.arange(tokens, device=example.device)[:, None] % 8 != 0
+    mixed = torch.where(alike, 4 * one + 0.01 * noise, noise)
     named[key] = mixed if example.dim() == 2 else mixed.unsqueeze(0)
     return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}

@@ -7,7 +7,9 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.mixture import D, E, Mixture
+from tests.zoo import variant
 from tests.zoo.compare import compare
+from tests.zoo.met import NoisyCapacity
 
 Tensor = torch.Tensor
 
@@ -87,3 +89,12 @@ def test_several_gates_over_one_set_of_experts() -> None:
         opt = hexa_fx.optimize(copy.deepcopy(block), x)
         assert [block.status for block in opt.report.blocks] == ["rewritten"] * count
         assert compare(block, opt, (x,), {}).within(1e-9)
+
+
+def test_a_large_capacity_behind_much_noise() -> None:
+    """Hardly any input exceeds it but the ones that are made to."""
+    block = NoisyCapacity(factor=1.7, noise=1.0).train()
+    opt = hexa_fx.optimize(copy.deepcopy(block), torch.randn(2, 7, variant.D))
+    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
+    for rows in (3, 64):
+        assert compare(block, opt, (torch.randn(2, rows, variant.D),), {}, train=True, seed=rows).within(1e-4)

@@ -228,17 +228,17 @@ class SliceEach(nn.Module):
 class NoisyCapacity(Looped):
     """Noise in train mode, and a least capacity by an ``if`` after it."""
 
-    def __init__(self, by_tensor: bool = False) -> None:
+    def __init__(self, by_tensor: bool = False, factor: float = 1.0, noise: float = 0.1) -> None:
         super().__init__()
-        self.by_tensor, self.least = by_tensor, 1
+        self.by_tensor, self.factor, self.noise, self.least = by_tensor, factor, noise, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
         logits = self.gate(flat)
         if self.training:
-            logits = logits + 0.1 * torch.randn_like(logits) * F.softplus(logits.detach())
+            logits = logits + self.noise * torch.randn_like(logits) * F.softplus(logits.detach())
         weights, ids = logits.softmax(-1).topk(K, -1)
-        capacity = math.ceil(K * logits.shape[0] / E)
+        capacity = math.ceil(self.factor * K * logits.shape[0] / E)
         if self.by_tensor:
             capacity = torch.ceil(torch.tensor(K * len(flat) / E)).long()
         if capacity < self.least:
