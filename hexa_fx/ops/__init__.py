@@ -16,6 +16,7 @@ from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
 from hexa_fx.ops.reindex import combine, reindex
+from hexa_fx.ops.second_derivatives import _backward as _second  # noqa: F401  (registers the formula)
 from hexa_fx.ops.weight_gradients import esfk, esfk_add, ess, ess_add, estmm, estmm_add
 
 __all__ = [

@@ -52,19 +52,23 @@ def projection_backward(
     top_k: int,
     layout: str,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it. x is read for dW only."""
+    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it. x is read for dW only.
+
+    Where they are to be derived again they come from one operator each, since ``esfk`` is not derived.
+    """
     ops = torch.ops.hexa
     dx = dw = db = None
     of_x, of_weight, of_bias = needs
-    if of_x and of_weight:
+    if of_x and of_weight and not torch.is_grad_enabled():
         dx, dw, db = ops.esfk(x, g, weight, v, offs, top_k, layout, of_bias)
-    elif of_x:
-        esmm = ops.esmm if isinstance(weight, Tensor) else library.kernel_for("esmm", "cpu")
-        dx = esmm(g, weight, None, None, offs, 1, flip(layout))
-    elif of_weight:
-        dw = ops.estmm(x, g, v, None, offs, top_k, layout)
-    if of_bias and not (of_x and of_weight):
-        db = ops.ess(g, None, offs, 1, None)
+    else:
+        if of_x:
+            esmm = ops.esmm if isinstance(weight, Tensor) else library.kernel_for("esmm", "cpu")
+            dx = esmm(g, weight, None, None, offs, 1, flip(layout))
+        if of_weight:
+            dw = ops.estmm(x, g, v, None, offs, top_k, layout)
+        if of_bias:
+            db = ops.ess(g, None, offs, 1, None)
     if dx is not None and v is not None:
         dx = ops.combine(dx, None, invert(v), offs, top_k)
     return dx, dw, db if of_bias else None

@@ -129,6 +129,11 @@ def dense(value: Any) -> Any:
     return value.stack() if type(value) is Listed else value
 
 
+def versions(weight: Tensor | Listed) -> list[int]:
+    """How often each of its tensors has been written to."""
+    return [tensor._version for tensor in (weight.tensors if isinstance(weight, Listed) else (weight,))]
+
+
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """Of all listed weights among operands, in order."""
     return [tensor for value in values if type(value) is Listed for tensor in value.tensors]

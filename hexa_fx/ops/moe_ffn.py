@@ -67,8 +67,8 @@ def moe_ffn(
     Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together; a second derivative is asked for; with HEXA_FX_CHECKED=1
-            also for an expert id below 0 or above E.
+        InputError: shapes, dtypes or devices do not fit together; a second derivative is asked for where W1 and W3 are frozen;
+            with HEXA_FX_CHECKED=1 also for an expert id below 0 or above E.
     """
     y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *static_of(spec))
     return y

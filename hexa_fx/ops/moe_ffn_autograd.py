@@ -21,7 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.library import DirectFunction
-from hexa_fx.ops.listed import Listed, dense, tensors_of, wanted_of
+from hexa_fx.ops.listed import Listed, dense, tensors_of, versions, wanted_of
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
@@ -78,7 +78,9 @@ class LayerFunction(DirectFunction):
         ctx.listed = _marks_of(o, of_listed) if listed else {}
         needs = needs._replace(**{name: any(wanted) for name, (_, wanted) in ctx.listed.items()}) if listed else needs
         marks = list(_differentiable(layer.record)(needs))
-        given = {**dict(zip(layer.kept, kept)), **main_grad.shapes_only(o, needs)}
+        shapes = main_grad.shapes_only(o, needs)
+        ctx.biases = {name: (bias := getattr(o, name), versions(bias)) for name in shapes} if shapes else shapes
+        given = {**dict(zip(layer.kept, kept)), **shapes}
         given |= dict.fromkeys((*(() if o.keeps_x(needs) else _OF_X), *(_OF_H if o.recompute_h else ())))
         values = o.to(layer.gradients, top_k=o.top_k, needs=marks, **given)
         tensors: list[Tensor] = []
@@ -113,6 +115,8 @@ class LayerFunction(DirectFunction):
             ]
         )
         o, saved, plain = o._replace(dy=dy), None, library.is_plain_tensor(dy)
+        if is_grad_enabled():  # these gradients may be derived again
+            o = o._replace(**_unwritten(ctx.biases))
         if plain and o.h is not None:
             o = o._replace(h=[o.h])  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
@@ -133,6 +137,20 @@ class LayerFunction(DirectFunction):
         found = dict(zip(names, main_grad.gradients(call, operands, others, plain)))
         given = layer.record.by_argument(**{name: grad for name, grad in found.items() if name not in ctx.listed})
         return None, None, *given, *_given_to_listed(ctx.listed, into, found)
+
+
+def _unwritten(biases: dict[str, tuple[Any, list[int]]]) -> dict[str, Any]:
+    """Biases of which only the shape was kept, as they were given.
+
+    Raises:
+        InputError: one was written to meanwhile.
+    """
+    for name, (bias, before) in biases.items():
+        if versions(bias) != before:
+            raise InputError(
+                f"{name} was written to between forward and a backward with create_graph=True, which reads it"
+            )
+    return {name: bias for name, (bias, _) in biases.items()}
 
 
 class _Many(NamedTuple):

@@ -180,7 +180,7 @@ class _TopK(Operands):
     top_k: int
 
 
-@operator("moe_ffn_backward", differentiable=False)
+@operator("moe_ffn_backward")
 class MoeFfnBackward(Backward, Static, _TopK, Weights, _Saved, Layer):
     """Of `MoeFfn`, from dy and what forward kept: x and h if they are needed."""
 

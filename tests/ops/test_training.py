@@ -240,11 +240,39 @@ def test_three_steps_of_adamw_follow_the_loop():
         torch.testing.assert_close(a, b)
 
 
-def test_a_gradient_of_a_gradient_is_refused_in_words():
+@pytest.mark.parametrize("frozen", [(), ("x", "b1", "b2"), ("w2", "top_k_weights")], ids="-".join)
+@pytest.mark.parametrize(
+    "spec", [FfnSpec("silu", "concat"), FfnSpec("gelu", "split", "kn"), FfnSpec("tanh", recompute_h=True)], ids=str
+)
+def test_second_and_third_derivatives_follow_the_loop(spec, frozen):
+    one, found = layer(spec, bias=True), []
+    for name, t in zip(NAMES, one.operands, strict=True):
+        if t is not None and name in frozen:
+            t.requires_grad_(False)
+    for run in (one.run, one.loop):
+        first = torch.autograd.grad(run().pow(3).sum(), one.leaves(), create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(3).sum() for g in first), one.leaves(), create_graph=True)
+        found.append((*first, *second, *torch.autograd.grad(sum(g.pow(3).sum() for g in second), one.leaves())))
+    torch.testing.assert_close(*found)
+
+
+def test_a_second_derivative_needs_x():
+    """Which nothing else does where the weights that it is multiplied by are frozen."""
     one = layer()
-    (g,) = torch.autograd.grad(one.run().sum(), one.operands[0], create_graph=True)
-    with pytest.raises(InputError, match="no second derivative"):
-        torch.autograd.grad(g.sum(), one.operands[2])
+    one.operands[2].requires_grad_(False)
+    (g,) = torch.autograd.grad(one.run().square().sum(), one.operands[0], create_graph=True)
+    with pytest.raises(InputError, match="x is not kept"):
+        torch.autograd.grad(g.sum(), one.operands[0])
+
+
+def test_a_second_derivative_sees_that_a_bias_was_written():
+    one = layer(bias=True)
+    y, b1 = one.run(), one.operands[3]
+    with torch.no_grad():
+        b1.add_(1)
+    torch.autograd.grad(y.sum(), one.leaves(), retain_graph=True)  # reads no bias
+    with pytest.raises(InputError, match="b1 was written to"):
+        torch.autograd.grad(y.sum(), one.leaves(), create_graph=True)
 
 
 @pytest.mark.parametrize("name", ["moe_ffn_fp8", "moe_ffn_sources"])
