@@ -84,24 +84,3 @@ def test_values_are_exact_but_for_choices_and_random_numbers(dtype: torch.dtype)
     assert torch.equal(value, exact) == (dtype == torch.bfloat16)
     torch.testing.assert_close(value, exact, rtol=1e-2, atol=0)
     assert torch.equal(replay.value(nodes["rand"]), record_of(nodes["rand"]).value.double())
-
-
-class Noisy(nn.Module):
-    """Random numbers, which no recomputation gives again, and what is computed of them and of whole numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(x.shape, dtype=x.dtype)
-        index = (x[:, 0] + noise[:, 0]).topk(2).indices
-        parts = (index / 7).to(x.dtype)
-        return x * noise + parts.sum()
-
-
-def test_drawn_numbers_stay_and_what_is_computed_of_them_is_exact() -> None:
-    captured = capture(Noisy(), (torch.randn(5, 3, dtype=torch.bfloat16),), {}, "block")
-    replay, found = Replay(captured), {node.name: node for node in captured.graph.nodes if node.op != "output"}
-    values = {name: v for name, node in found.items() if isinstance(v := replay.value(node), torch.Tensor)}
-    assert torch.equal(values["randn"], record_of(found["randn"]).value.double())
-    index = next(value for name, value in values.items() if value.dtype == torch.int64)
-    last = [*values.values()][-1]
-    expected = values["x"] * values["randn"] + (index.double() / 7).sum()
-    torch.testing.assert_close(last, expected, rtol=0, atol=1e-6)

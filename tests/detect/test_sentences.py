@@ -41,12 +41,6 @@ class MergedByProducts(Stacked):
         return [torch.einsum("be,exy->bxy", gates, each) for each in (self.up, self.down)]
 
 
-class MergedFlat(Stacked):
-    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-        gates = weights.new_zeros(len(weights), E).scatter(1, index, weights)
-        return [(gates @ each.flatten(1)).unflatten(1, each.shape[1:]) for each in (self.up, self.down)]
-
-
 class Convolutions(Mixture):
     """Images with channels first, an expert for each."""
 
@@ -145,7 +139,6 @@ class Groups(Mixture):
     [
         (MergedByIds, "experts' weights are added up before tokens meet them"),
         (MergedByProducts, "experts' weights are added up before tokens meet them"),
-        (MergedFlat, "experts' weights are added up before tokens meet them"),
         (Convolutions, "its experts are convolutions (conv1d)"),
         (Tables, "its experts are tables of vectors that are looked up (embedding)"),
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
@@ -240,22 +233,8 @@ def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> N
     assert "the code changes self.dispatcher in place" in block.reason
 
 
-class OwnExperts(TwoTasks):
-    """The same, where every task has experts of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(D, D) for _ in range(E)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, category: torch.Tensor) -> list[torch.Tensor]:
-        x = x + F.embedding(category, self.gate.weight.weight)
-        gates = self.gate.weight(x).softmax(-1)[..., None, :]
-        return [(torch.stack([expert(x) for expert in own], -1) * gates).sum(-1) for own in self.experts]
-
-
-@pytest.mark.parametrize("kind", [TwoTasks, OwnExperts], ids=lambda kind: kind.__name__)
-def test_soft_mixtures_for_several_tasks_are_named(kind: type[nn.Module]) -> None:
-    (block,) = hexa_fx.explain(kind().double(), (tokens(2, 7), torch.randint(E, (2, 7)))).blocks
+def test_soft_mixtures_for_several_tasks_are_named() -> None:
+    (block,) = hexa_fx.explain(TwoTasks().double(), (tokens(2, 7), torch.randint(E, (2, 7)))).blocks
     assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason
 
 

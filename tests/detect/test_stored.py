@@ -1,7 +1,6 @@
 """Results that the code keeps on modules: the rewritten block sets them too, or the block is left alone."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +51,6 @@ class MovingAverage(Block):
         self.aux_loss = 0.9 * (self.aux_loss if self.aux_loss is not None else 0.0) + probs.detach().mean(0)
 
 
-class KeepsExpertOutput(Block):
-    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
-        self.seen = last.sum()
-
-
 def optimized(make: type[Block]) -> tuple[Block, Block]:
     torch.manual_seed(0)
     model = make().double()
@@ -82,27 +76,11 @@ def test_values_and_their_gradients():
     assert isinstance(opt(x), torch.Tensor)
 
 
-def test_copies_and_pickles_keep_on_setting_their_own():
-    _, opt = optimized(Block)
-    x = torch.randn(7, D, dtype=torch.float64)
-    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        other.train()(x)
-        assert other.aux_loss is not None
-        assert opt.aux_loss is None
-
-
-def test_analysis_leaves_nothing_behind():
-    model, _ = optimized(Block)
-    assert model.aux_loss is None
-    assert model.seen is None
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (CountsCalls, "which it sets itself in every call"),
         (MovingAverage, "which it sets itself in every call"),
-        (KeepsExpertOutput, "expert outputs do not come together"),
     ],
 )
 def test_refused(make, words):
@@ -201,25 +179,6 @@ def test_what_another_mode_left_is_a_condition(kind: type[LeftByTraining]) -> No
         opt.train(training)
         torch.testing.assert_close(opt(x), block(x))
         torch.testing.assert_close(opt.load, block.load)
-
-
-class Remembering(Mixture):
-    """Looks at what the call before left, though it makes no use of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probs, _, out, _ = self.mix(x)
-        self.seen = probs.detach() if self.seen is None else probs.detach().clone()
-        return out
-
-
-def test_reading_what_the_last_call_left_is_refused_with_a_sentence() -> None:
-    (report,) = hexa_fx.explain(Remembering(), torch.randn(12, D)).blocks
-    assert report.status == "refused"
-    assert "the code reads 'seen', which it sets itself in every call" in report.reason
 
 
 class Averaging(Mixture):

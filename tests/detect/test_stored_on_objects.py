@@ -1,7 +1,5 @@
 """What blocks keep on plain objects during a call and leave there: dispatchers, dataclasses, slots, dicts."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -64,14 +62,6 @@ def test_gradients_reach_what_lies_there() -> None:
         loss = each(tokens(2, 5)).sum() + each.dispatcher.probs.square().sum()
         found.append(torch.autograd.grad(loss, list(each.parameters())))
     torch.testing.assert_close(*found)
-
-
-def test_copies_leave_it_in_their_own() -> None:
-    opt = hexa_fx.optimize(Block().double(), tokens(3, 7))
-    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        other(tokens(2, 5))
-        assert other.dispatcher.shape == (2, 5, D)
-        assert opt.dispatcher.shape is None
 
 
 def test_the_block_around_reads_it() -> None:

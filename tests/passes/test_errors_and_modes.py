@@ -1,7 +1,6 @@
 """Blocks that raise on purpose, masks of nothing, arguments that are one tensor, and calls under other people's modes."""
 
 import copy
-import functools
 import sys
 from typing import Any
 
@@ -103,30 +102,6 @@ def test_what_no_condition_watches_is_refused(block: type[nn.Module], count: int
     _, opt = optimized(block(), *[tokens()] * count)
     assert not opt.report.rewritten
     assert reason in opt.report.blocks[0].reason
-
-
-FACTOR = {"of tokens": 1.0}
-
-
-@functools.lru_cache
-def factor() -> float:
-    return FACTOR["of tokens"]
-
-
-class WithCachedFactor(ListMoE):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) * factor()
-
-
-def test_what_a_function_read_whose_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    factor()
-    original, opt = optimized(WithCachedFactor(), tokens())
-    assert operators_run(opt, (tokens(),))
-    monkeypatch.setitem(FACTOR, "of tokens", 2.0)
-    factor.cache_clear()
-    given = tokens()
-    torch.testing.assert_close(opt(given), original(given))
-    factor.cache_clear()
 
 
 class Halved(TorchFunctionMode):

@@ -112,15 +112,6 @@ def test_each_mode_is_analysed_once_and_both_are_right(kind: type[Mixture]) -> N
     assert opt.report.blocks[0].calls == (4, 0, {}, 2)
 
 
-def test_a_submodule_in_a_mode_of_its_own_is_another_kind() -> None:
-    block, x = Inside().eval(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x)
-    for each in (block, opt):
-        each.drop.train()
-    torch.testing.assert_close(opt(x), block(x))
-    assert opt.report.blocks[0].calls == (1, 0, {}, 2)
-
-
 class Training(Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:

@@ -196,17 +196,6 @@ def test_one_wrong_expert_of_many_is_found(moe, make):
     )
 
 
-@pytest.mark.parametrize("make", ["list", "stacked"])
-def test_many_right_experts_pass(make):
-    if make == "list":
-        result = verify_block(ListMoE(MANY), list_rewritten(True, num_experts=MANY), example())
-    else:
-        result = verify_block(StackedExperts(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
-    assert result.ok, result.reason
-    assert {case.outcome for case in result.cases} == {"equal"}
-    assert len(result.cases) >= 11
-
-
 class OnlyFew(StackedExperts):
     """Takes six tokens and no other number of them, but four as well."""
 
@@ -306,28 +295,12 @@ class Picky(ListMoE):
         return super().forward(hidden, scale)
 
 
-class Particular(Picky):
-    """The code itself refuses to take them."""
-
-    def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        if hidden.numel() < 2 * D:
-            raise ValueError("at least two tokens")
-        return super().forward(hidden, scale)
-
-
 def test_cases_in_which_the_original_fails_are_skipped():
     result = verify_block(Picky(), list_rewritten(), example())
     assert result.ok
     skipped = {case.name: case.detail for case in result.cases if case.outcome == "skipped"}
     assert skipped.keys() == {"batch 1, sequence 1", "batch 0, sequence 4", "batch 0 alone"}
     assert all("the original raises RuntimeError" in detail for detail in skipped.values())
-
-
-def test_where_the_originals_code_raises_the_rewritten_block_need_not():
-    result = verify_block(Particular(), list_rewritten(), example())
-    assert result.ok
-    skipped = {case.name: case.detail for case in result.cases if case.outcome == "skipped"}
-    assert skipped["batch 1, sequence 1"] == "the original raises ValueError: at least two tokens"
 
 
 def test_nothing_compared_is_not_accepted():
@@ -353,19 +326,6 @@ class Dice(ListMoE):
 
 def test_an_original_that_does_not_repeat_itself_is_named():
     assert "does not repeat itself" in verify_block(Dice(), list_rewritten(), example()).reason
-
-
-class Biased(StackedExperts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(D))
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, index, weights) + self.bias
-
-
-def test_a_lost_term_that_is_zero_at_first_is_found():
-    assert "output 0" in verify_block(Biased(), stacked_rewritten(), routing(6)).reason
 
 
 # -- outputs and state beside the main one --------------------------------------------------------------------------
@@ -444,11 +404,6 @@ def test_auxiliary_outputs_are_compared(flaw, sentence):
 
 def test_values_kept_on_the_module_are_compared():
     assert "attribute .calls" in verify_block(Chatty(), chatty_rewritten(), (torch.randn(5, D),)).reason
-
-
-def test_another_random_stream_is_found():
-    block = Quiet().eval()
-    assert "random numbers drawn" in verify_block(block, chatty_rewritten(), (torch.randn(5, D),)).reason
 
 
 class NotedFailures(TorchDispatchMode):

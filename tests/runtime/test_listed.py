@@ -138,11 +138,6 @@ def test_dtypes_and_experts_without_tokens(dtype, tokens):
         torch.testing.assert_close(two.grad, expected, rtol=tolerance, atol=tolerance)
 
 
-def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return model(x)
-
-
 def with_default_device(model: nn.Module, x: Tensor) -> Tensor:
     with torch.device("cpu"):
         return model(x)
@@ -164,17 +159,6 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_ways_of_calling(call):
     assert_trains_alike(*pair(), call)
-
-
-def test_autocast():
-    own, made, x = pair(dtype=torch.float32)
-    results = [under_autocast(model, x) for model in (own, made)]
-    assert results[0].dtype == results[1].dtype
-    torch.testing.assert_close(*results, rtol=3e-2, atol=3e-2)
-    for result in results:
-        result.float().square().sum().backward()
-    for one, two in zip(own.parameters(), made.parameters()):
-        torch.testing.assert_close(two.grad, one.grad, rtol=0.1, atol=0.1)
 
 
 def flat(model: nn.Module) -> None:
