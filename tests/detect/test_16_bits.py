@@ -70,7 +70,8 @@ class Chain(nn.Module):
         third = x / 3
         third.add_(third * 7)
         noise = torch.rand(4).to(x.dtype)
-        return third + noise + x.argmax()
+        part = (x.argmax() / 7).to(x.dtype)
+        return third + noise + part
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -84,3 +85,4 @@ def test_values_are_exact_but_for_choices_and_random_numbers(dtype: torch.dtype)
     assert torch.equal(value, exact) == (dtype == torch.bfloat16)
     torch.testing.assert_close(value, exact, rtol=1e-2, atol=0)
     assert torch.equal(replay.value(nodes["rand"]), record_of(nodes["rand"]).value.double())
+    torch.testing.assert_close(replay.value(nodes["to_1"]).double(), torch.tensor(1 / 7).double(), rtol=0, atol=1e-6)
