@@ -139,7 +139,7 @@ def _differ(case: Dormant, model: nn.Module, opt: nn.Module, call: tuple, dtype:
                 return f"the original raises {type(error).__name__}: {error}" if nan is False else ""
             continue
         if nan:
-            return _where_finite(_output(model.eval(), *call), _output(opt.eval(), *call), dtype)
+            return _where_finite(_output(model.eval(), *call), _output(opt.eval(), *call), dtype, args[0])
         found = compare(model, opt, args, kwargs, train=train, backward=gradients)
         if not found.within(_TOLERANCE[dtype]) and not _chaotic(model, call, train, found.forward):
             return f"train {train}: {found}"
@@ -171,9 +171,14 @@ def _raises(opt: nn.Module, call: tuple) -> bool:
     return False
 
 
-def _where_finite(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype) -> str:
-    """One-hot dispatch spreads a NaN to every token; where the original has a number, that has to come."""
+def _where_finite(one: torch.Tensor, two: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None = None) -> str:
+    """One-hot dispatch spreads a NaN to every token; where the original has a number, that has to come.
+
+    Not in the row of a token that is ``given`` as NaN, which the original may leave without an expert (docs/supported.md).
+    """
     usual = one.isfinite()
+    if given is not None and given.shape == one.shape:
+        usual &= given.isfinite().all(-1, keepdim=True)
     scale = one[usual].abs().max().clamp(min=1e-6) if bool(usual.any()) else torch.ones(())
     fits = bool(((one - two)[usual].abs() <= _TOLERANCE[dtype] * scale).all())
     return "" if one.shape == two.shape and fits else "another number, or NaN, where the original is finite"
