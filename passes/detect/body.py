@@ -20,6 +20,7 @@ from hexa_fx.operations import operation
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, is_tensor, literals
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
+from hexa_fx.passes.detect.row_order import segment_of
 from hexa_fx.passes.detect.rows import DIFFERENT_WAYS, Instance, joined
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
@@ -114,7 +115,8 @@ def _are_near(instances: Sequence[Instance], stack: Stack, replay: Replay) -> bo
     for instance in instances:
         product, _ = replay.linear_part(instance.second.node, instance.second.data)
         product = product.reshape(-1, stack.matrices.shape[1])
-        data = replay.value(instance.second.data).reshape(-1, stack.matrices.shape[2])
+        given = instance.second.data
+        data = instance.laid_out(given, replay.value(given).reshape(-1, stack.matrices.shape[2]))
         if len(product) != len(data) or len(data) != len(instance.expert):
             return False
         if len(data):
@@ -146,7 +148,8 @@ def _check_inner_bias(instances: list[Instance], replay: Replay, weights: Weight
                 continue
             if constant is None:
                 raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
-            constant = constant.reshape(-1, feature_size(contraction.node))[instance.token >= 0]
+            constant = instance.laid_out(contraction.node, constant.reshape(-1, feature_size(contraction.node)))
+            constant = constant[instance.token >= 0]
             vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
             expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
             if not torch.allclose(constant, expected, rtol=1e-5, atol=1e-6):
@@ -213,7 +216,7 @@ def identify_body(
     Raises:
         Refuse: the experts compute something else; the sentence says what was seen.
     """
-    segment = _segment(instances[0])
+    segment = segment_of(instances[0].first, instances[0].second)
     refuse_randomness(segment)
     first = instances[0].first
     probe = _experiment(instances, replay, _range(segment))
@@ -251,18 +254,6 @@ def identify_body(
 
 def segment_end(instances: list[Instance]) -> torch.fx.Node:
     return instances[0].second.data
-
-
-def _segment(instance: Instance) -> list[torch.fx.Node]:
-    """Nodes between an instance's first products and its second."""
-    start = {contraction.node for contraction in instance.first}
-    reached: set[torch.fx.Node] = set()
-    behind = ancestors([instance.second.data])
-    in_order = [node for node in instance.second.node.graph.nodes if node in behind]
-    for node in in_order:
-        if any(source in start or source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    return [node for node in in_order if node in reached]
 
 
 def _range(segment: Sequence[torch.fx.Node]) -> float:
@@ -370,8 +361,11 @@ def _explain(
     numbers = {instance.second: number for number, instance in enumerate(instances)}
     for batch in in_batches([instance.second for instance in instances]):
         chosen = [numbers[second] for second in batch]
-        inputs = [joined([probe.hidden[number][i] for number in chosen]) for i in order]
-        activated = joined([probe.activated[number] for number in chosen])
+        inputs = [
+            joined([instances[n].laid_out(instances[n].first[i].node, probe.hidden[n][i]) for n in chosen])
+            for i in order
+        ]
+        activated = joined([instances[n].laid_out(instances[n].second.data, probe.activated[n]) for n in chosen])
         expert = joined([instances[number].expert for number in chosen])
         shifted = [
             h if bias is None or not added_later else h + bias[expert]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
 from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
+from hexa_fx.passes.detect.row_order import row_orders
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -25,6 +26,13 @@ class RowMatch(NamedTuple):
     token: torch.Tensor
     expert: torch.Tensor
     scale: torch.Tensor
+
+    def laid_out(self, order: torch.Tensor | None) -> RowMatch:
+        """In another order, with padding where it has none of the rows (-1)."""
+        if order is None:
+            return self
+        token, expert, scale = (values[order.clamp(min=0)] for values in self)
+        return RowMatch(torch.where(order < 0, -1, token), expert, scale)
 
 
 class RowMatcher:
@@ -102,8 +110,8 @@ _moves_rows = ops.of(
 class Instance:
     """One run of one expert (or of all of them at once): its first products, how their weights are read, and its second.
 
-    ``token``, ``expert`` and ``scale`` say for every row which token it is, -1 for padding, whose expert's it is, and the
-    factor the token was multiplied by before the first product.
+    ``token``, ``expert`` and ``scale`` say for every row of the second product which token it is, -1 for padding, whose expert's
+    it is, and the factor the token was multiplied by before the first product. ``order`` is that of `row_orders`.
     """
 
     first: tuple[Contraction, ...]
@@ -112,6 +120,11 @@ class Instance:
     token: torch.Tensor
     expert: torch.Tensor
     scale: torch.Tensor
+    order: Mapping[torch.fx.Node, torch.Tensor] = field(default_factory=dict)
+
+    def laid_out(self, node: torch.fx.Node, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of one of its products, or of what the second is given, in the order of the second product's."""
+        return rows if node not in self.order else rows[self.order[node].clamp(min=0)]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -132,6 +145,7 @@ def match_rows(
         Refuse: there is none.
     """
     found = False
+    orders = row_orders(pairs, replay)
     leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
     for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
         if record_of(source).value.itemsize == 1:  # numbers in 8 bits are cast before they are multiplied
@@ -140,7 +154,7 @@ def match_rows(
         reader = _Reader(tokens, replay, weights)
         if reader.read(leader) is None:
             continue
-        instances = _read_instances(pairs, reader)
+        instances = _read_instances(pairs, orders, reader)
         if instances is None:
             continue
         if not any(bool((instance.token >= 0).any()) for instance in instances):
@@ -175,14 +189,15 @@ def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance]
     """Whether all experts read ``node``, and their rows become its rows when it is replaced and the routing is held."""
     if any(node not in ancestors([instance.first[0].data]) for instance in instances):
         return False
-    token = next(instance.token for instance in instances if leader in instance.first)
+    instance = next(instance for instance in instances if leader in instance.first)
     width = feature_size(leader.data)
     recorded = replay.value(node)
     noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64, device="cpu")
     replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
     rows = replay.run(replace | {node: noise.to(recorded.device)}, [leader.data])[leader.data].reshape(-1, width)
-    if len(rows) != len(token):
+    if len(rows) != record_of(leader.node).value.numel() // feature_size(leader.node):
         return False
+    rows, token = instance.laid_out(leader.node, rows), instance.token
     expected = noise.to(recorded.device).reshape(-1, width)[token.clamp(min=0)]
     along = (rows * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
     close = (rows - along * expected).abs() <= 1e-9 * (1 + along.abs())
@@ -239,18 +254,27 @@ class _Reader:
             yield self._matchers[key]
 
 
-def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader) -> list[Instance] | None:
+def _read_instances(
+    pairs: list[tuple[tuple[Contraction, ...], Contraction]],
+    orders: Sequence[Mapping[torch.fx.Node, torch.Tensor]],
+    reader: _Reader,
+) -> list[Instance] | None:
     odd = next((second for first, second in pairs if len(first) != len(pairs[0][0])), None)
     if odd is not None:
         raise Refuse(DIFFERENT_WAYS, odd.node)
-    columns = [reader.read_each(column) for column in zip(*(first for first, _ in pairs))]
-    read = [column for column in columns if column is not None]
+    columns = list(zip(*(first for first, _ in pairs)))
+    read = []
+    for column in columns:
+        if (found := reader.read_each(column)) is not None:
+            rows = zip(column, found, orders)
+            read.append([(stack, match.laid_out(order.get(c.node))) for c, (stack, match), order in rows])
     if len(read) < len(columns) or not all(_same_rows(read[0], column) for column in read[1:]):
         return None
-    instances = [
-        Instance(first, tuple(stack for stack, _ in row), second, *row[0][1])
-        for (first, second), row in zip(pairs, zip(*read))
-    ]
+    instances = []
+    for (first, second), row, order in zip(pairs, zip(*read), orders):
+        token, expert, scale = row[0][1]
+        readings = tuple(stack for stack, _ in row)
+        instances.append(Instance(first, readings, second, token, expert, scale, order))
     _check_alike(instances)
     return instances
 

@@ -8,8 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect_block
+from hexa_fx.passes.detect.projections import find_contractions, group_instances
+from hexa_fx.passes.detect.row_order import row_orders
 from hexa_fx.passes.detect.rows import RowMatcher
 from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
 
@@ -176,6 +179,40 @@ def test_row_matcher_looks_among_the_rows_of_known_experts_only():
 def test_row_matcher_refuses_rows_that_are_no_tokens():
     matcher = RowMatcher(torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64))
     assert matcher.match(torch.randn(4, H, dtype=torch.float64)) is None
+
+
+ROWS = torch.arange(3 * E).reshape(3, E)
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (lambda h: h.transpose(0, 1), ROWS.t()),
+        (lambda h: h.flip(0).transpose(0, 1), ROWS.flip(0).t()),
+        (lambda h: h.transpose(0, 1)[:, 1:], ROWS[1:].t()),
+        (lambda h: h.transpose(0, 1) * torch.eye(E, 3)[..., None], torch.where(torch.eye(E, 3) > 0, ROWS.t(), -1)),
+        (lambda h: h.transpose(0, 1).cumsum(1), None),
+    ],
+    ids=["turned", "reversed and turned", "turned, some kept", "turned, some set to zero", "turned and added up"],
+)
+def test_order_of_rows_between_products(between: Callable[[torch.Tensor], torch.Tensor], expected: torch.Tensor | None):
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(E, D, H)), nn.Parameter(torch.randn(E, H, D))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(between(F.silu(torch.einsum("td,edh->teh", x, self.up))), self.down)
+
+    captured = capture(Batched(), (X[0, :3],), {})
+    pairs = group_instances(find_contractions(captured, tag(captured, expert_groups({}))))
+    (order,) = row_orders(pairs, Replay(captured))
+    ((first,), second) = pairs[0]
+    assert second.data not in order
+    if expected is None:
+        assert not order
+    else:
+        assert order[first.node].tolist() == expected.flatten().tolist()
 
 
 def test_the_plain_loop():

@@ -193,6 +193,55 @@ class ChunksOfExperts(nn.Module):
         return out.view(x.shape)
 
 
+class TokensThenExperts(Mixture):
+    """All experts' hidden rows lie token by token, while the second product wants them expert by expert."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.w_in, self.b_in, self.w_out = weight(E, D, I), weight(E, I), weight(E, I, D)
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        combine = torch.zeros(flat.shape[0], E, dtype=flat.dtype).scatter(1, indices, weights)
+        return self.outputs(F.gelu(torch.einsum("td,edi->tei", flat, self.w_in) + self.b_in), combine)
+
+    def outputs(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        """(T, D) of hidden rows (T, E, I) and weights (T, E)."""
+        return (self.second(hidden.transpose(0, 1)) * combine.t().unsqueeze(-1)).sum(0)
+
+    def second(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(E, T, D) of hidden rows (E, T, I)."""
+        return torch.bmm(hidden, self.w_out)
+
+
+class WeightsThenExperts(TokensThenExperts):
+    def outputs(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        return self.second((hidden * combine.unsqueeze(-1)).transpose(0, 1)).sum(0)
+
+
+class TurnedByProduct(TokensThenExperts):
+    def outputs(self, hidden: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("etd,te->td", torch.einsum("tei,eid->etd", hidden, self.w_out), combine)
+
+
+class TurnedGate(Mixture):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.w_gate, self.w_up, self.w_down = weight(E, D, I), weight(E, D, I), weight(E, I, D)
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        combine = torch.zeros(flat.shape[0], E, dtype=flat.dtype).scatter(1, indices, weights)
+        gate = F.silu(torch.einsum("td,edi->tei", flat, self.w_gate)).transpose(0, 1)
+        hidden = gate * torch.einsum("td,edi->eti", flat, self.w_up)
+        return torch.einsum("etd,te->td", torch.bmm(hidden, self.w_down), combine)
+
+
+class ChosenBetween(TokensThenExperts):
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(torch.einsum("td,edi->tei", flat, self.w_in) + self.b_in)
+        hidden = hidden.gather(1, indices.unsqueeze(-1).expand(-1, -1, I))
+        return (torch.einsum("tki,tkid->tkd", hidden, self.w_out[indices]) * weights.unsqueeze(-1)).sum(1)
+
+
 VARIANTS = (
     variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
     variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
@@ -211,6 +260,11 @@ VARIANTS = (
     ),
     variant("dense_chunks_split", ChunksOfExperts, "the same by split", cut="split"),
     variant("dense_chunks_narrow", ChunksOfExperts, "the same by narrow", cut="narrow"),
+    variant("dense_tokens_then_experts", TokensThenExperts, "hidden rows (T, E, I) are turned into (E, T, I)"),
+    variant("dense_weights_then_experts", WeightsThenExperts, "the same, weighted before they are turned"),
+    variant("dense_turned_by_product", TurnedByProduct, "the second product turns its rows itself"),
+    variant("dense_turned_gate", TurnedGate, "gate (T, E, I) and up (E, T, I): only one is turned"),
+    variant("dense_chosen_between", ChosenBetween, "all experts' first product, the second of the chosen ones"),
     variant("dense_softmax_all", AllExpertsSoftmax, "no top-k: dense by nature, the same as k = E", "either"),
     variant("dense_chosen_at_random", ChosenAtRandom, "random ids, as many as experts give rows"),
 )

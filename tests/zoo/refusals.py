@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, experts
+from tests.zoo.dense import TokensThenExperts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
@@ -250,6 +251,22 @@ class CenteringMatrix(Mixture):
         return self.experts[e](centering @ x)
 
 
+class RolledBetween(TokensThenExperts):
+    """Hidden rows (E, T, I) go to the next token, or to the next expert's second product."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def second(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().second(hidden.roll(1, self.dim))
+
+
+class CenteredBetween(TokensThenExperts):
+    def second(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().second(hidden - hidden.mean(dim=1, keepdim=True))
+
+
 class Committee(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -280,6 +297,9 @@ VARIANTS = (
     variant("refuse_queue_position", Mixture, "place in the queue added", REFUSED, make_expert=PositionInQueue),
     variant("refuse_count_scaled", Mixture, "divided by the number of tokens", REFUSED, make_expert=CountScaled),
     variant("refuse_centering_matrix", CenteringMatrix, "centred by a matrix product over tokens", REFUSED),
+    variant("refuse_rolled_tokens_between", RolledBetween, "hidden rows of another token", REFUSED, dim=1),
+    variant("refuse_rolled_experts_between", RolledBetween, "hidden rows of another expert", REFUSED, dim=0),
+    variant("refuse_centered_between", CenteredBetween, "mean over tokens between the products", REFUSED),
     variant("refuse_max_combine", MaxCombine, "combine by max", REFUSED),
     variant("refuse_overwrite", OverwriteCombine, "combine by overwriting", REFUSED),
     variant("refuse_chained", Chained, "experts see earlier experts' output", REFUSED),
