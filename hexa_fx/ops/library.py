@@ -240,8 +240,8 @@ def _refuse_double_backward(name: str) -> None:
 
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise InputError(
-            f"hexa::{name} has no second derivative: gradients of gradients (create_graph=True) do not reach through packed weights, "
-            "adapters and FP8; run the original module where you need them (hexa_fx.undo_)"
+            f"hexa::{name} has no second derivative: gradients of gradients (create_graph=True) do not reach through packed "
+            "weights, adapters and FP8; run the original module where you need them (hexa_fx.undo_)"
         )
 
     register_autograd(name, backward)
