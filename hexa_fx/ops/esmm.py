@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from hexa_fx.errors import InputError
 from hexa_fx.ops import library, tiles
 from hexa_fx.ops.activations import activation_backward, activation_forward
 from hexa_fx.ops.rows import accumulate_dtype, flip, invert, routed_rows
-from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, EsmmActBackward
-from hexa_fx.ops.tiling import output, whole
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct
+from hexa_fx.ops.tiling import whole
 
 esmm = library.wrapper("esmm")
 
@@ -125,12 +126,7 @@ library.register_autograd("activate", _backward_of_activate, _keep_for_activate)
 esmm_act = library.wrapper("esmm_act", params=(), keep_h=True)
 
 
-@library.kernel("esmm_act", "cpu")
-def esmm_act_cpu(o: EsmmAct) -> tuple[Tensor, Tensor]:
-    """CPU kernel."""
-    tile = whole(o.v, o.offs, o.top_k, o.x)
-    a = tiles.esmm_act(tile, o._replace(x=tile.operand(o.x, o.v)), "h" if o.keep_h else None)
-    return output(tile.tiling, "h") if o.keep_h else o.x.new_empty((0, o.width)), tile.padded(a)
+library.kernel("esmm_act", "cpu")(partial(tiles.at_once, "esmm_act"))
 
 
 def _keep_for_esmm_act(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -164,11 +160,3 @@ library.register_autograd("esmm_act", _backward_of_esmm_act, _keep_for_esmm_act)
 
 
 esmm_act_backward = library.wrapper("esmm_act_backward", params=())
-
-
-@library.kernel("esmm_act_backward", "cpu", "any")
-def _esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel of every device: the two operators it stands for."""
-    by = library.Kernels(o.dy.device.type)
-    da = by.esmm(*o.to(Esmm, x=o.dy))
-    return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]

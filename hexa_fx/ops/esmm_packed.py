@@ -18,11 +18,9 @@ from torch import Tensor
 from hexa_fx.formats import format_of
 from hexa_fx.ops import cpu, fixed_order, library
 from hexa_fx.ops.rows import accumulate_dtype, flip, gather_rows, invert
-from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, LowRankGradients
+from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct, EsmmActBackward, LowRankGradients
 from hexa_fx.ops.table_variants import (
-    EsmmActBackwardLowRank,
     EsmmActBackwardPacked,
-    EsmmActLowRank,
     EsmmActPacked,
     EsmmLowRank,
     EsmmPacked,
@@ -79,36 +77,43 @@ def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
     return y if u is None else y.add_(by.esmm(u, c, None, None, o.offs, 1, o.layout))
 
 
+@library.kernel("esmm_act", "any")
 @library.kernel("esmm_act_low_rank", "any")
 @library.kernel("esmm_act_packed", "any")
-def activated(o: EsmmActLowRank | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
+def activated(o: EsmmAct | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
     """Kernel for any device, by other operators: the products, then the activation."""
     if isinstance(o, EsmmActPacked):
         h = summed(o, by)
     else:
-        both = ((o.w1, o.b1, o.c), (o.w3, o.b3, o.c3))
-        parts = [by.esmm_low_rank(*o.to(EsmmLowRank, weight=w, bias=b, c=c)) for w, b, c in both if w is not None]
+        both = [o.to(EsmmLowRank, weight=o.w1, bias=o.b1)]
+        if o.w3 is not None:
+            both.append(o.to(EsmmLowRank, weight=o.w3, bias=o.b3, c=getattr(o, "c3", None)))
+        parts = [_product(each, by) for each in both]
         h = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     a = by.activate(*o.to(Activate, h=h))
     return (h if o.keep_h else h.new_empty((0, h.shape[1]))), a
 
 
+@library.kernel("esmm_act_backward", "any")
 @library.kernel("esmm_act_backward_low_rank", "any")
 @library.kernel("esmm_act_backward_packed", "any")
-def differentiated(o: EsmmActBackwardLowRank | EsmmActBackwardPacked, by: Any = _OPS) -> tuple[Tensor, Tensor, Tensor]:
+def differentiated(o: EsmmActBackward | EsmmActBackwardPacked, by: Any = _OPS) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel for any device, by other operators: the products, then the activation's gradient."""
-    if isinstance(o, EsmmActBackwardPacked):
-        da = summed(o.to(EsmmPackedLowRank, x=o.dy), by)
-    else:
-        da = by.esmm_low_rank(*o.to(EsmmLowRank, x=o.dy))
+    packed = isinstance(o, EsmmActBackwardPacked)
+    da = summed(o.to(EsmmPackedLowRank, x=o.dy), by) if packed else _product(o.to(EsmmLowRank, x=o.dy), by)
     return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]
+
+
+def _product(o: EsmmLowRank, by: Any) -> Tensor:
+    """By the operator that has a second product, where there is one."""
+    return by.esmm(*o.to(Esmm)) if o.u is None else by.esmm_low_rank(*o)  # type: ignore[no-any-return]
 
 
 _ON_CPU = library.Kernels("cpu")
 for _kernel, *_names in (
     (summed, "esmm_low_rank", "esmm_packed_low_rank"),
     (activated, "esmm_act_low_rank", "esmm_act_packed"),
-    (differentiated, "esmm_act_backward_low_rank", "esmm_act_backward_packed"),
+    (differentiated, "esmm_act_backward", "esmm_act_backward_low_rank", "esmm_act_backward_packed"),
 ):
     for _name in _names:  # past torch's dispatcher, to which listed weights are no tensors
         library.kernel(_name, "cpu")(partial(_kernel, by=_ON_CPU))

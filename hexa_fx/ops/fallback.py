@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
-from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Ess, Estmm
+from hexa_fx.ops.table import Esfk, Esmm, Ess, Estmm
 from hexa_fx.torch_private import grouped_mm
 
 logger = logging.getLogger(__name__)
@@ -48,17 +48,6 @@ def esmm_any(o: Esmm) -> Tensor:
     if o.bias is not None:
         y = y + expert_rows(o.bias, o.offs, y.shape[0])
     return torch.where(routed_rows(o.offs, y.shape[0]), y, 0)
-
-
-@library.kernel("esmm_act", "any")
-def esmm_act_any(o: EsmmAct) -> tuple[Tensor, Tensor]:
-    """esmm (two for split), then the activation."""
-    ops = torch.ops.hexa
-    h = ops.esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout)
-    if o.w3 is not None:
-        h = torch.cat((h, ops.esmm(o.x, o.w3, o.b3, o.v, o.offs, o.top_k, o.layout)), dim=1)
-    a = ops.activate(h, o.activation, o.glu, o.params)
-    return (h if o.keep_h else h.new_empty((0, o.width))), a
 
 
 @library.kernel("ess", "any")

@@ -19,7 +19,8 @@ from hexa_fx.ops.listed import Listed, dense, tensors_of, wanted_of
 from hexa_fx.ops.main_grad import ListedGradients
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
 from hexa_fx.ops.table_layers import MoeFfn
-from hexa_fx.ops.weight_gradients import ess_add_cpu, estmm_add_cpu
+from hexa_fx.ops.tiles import at_once
+from hexa_fx.ops.weight_gradients import estmm_add_cpu
 from hexa_fx.torch_private import (
     DisableTorchFunction,
     _AutoDispatchBelowAutograd,
@@ -113,7 +114,7 @@ class _Esmm(DirectFunction):
                     EstmmAdd(into=into, x=x, g=g, x_index=v, g_index=None, offs=offs, top_k=ctx.rows, layout=ctx.layout)
                 )
             if any(ctx.of_bias):
-                ess_add_cpu(EssAdd(into=into_bias, g=g, v=None, offs=offs, top_k=1, scale=None))
+                at_once("ess_add", EssAdd(into=into_bias, g=g, v=None, offs=offs, top_k=1, scale=None))
         given = [*into.results(), *([] if into_bias is None else into_bias.results())]
         return *Esmm.by_argument(x=dx, bias=db), *given
 

@@ -6,13 +6,13 @@ tile's rows to their tokens. Nothing of size T*k*D is ever written.
 
 A kernel here takes the tile, the operator's record, and a key for each result that does not consist of rows of the tile (a weight's
 gradient, a sum over tokens), which goes to an output of the tiling. Of the record's indices it only asks whether they are given:
-the tile knows them, and offs and top_k.
+the tile knows them, and offs and top_k. An operator that is called on its own has one tile of everything (`at_once`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -38,7 +38,7 @@ from hexa_fx.ops.table import (
     Estmm,
     EstmmAdd,
 )
-from hexa_fx.ops.tiling import Tile, Tiling
+from hexa_fx.ops.tiling import Tile, Tiling, output, whole
 from hexa_fx.torch_private import grouped_mm
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -48,8 +48,14 @@ _COPIED = 1 << 14
 """Elements of a matrix up to which those of a list are copied for a grouped matmul, in less time than a matmul takes to begin."""
 
 
-def on_tile(name: str) -> Callable[[Kernel], Kernel]:
-    """Decorates the kernel of ``hexa::<name>`` on a tile."""
+ROWS = "rows"
+"""A result that consists of rows of the tile, which its kernel returns. Others are outputs of the tiling, each with a key."""
+_ASKED_BY = {"h": "keep_h", "db": "has_bias"}
+"""By output, the operand that says whether it is wanted."""
+
+
+def on_tile(name: str, *results: str) -> Callable[[Kernel], Kernel]:
+    """Decorates the kernel of ``hexa::<name>`` on a tile. results: of each, its key, or `ROWS`."""
     record = library.record_of(name)
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -57,7 +63,7 @@ def on_tile(name: str) -> Callable[[Kernel], Kernel]:
         def run(tile: Tile, keys: Sequence[str | None], *args: Any) -> Any:
             return kernel(tile, record(*args), *keys)
 
-        KERNELS[name] = run
+        KERNELS[name], RESULTS[name] = run, results
         return kernel
 
     return decorate
@@ -65,6 +71,38 @@ def on_tile(name: str) -> Callable[[Kernel], Kernel]:
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """By operator, of a tile, the keys of outputs, and the operator's arguments."""
+RESULTS: dict[str, tuple[str, ...]] = {}
+"""By operator, what its results are: keys, and `ROWS`."""
+
+
+def keys_of(name: str, o: Any, prefix: str = "") -> list[str | None]:
+    """The keys of a call's outputs; None for one that is not wanted."""
+    outputs = (result for result in RESULTS[name] if result != ROWS)
+    return [prefix + key if getattr(o, _ASKED_BY.get(key, ""), True) else None for key in outputs]
+
+
+def at_once(name: str, o: Any) -> Any:
+    """An operator that is called on its own: its kernel on one tile of everything. At most its first rows are gathered."""
+    (first, index), *_ = operands = _rows_of(name)
+    tile = whole(getattr(o, index, None), o.offs, o.top_k, getattr(o, first))
+    rows = {row: tile.operand(getattr(o, row), getattr(o, by, None)) for row, by in operands}
+    keys = keys_of(name, o)
+    made, left, results = KERNELS[name](tile, keys, *o._replace(**rows)), iter(keys), list[Any]()
+    returned = iter(made if isinstance(made, tuple) else (made,))
+    for place, kind in enumerate(RESULTS[name]):
+        if kind == ROWS:
+            results.append(tile.padded(next(returned)))
+        else:
+            key = next(left)
+            results.append(o.results()[place] if key is None else output(tile.tiling, key))
+    return tuple(results) if len(results) > 1 else results[0] if results else None
+
+
+@cache
+def _rows_of(name: str) -> list[tuple[str, str]]:
+    """The operands of an operator that are rows, each with the index that may gather it."""
+    operands = library.record_of(name).operands
+    return [(o.name, o.form.by) for o in operands if o.dtypes is None and o.form.dims.startswith("n ")]
 
 
 def part(tile: Tile, t: Tensor) -> Tensor:
@@ -72,7 +110,7 @@ def part(tile: Tile, t: Tensor) -> Tensor:
     return tile.operand(t, None)
 
 
-@on_tile("esmm")
+@on_tile("esmm", ROWS)
 def esmm(tile: Tile, o: Esmm) -> Tensor:
     """(rows, N)."""
     return _project(tile, tile.rows(o.x, o.v), as_kn(o.weight, o.layout), o.bias)
@@ -132,7 +170,7 @@ def _project_into(tile: Tile, x: Tensor, weight: Weight, bias: Weight | None, ou
         multiply_groups_into(x, piece, own, tile.groups, part)
 
 
-@on_tile("esmm_act")
+@on_tile("esmm_act", "h", ROWS)
 def esmm_act(tile: Tile, o: EsmmAct, h_key: str | None) -> Tensor:
     """a (rows, I). h goes to the output ``h_key`` where one is given."""
     rows, first, x, b1, w3 = tile.rows(o.x, o.v), as_kn(o.w1, o.layout), o.x, o.b1, o.w3
@@ -165,7 +203,7 @@ def _rows_output(tiling: Tiling, width: int) -> Tensor:
     return y
 
 
-@on_tile("activate")
+@on_tile("activate", ROWS)
 def activate(tile: Tile, o: Activate) -> Tensor:
     """(rows, I)."""
     return _activated(tile, o.h, o)
@@ -184,7 +222,7 @@ def _activated(tile: Tile, h: Tensor, o: Activated) -> Tensor:
     return run(lambda part: act.forward(part, o.params), gate).mul_(up)
 
 
-@on_tile("activate_backward")
+@on_tile("activate_backward", ROWS, ROWS, "dweights")
 def activate_backward(tile: Tile, o: ActivateBackward, dweights_key: str) -> tuple[Tensor, Tensor]:
     """(dh, a_scaled)."""
     dtype, wide = o.da.dtype, tile.tiling.wide
@@ -214,7 +252,7 @@ def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor)
     return torch.empty_like(rows).scatter_(0, slots, rows).view(shape).to(dtype)
 
 
-@on_tile("ess")
+@on_tile("ess", "sums")
 def ess(tile: Tile, o: Ess, key: str) -> None:
     """To the output ``key``."""
     y = tile.tiling.accumulator(key, tile.tiling.experts, o.g.shape[1])
@@ -248,7 +286,7 @@ def _scaled(tile: Tile, rows: Tensor, scale: Tensor | None) -> Tensor:
     return rows.to(tile.tiling.wide) if scale is None else rows * tile.scale(scale)
 
 
-@on_tile("estmm")
+@on_tile("estmm", "dw")
 def estmm(tile: Tile, o: Estmm, key: str) -> None:
     """To the output ``key``."""
     x, g = _sides(tile, o)
@@ -316,7 +354,7 @@ def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
     return y
 
 
-@on_tile("esfk")
+@on_tile("esfk", ROWS, "dw", "db")
 def esfk(tile: Tile, o: Esfk, dw_key: str, db_key: str | None) -> Tensor:
     """dx (rows, K). dW and db go to the outputs of their keys."""
     estmm(tile, o.to(Estmm), dw_key)
@@ -325,7 +363,7 @@ def esfk(tile: Tile, o: Esfk, dw_key: str, db_key: str | None) -> Tensor:
     return _input_gradient(tile, o)
 
 
-@on_tile("esfk_add")
+@on_tile("esfk_add", ROWS)
 def esfk_add(tile: Tile, o: EsfkAdd) -> Tensor:
     """dx (rows, K)."""
     estmm_add(tile, o.to(EstmmAdd))
@@ -339,7 +377,7 @@ def _input_gradient(tile: Tile, o: Esfk | EsfkAdd) -> Tensor:
     return _project(tile, o.g, as_kn(o.weight, flip(o.layout)), None)
 
 
-@on_tile("combine")
+@on_tile("combine", "y")
 def combine(tile: Tile, o: Combine, key: str) -> None:
     """Adds its rows to their tokens in the output ``key``, in float32; to their slots if a ``top_k`` is given, which is 1."""
     tiling = tile.tiling

@@ -7,15 +7,16 @@ way into a sum over micro-batches.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, tiles
+from hexa_fx.ops import library
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip, gather_rows, invert, row_count
 from hexa_fx.ops.table import Esfk, EsfkAdd, Ess, EssAdd, Estmm, EstmmAdd
-from hexa_fx.ops.tiling import output, whole
+from hexa_fx.ops.tiles import at_once
 
 Rows = TypeVar("Rows", bound=Estmm)
 
@@ -31,10 +32,7 @@ def gathered(o: Rows) -> Rows:
 @library.kernel("estmm", "cpu")
 def estmm_cpu(o: Estmm) -> Tensor:
     """CPU kernel."""
-    o = gathered(o)
-    tile = whole(None, o.offs, 1, o.x)
-    tiles.estmm(tile, o._replace(x=tile.operand(o.x, None), g=tile.operand(o.g, None)), "dw")
-    return output(tile.tiling, "dw")
+    return at_once("estmm", gathered(o))  # type: ignore[no-any-return]
 
 
 def _setup_estmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -61,14 +59,6 @@ library.register_autograd("estmm", _backward_of_estmm, _setup_estmm)
 
 
 ess = library.wrapper("ess", scale=None)
-
-
-@library.kernel("ess", "cpu")
-def ess_cpu(o: Ess) -> Tensor:
-    """CPU kernel."""
-    tile = whole(o.v, o.offs, o.top_k, o.g)
-    tiles.ess(tile, o._replace(g=tile.operand(o.g, o.v)), "db")
-    return output(tile.tiling, "db")
 
 
 def _setup_ess(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,17 +89,6 @@ library.register_autograd("ess", _backward_of_ess, _setup_ess)
 esfk = library.wrapper("esfk")
 
 
-@library.kernel("esfk", "cpu")
-def esfk_cpu(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
-    """CPU kernel."""
-    tile = whole(o.x_index, o.offs, o.top_k, o.x)
-    db_key = "db" if o.has_bias else None
-    rows = o._replace(x=tile.operand(o.x, o.x_index), g=tile.operand(o.g, None))
-    dx = tiles.esfk(tile, rows, "dw", db_key)
-    db = output(tile.tiling, "db") if o.has_bias else o.g.new_empty(0)
-    return tile.padded(dx), output(tile.tiling, "dw"), db
-
-
 estmm_add = library.wrapper("estmm_add")
 ess_add = library.wrapper("ess_add", scale=None)
 esfk_add = library.wrapper("esfk_add")
@@ -118,24 +97,11 @@ esfk_add = library.wrapper("esfk_add")
 @library.kernel("estmm_add", "cpu")
 def estmm_add_cpu(o: EstmmAdd) -> None:
     """CPU kernel."""
-    o = gathered(o)
-    tile = whole(None, o.offs, 1, o.x)
-    tiles.estmm_add(tile, o._replace(x=tile.operand(o.x, None), g=tile.operand(o.g, None)))
+    at_once("estmm_add", gathered(o))
 
 
-@library.kernel("ess_add", "cpu")
-def ess_add_cpu(o: EssAdd) -> None:
-    """CPU kernel."""
-    tile = whole(o.v, o.offs, o.top_k, o.g)
-    tiles.ess_add(tile, o._replace(g=tile.operand(o.g, o.v)))
-
-
-@library.kernel("esfk_add", "cpu")
-def esfk_add_cpu(o: EsfkAdd) -> Tensor:
-    """CPU kernel."""
-    tile = whole(o.x_index, o.offs, o.top_k, o.x)
-    rows = o._replace(x=tile.operand(o.x, o.x_index), g=tile.operand(o.g, None))
-    return tile.padded(tiles.esfk_add(tile, rows))
+for _name in ("ess", "esfk", "ess_add", "esfk_add"):
+    library.kernel(_name, "cpu")(partial(at_once, _name))
 
 
 @library.kernel("estmm_add", "any")

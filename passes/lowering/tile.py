@@ -160,24 +160,16 @@ def _emit(t: _Tiler, node: Node, name: str) -> None:
     """Puts an operator's kernel on tiles in the body. Of its indices a tile only asks whether they are given."""
     o: Any = library.record_of(name)(*node.args)
     args = [_argument(t, field, value) for field, value in zip(o._fields, o)]
-    if name == "esmm_act":
-        a = t.emit(node, name, ["h" if o.keep_h else None], *args)
-        t.in_body[node] = (("key", "h"), ("rows", a))
-    elif name == "activate_backward":
-        both = t.emit(node, name, ["dweights"], *args)
-        dh, a_s = (t.body.call_function(operator.getitem, (both, i)) for i in range(2))
-        t.in_body[node] = (("rows", dh), ("rows", a_s), ("key", "dweights"))
-    elif name == "esfk":
-        dw, db = f"{node.name}_dw", f"{node.name}_db"
-        dx = t.emit(node, name, [dw, db if o.has_bias else None], *args)
-        t.in_body[node] = (("rows", dx), ("key", dw), ("key", db))
-    elif name in _OUTPUTS:
-        t.emit(node, name, [node.name], *args)
-        t.keys[node] = node.name
-    else:
-        rows = t.emit(node, name, [], *args)
-        if name not in _BUFFERS:
-            t.in_body[node] = rows
+    made = t.emit(node, name, tiles.keys_of(name, o, f"{node.name}_"), *args)
+    results, count = tiles.RESULTS[name], tiles.RESULTS[name].count(tiles.ROWS)
+    rows = iter([made] if count == 1 else [t.body.call_function(operator.getitem, (made, n)) for n in range(count)])
+    each = [("rows", next(rows)) if key == tiles.ROWS else ("key", f"{node.name}_{key}") for key in results]
+    if len(each) > 1:
+        t.in_body[node] = tuple(each)
+    elif each:
+        ((kind, value),) = each
+        found: dict[Node, Any] = t.in_body if kind == "rows" else t.keys
+        found[node] = value
 
 
 def _argument(t: _Tiler, field: str, value: Any) -> Any:
@@ -188,8 +180,5 @@ def _argument(t: _Tiler, field: str, value: Any) -> Any:
     return t.value(value)
 
 
-_OUTPUTS = ("ess", "estmm", "combine")
-"""Operators whose result is an output of the tiling."""
-_BUFFERS = ("ess_add", "estmm_add")
-_OVER_ROWS = {tiles.KERNELS[name] for name in ("ess", "estmm", "esfk", *_BUFFERS, "esfk_add")}
+_OVER_ROWS = {tiles.KERNELS[f"{name}{end}"] for name in ("ess", "estmm", "esfk") for end in ("", "_add")}
 """What sums over an expert's rows, all of them at a time."""

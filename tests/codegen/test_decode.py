@@ -33,11 +33,12 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuiltKernel, KernelHandle
 from hexa_fx.jit.driver import Driver
-from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.table_layers import MoeFfn
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.cuda.cards import HOPPER, any_number_of_rows  # noqa: F401
 from tests.gpu.cases import row_error
+from tests.ops.reference import in_float64, loop, operands
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
@@ -57,74 +58,36 @@ IDS = {
 }
 
 
+SWIGLU = FfnSpec("silu", "concat")
+
+
 def layer(
+    ids: Tensor,
+    spec: FfnSpec = SWIGLU,
     dtype: torch.dtype = BF16,
     hidden: int = 72,
     inner: int = 40,
-    glu: str = "concat",
-    activation: str = "silu",
-    params: tuple[float, ...] = (),
-    layouts: str = "nk nk",
     bias: bool = False,
     experts: int = 5,
-) -> tuple[list[Any], list[Any]]:
-    """Weights and static arguments of moe_ffn."""
-    layout1, layout2 = layouts.split()
-    n = 2 * inner if glu in ("concat", "interleaved") else inner
+) -> MoeFfn:
+    """Operands of moe_ffn."""
 
-    def weight(columns: int, k: int, layout: str) -> Tensor:
-        w = (torch.randn(experts, columns, k) * k**-0.5).to(dtype)
-        return w if layout == "nk" else w.transpose(1, 2).contiguous()
+    def random(shape: tuple[int, ...], depth: int) -> Tensor:
+        return (torch.randn(shape) * depth**-0.5).to(dtype)
 
-    def bias_of(columns: int, there: bool = True) -> Tensor | None:
-        return torch.randn(experts, columns).to(dtype) if bias and there else None
-
-    w3 = weight(n, hidden, layout1) if glu == "split" else None
-    weights = [weight(n, hidden, layout1), bias_of(n), w3, bias_of(n, glu == "split")]
-    return [*weights, weight(hidden, inner, layout2), bias_of(hidden)], [
-        activation,
-        glu,
-        params,
-        *layouts.split(),
-        False,
-    ]
+    made = operands(spec, random, ids, experts=experts, model_size=hidden, inner=inner, bias=bias)
+    return made._replace(top_k_weights=torch.rand(ids.shape))
 
 
-def reference(x: Tensor, ids: Tensor, gates: Tensor | None, weights: list[Any], static: list[Any]) -> Tensor:
-    w1, b1, w3, b3, w2, b2 = (None if t is None else t.double() for t in weights)
-    activation, glu, params, layout1, layout2, _ = static
-    out = torch.zeros(x.shape[0], x.shape[1], dtype=torch.float64)
-    for t, s in ((t, s) for t in range(ids.shape[0]) for s in range(ids.shape[1])):
-        e = int(ids[t, s])
-        if not 0 <= e < w1.shape[0]:
-            continue
-        h = []
-        for w, b in ((w1, b1), (w3, b3)):
-            if w is not None:
-                h.append(x[t].double() @ (w[e].t() if layout1 == "nk" else w[e]) + (0 if b is None else b[e]))
-        a = activation_forward(torch.cat(h)[None], activation, glu, params)[0]
-        y = a @ (w2[e].t() if layout2 == "nk" else w2[e]) + (0 if b2 is None else b2[e])
-        out[t] += y * (1 if gates is None else gates[t, s].double())
-    return out
-
-
-def run(
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor | None,
-    weights: list[Any],
-    static: list[Any],
-    tile: Any = None,
-    launches: list[str] | None = None,
-) -> Tensor:
-    """The launches on this machine; what nobody writes is NaN."""
-    args = [x, ids, gates, *weights, *static]
-    plan = calls.planned(PROGRAMS["moe_ffn"], args, CARD, (lambda key: tile) if tile else calls.chosen())
-    found = [kernel.spec.family for kernel in plan.kernels]
-    assert found == (launches or APART)
+def error_of(o: MoeFfn, tile: Any = None, launches: list[str] | None = None) -> float:
+    """Of the launches on this machine; what nobody writes is NaN, and so are weights of slots without an expert."""
+    want = loop(in_float64(o))
+    o.top_k_weights[(o.top_k_index < 0) | (o.top_k_index >= o.experts)] = float("nan")
+    plan = calls.planned(PROGRAMS["moe_ffn"], [*o], CARD, (lambda key: tile) if tile else calls.chosen())
+    assert [kernel.spec.family for kernel in plan.kernels] == (launches or APART)
     plan.load()
-    tensors = [t for t in args if isinstance(t, Tensor)]
-    return plan(tensors, [t.data_ptr() for t in tensors], x.device)
+    tensors = [t for t in o if isinstance(t, Tensor)]
+    return row_error(plan(tensors, [t.data_ptr() for t in tensors], o.x.device), want)
 
 
 @pytest.fixture(autouse=True)
@@ -139,18 +102,24 @@ APART = ["decode_gemm", "decode_gemm", "decode_combine"]
 LONG, SHORT = ["decode_gemm", "decode_gemm"], ["decode_gemm", "decode_down"]
 
 
-SWIGLU_OAI = {"glu": "interleaved", "activation": "swiglu_oai", "params": (1.702, 1.0), "bias": True}
+OAI = {"params": (1.702, 1.0)}
 CASES: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
     "f16, more steps than stages": ({"dtype": F16, "hidden": 392, "inner": 136}, DecodeTile(8, 1, 3)),
-    "split, kn nk": ({"glu": "split", "activation": "gelu", "layouts": "kn nk", "bias": True}, DecodeTile(8, 2, 5)),
-    "interleaved, kn kn": ({"layouts": "kn kn", "hidden": 136, "inner": 72, **SWIGLU_OAI}, DecodeTile(16, 2, 4)),
-    "none, nk kn": ({"glu": "none", "activation": "tanh", "layouts": "nk kn"}, DecodeTile(64, 4, 3)),
+    "split, kn nk": ({"spec": FfnSpec("gelu", "split", "kn", "nk"), "bias": True}, DecodeTile(8, 2, 5)),
+    "interleaved, kn kn": (
+        {"spec": FfnSpec("swiglu_oai", "interleaved", "kn", "kn", **OAI), "hidden": 136, "inner": 72, "bias": True},
+        DecodeTile(16, 2, 4),
+    ),
+    "none, nk kn": ({"spec": FfnSpec("tanh", "none", "nk", "kn")}, DecodeTile(64, 4, 3)),
 }
 MORE: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
     "concat": ({}, None),
-    "interleaved, nk kn": ({"glu": "interleaved", "layouts": "nk kn"}, DecodeTile(8, 4, 2)),
-    "concat, kn": ({"layouts": "kn kn", "hidden": 136, "inner": 72, "bias": True}, DecodeTile(32, 4, 3)),
-    "none, kn nk": ({"glu": "none", "activation": "relu2", "layouts": "kn nk", "bias": True}, DecodeTile(16, 8, 3)),
+    "interleaved, nk kn": ({"spec": FfnSpec("silu", "interleaved", "nk", "kn")}, DecodeTile(8, 4, 2)),
+    "concat, kn": (
+        {"spec": FfnSpec("silu", "concat", "kn", "kn"), "hidden": 136, "inner": 72, "bias": True},
+        DecodeTile(32, 4, 3),
+    ),
+    "none, kn nk": ({"spec": FfnSpec("relu2", "none", "kn", "nk"), "bias": True}, DecodeTile(16, 8, 3)),
     "wide": ({"hidden": 264, "inner": 136}, DecodeTile(8, 2, 5)),
 }
 
@@ -161,15 +130,10 @@ def check(
     launches: list[str] | None = None,
 ) -> None:
     options, tile = case
-    weights, static = layer(**options)
-    dtype = weights[0].dtype
     for kind, index in IDS.items():
-        ids = torch.tensor(index).to(ids_dtype)
-        x, gates = torch.randn(len(index), options.get("hidden", 72)).to(dtype), torch.rand(ids.shape)
-        want = reference(x, ids, gates, weights, static)
-        gates[(ids < 0) | (ids >= 5)] = float("nan")
-        error = row_error(run(x, ids, gates, weights, static, tile, launches), want)
-        assert error < TOLERANCE[dtype], (kind, error)
+        made = layer(torch.tensor(index).to(ids_dtype), **options)
+        error = error_of(made, tile, launches)
+        assert error < TOLERANCE[made.x.dtype], (kind, error)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -178,12 +142,9 @@ def test_a_layer(emulated, case):  # noqa: F811
 
 
 def test_each_warp_sorts_many_slots(emulated):  # noqa: F811
-    weights, static = layer(F16, experts=9)
     ids = torch.randint(-1, 10, (140, 2))
     ids[:80, 0] = 3
-    x, gates = torch.randn(140, 72).to(F16), torch.rand(140, 2)
-    want = reference(x, ids, gates, weights, static)
-    assert row_error(run(x, ids, gates, weights, static, DecodeTile(8, 1, 3)), want) < TOLERANCE[F16]
+    assert error_of(layer(ids, dtype=F16, experts=9), DecodeTile(8, 1, 3)) < TOLERANCE[F16]
 
 
 SUMS: dict[str, tuple[dict[str, Any], DecodeTile | DownTile]] = {
@@ -229,11 +190,7 @@ def test_tables_of_small_tiles_hold_all_slots():
 
 
 def given(**changes: Any) -> list[Any]:
-    weights, static = layer()
-    args = {"x": torch.randn(3, 72).to(BF16), "ids": torch.zeros(3, 2, dtype=torch.int64), "gates": torch.rand(3, 2)}
-    args.update(zip(("w1", "b1", "w3", "b3", "w2", "b2"), weights, strict=True))
-    args.update(changes)
-    return [*args.values(), *static]
+    return [*layer(torch.zeros(3, 2, dtype=torch.int64))._replace(**changes)]
 
 
 def launched(args: list[Any], card: Any = CARD) -> set[str]:
@@ -252,7 +209,9 @@ def test_what_takes_this_way(monkeypatch):
     others = {
         "an older card": given(),
         "float32": given(**{n: t.float() for n, t in zip(("x", "w1", "w2"), (given()[0], given()[3], given()[7]))}),
-        "many tokens": given(x=torch.randn(257, 72).to(BF16), ids=torch.zeros(257, 2, dtype=torch.int64), gates=None),
+        "many tokens": given(
+            x=torch.randn(257, 72).to(BF16), top_k_index=torch.zeros(257, 2, dtype=torch.int64), top_k_weights=None
+        ),
         "rows at odd addresses": given(x=torch.randn(3, 73).to(BF16)[:, 1:]),
         "odd widths": given(w1=torch.randn(5, 84, 72).to(BF16), w2=torch.randn(5, 72, 42).to(BF16)),
     }
@@ -348,4 +307,4 @@ def test_the_first_call_is_checked_and_gives_the_bits_of_the_second(emulated, mo
     first = LAYERS["moe_ffn"](general, *args)
     assert torch.equal(LAYERS["moe_ffn"](general, *args), first)
     with pytest.raises(InputError, match="top_k_index"):
-        LAYERS["moe_ffn"](general, *given(ids=torch.zeros(4, 2, dtype=torch.int64)))
+        LAYERS["moe_ffn"](general, *given(top_k_index=torch.zeros(4, 2, dtype=torch.int64)))

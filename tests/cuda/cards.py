@@ -20,10 +20,12 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import plan as cuda_plan
+from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuiltKernel, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import backward_on, forward_on
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward
+from tests.ops.reference import operands
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -179,20 +181,13 @@ def arguments(
     top_k: int = K,
     tokens: int = T,
 ) -> list[Any]:
-    layout1, layout2 = layouts.split()
-    n = 2 * H if glu in ("concat", "interleaved") else H
-    first, second = ((E, n, D) if layout1 == "nk" else (E, D, n)), ((E, D, H) if layout2 == "nk" else (E, H, D))
-
-    def tensor(*shape: int) -> Tensor:
+    def random(shape: tuple[int, ...], _: int) -> Tensor:
         return torch.randn(*shape).to(dtype)
 
-    w3 = tensor(*first) if glu == "split" else None
-    b1, b2 = (tensor(E, n), tensor(E, D)) if bias else (None, None)
-    b3 = tensor(E, n) if bias and glu == "split" else None
-    weights = None if gates is None else torch.rand(tokens, top_k).to(gates)
     index = torch.randint(0, E, (tokens, top_k)).to(ids)
-    static = ("silu", glu, (), layout1, layout2, False)
-    return [tensor(tokens, D), index, weights, tensor(*first), b1, w3, b3, tensor(*second), b2, *static]
+    spec = FfnSpec("silu", glu, *layouts.split())  # type: ignore[arg-type]
+    made = operands(spec, random, index, experts=E, model_size=D, inner=H, bias=bias)
+    return [*made._replace(top_k_weights=None if gates is None else torch.rand(tokens, top_k).to(gates))]
 
 
 def copied(args: Sequence[Any]) -> list[Any]:

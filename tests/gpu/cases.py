@@ -1,11 +1,17 @@
 """Routings, operands and float64 references of the GPU tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hexa_fx.ops.activations import activation_backward, activation_forward
+from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank
 
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 4e-6, torch.float64: 1e-13}
@@ -64,6 +70,11 @@ def randn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device=DEVICE, dtype=torch.float32) * scale).to(dtype)
 
 
+def stacked(experts: int, n: int, k: int, layout: str, dtype: torch.dtype) -> Tensor:
+    """A weight, of whose products k are added up."""
+    return randn(*((experts, n, k) if layout == "nk" else (experts, k, n)), dtype=dtype, scale=k**-0.5)
+
+
 def gathered(x: Tensor, index: Tensor | None, top_k: int) -> Tensor:
     return x.double() if index is None else x.double()[index.long() // top_k]
 
@@ -104,6 +115,76 @@ def assert_close(out: Tensor, ref: Tensor, dtype: torch.dtype, factor: float = 1
     assert out.shape == ref.shape
     error = row_error(out, ref)
     assert error <= TOLERANCE[dtype] * factor, f"per-row relative error {error:.2e}"
+
+
+def sums(g: Tensor, r: Routing) -> Tensor:
+    """Of every expert's rows."""
+    return reference_estmm(torch.ones(r.n, 1, device=g.device), g, None, None, r, "kn")[:, 0]
+
+
+def reference_product(o: Esmm | EsmmAct, r: Routing) -> Tensor:
+    """An esmm, or the pre-activation of an esmm_act; with a second product where the record has one."""
+    each = ((o.w1, o.b1, "c"), (o.w3, o.b3, "c3")) if isinstance(o, EsmmAct) else ((o.weight, o.bias, "c"),)
+    found = []
+    for w, bias, c in each:
+        if w is not None:
+            y = reference_esmm(o.x, w, bias, o.v, r, o.layout)
+            u = getattr(o, "u", None)
+            found.append(y if u is None else y + reference_esmm(u, getattr(o, c), None, None, r, o.layout))
+    return torch.cat(found, 1)
+
+
+Run = Callable[..., Any]
+"""An operator or a family's code of it, of a record, and perhaps of a tile."""
+
+
+def check_esmm(run: Run, o: Esmm, r: Routing, *tile: object) -> None:
+    assert_close(run(o, *tile), reference_product(o, r), o.x.dtype)
+
+
+def check_esmm_act(run: Run, o: EsmmAct, r: Routing, *tile: object) -> None:
+    """Rows of no expert are zero."""
+    (h, a), want = run(o, *tile), reference_product(o, r)
+    if o.keep_h:
+        assert_close(h, want, o.x.dtype)
+    else:
+        assert h.shape[0] == 0
+    activated = activation_forward(want, o.activation, o.glu, o.params)
+    activated[r.routed :] = 0
+    assert_close(a, activated, o.x.dtype, 2)
+
+
+def check_esmm_act_backward(run: Run, o: EsmmActBackward, r: Routing, *tile: object) -> None:
+    (dh, a, dots), dtype, h = run(o, *tile), o.dy.dtype, o.h.double()
+    da = reference_product(o.to(EsmmLowRank if isinstance(o, EsmmActBackwardLowRank) else Esmm, x=o.dy), r)
+    static = (o.activation, o.glu, o.params)
+    if o.top_k_weights is None:
+        assert_close(dh, activation_backward(da, h, *static), dtype, 2)
+        return
+    w, acted = o.top_k_weights.double().view(-1)[o.v.long()].unsqueeze(1), activation_forward(h, *static)
+    w[r.routed :] = 0
+    assert_close(a, acted * w, dtype, 2)
+    assert_close(dh, activation_backward(da * w, h, *static), dtype, 2)
+    by_row = dots.double()[o.v.long()]
+    size = da.norm(dim=1) * acted.norm(dim=1) + 1e-9
+    wrong = ((by_row - (da * acted).sum(1)).abs() / size)[: r.routed]
+    assert not (wrong >= TOLERANCE[dtype]).any()
+    assert not wrong.isnan().any()
+    assert not by_row[r.routed :].any()
+
+
+def check_estmm(run: Run, o: Estmm, r: Routing, *tile: object) -> None:
+    assert_close(run(o, *tile), reference_estmm(o.x, o.g, o.x_index, o.g_index, r, o.layout), o.x.dtype)
+
+
+def check_esfk(run: Run, o: Esfk, r: Routing, *tile: object, factor: float = 1.0) -> Tensor | None:
+    """Gives db, which is compared if there is a bias; ``factor``: of its tolerance."""
+    dx, dw, db = run(o, *tile)
+    assert_close(dx, reference_esmm(o.g, o.weight, None, None, r, flip(o.layout)), o.x.dtype)
+    assert_close(dw, reference_estmm(o.x, o.g, o.x_index, None, r, o.layout), o.x.dtype)
+    if o.has_bias:
+        assert_close(db, sums(o.g, r), o.x.dtype, factor)
+    return db  # type: ignore[no-any-return]
 
 
 @contextmanager

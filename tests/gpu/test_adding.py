@@ -9,7 +9,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.ir import FfnSpec
-from tests.gpu.cases import ROUTINGS, Routing, make_routing, randn, reference_esmm, reference_estmm, row_error
+from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, reference_estmm, row_error, sums
 from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -31,10 +31,6 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def size(layout: str) -> tuple[int, int, int]:
     return (EXPERTS, N, D) if layout == "nk" else (EXPERTS, D, N)
-
-
-def sums(g: Tensor, r: Routing) -> Tensor:
-    return reference_estmm(torch.ones(r.n, 1, dtype=g.dtype, device="cuda"), g, None, None, r, "kn")[:, 0]
 
 
 def assert_sum(into: Tensor, want: Tensor, tolerance: float = FLOAT32) -> None:

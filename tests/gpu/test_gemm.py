@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +17,21 @@ from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import tune as cuda_tune
-from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from tests.gpu.cases import (
     ROUTINGS,
     TF32_TOLERANCE,
     TOLERANCE,
-    assert_close,
+    check_esfk,
+    check_esmm,
+    check_esmm_act,
+    check_estmm,
     make_routing,
     randn,
     reference_esmm,
     reference_estmm,
     row_error,
+    stacked,
 )
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -35,24 +39,15 @@ TOKENS, TOP_K, EXPERTS = 301, 3, 7
 
 
 class Operators:
-    """The dispatcher's operators under the launchers' names."""
+    """The dispatcher's operators, of records as the family's code takes them."""
 
-    esmm = staticmethod(lambda *args: torch.ops.hexa.esmm(*args))
-    esmm_act = staticmethod(lambda *args: torch.ops.hexa.esmm_act(*args))
-    estmm = staticmethod(lambda *args: torch.ops.hexa.estmm(*args))
-    esfk = staticmethod(lambda *args: torch.ops.hexa.esfk(*args))
-
-
-class Sm80:
-    """The launchers of one family, whatever the card."""
-
-    esmm = staticmethod(lambda *args: sm80.esmm(Esmm(*args)))
-    esmm_act = staticmethod(lambda *args: sm80.esmm_act(EsmmAct(*args)))
-    estmm = staticmethod(lambda *args: sm80.estmm(Estmm(*args)))
-    esfk = staticmethod(lambda *args: sm80.esfk(Esfk(*args)))
+    esmm = staticmethod(lambda o: torch.ops.hexa.esmm(*o))
+    esmm_act = staticmethod(lambda o: torch.ops.hexa.esmm_act(*o))
+    estmm = staticmethod(lambda o: torch.ops.hexa.estmm(*o))
+    esfk = staticmethod(lambda o: torch.ops.hexa.esfk(*o))
 
 
-PATHS = {"sm80": Sm80, "op": Operators}
+PATHS: dict[str, Any] = {"sm80": sm80, "op": Operators}
 TYPES = [("sm80", BF16), ("sm80", F16), ("sm80", F32), ("sm80", F64), ("op", BF16), ("op", F16)]
 
 
@@ -63,8 +58,8 @@ def tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
-def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = EXPERTS) -> torch.Tensor:
-    return randn(*((experts, n, k) if layout == "nk" else (experts, k, n)), dtype=dtype, scale=k**-0.5)
+def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    return stacked(EXPERTS, n, k, layout, dtype)
 
 
 @pytest.mark.parametrize(("path", "dtype"), TYPES)
@@ -75,23 +70,19 @@ def test_esmm(path: str, dtype: torch.dtype, layout: str, k: int, n: int) -> Non
     w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
-        x = randn(TOKENS, k, dtype=dtype)
-        y = esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
-        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
+        check_esmm(esmm, Esmm(randn(TOKENS, k, dtype=dtype), w, bias, r.v, r.offs, TOP_K, layout), r)
     rows = randn(r.n, k, dtype=dtype)
     r = make_routing("sentinels", TOKENS, TOP_K, EXPERTS)
     rows[r.routed :] = float("nan")
-    y = esmm(rows, w, None, None, r.offs, 1, layout)
-    assert_close(y, reference_esmm(rows.nan_to_num(0), w, None, None, r, layout), dtype)
+    check_esmm(esmm, Esmm(rows, w, None, None, r.offs, 1, layout), r)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 90, 3000])
 @pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("op", BF16)])
 def test_esmm_at_every_tile_height(tokens: int, path: str, dtype: torch.dtype) -> None:
     r = make_routing("random", tokens, 2, 4)
-    x, w = randn(tokens, 256, dtype=dtype), weight(192, 256, "nk", dtype, 4)
-    y = PATHS[path].esmm(x, w, None, r.v, r.offs, 2, "nk")
-    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), dtype)
+    x, w = randn(tokens, 256, dtype=dtype), stacked(4, 192, 256, "nk", dtype)
+    check_esmm(PATHS[path].esmm, Esmm(x, w, None, r.v, r.offs, 2, "nk"), r)
 
 
 def test_esmm_tf32(tf32: None) -> None:
@@ -111,8 +102,7 @@ def test_esmm_reads_strided_and_transposed_operands_in_place(path: str) -> None:
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x = randn(TOKENS, 250, dtype=BF16)[:, 3:203]
     w = randn(EXPERTS, 200, 340, dtype=BF16)[:, :, 4:332].transpose(1, 2)
-    y = PATHS[path].esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
-    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+    check_esmm(PATHS[path].esmm, Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"), r)
 
 
 def test_infinities_and_nan_stay_where_they_are() -> None:
@@ -156,17 +146,8 @@ def test_esmm_act(
     w1, w3 = weight(columns, 136, layout, dtype), weight(inner, 136, layout, dtype) if glu == "split" else None
     b1 = randn(EXPERTS, columns, dtype=dtype) if bias else None
     b3 = randn(EXPERTS, inner, dtype=dtype) if bias and glu == "split" else None
-    h, a = PATHS[path].esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, (), bias)
-    want = reference_esmm(x, w1, b1, r.v, r, layout)
-    if w3 is not None:
-        want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
-    if bias:
-        assert_close(h, want, dtype)
-    else:
-        assert h.shape[0] == 0
-    want = activation_forward(want, activation, glu, ())
-    want[r.routed :] = 0
-    assert_close(a, want, dtype, 2)
+    o = EsmmAct(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, (), bias)
+    check_esmm_act(PATHS[path].esmm_act, o, r)
 
 
 @pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("sm80", F64), ("op", BF16)])
@@ -178,32 +159,22 @@ def test_estmm(path: str, dtype: torch.dtype, layout: str, m: int, n: int) -> No
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, m, dtype=dtype), randn(r.n, n, dtype=dtype)
         g[r.routed :] = float("nan")
-        dw = estmm(x, g, r.v, None, r.offs, TOP_K, layout)
-        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+        check_estmm(estmm, Estmm(x, g, r.v, None, r.offs, TOP_K, layout), r)
     rows, dy = randn(r.n, m, dtype=dtype), randn(TOKENS, n, dtype=dtype)
-    dw = estmm(rows, dy, None, r.v, r.offs, TOP_K, layout)
-    assert_close(dw, reference_estmm(rows, dy, None, r.v, r, layout), dtype)
+    check_estmm(estmm, Estmm(rows, dy, None, r.v, r.offs, TOP_K, layout), r)
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
-    g = randn(r.n, n, dtype=dtype)
-    dw = estmm(rows, g, None, None, r.offs, 1, layout)
-    assert_close(dw, reference_estmm(rows, g, None, None, r, layout), dtype)
+    check_estmm(estmm, Estmm(rows, randn(r.n, n, dtype=dtype), None, None, r.offs, 1, layout), r)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(("path", "dtype"), [("sm80", t) for t in (BF16, F16, F32, F64)] + [("op", BF16), ("op", F32)])
 @pytest.mark.parametrize(("k", "n"), [(200, 328), (77, 45)], ids=["aligned", "odd"])
 def test_esfk_is_its_three_parts(path: str, dtype: torch.dtype, layout: str, k: int, n: int) -> None:
-    esfk, other = PATHS[path].esfk, "kn" if layout == "nk" else "nk"
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g, w = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype), weight(n, k, layout, dtype)
         g[r.routed :] = float("nan")
-        dx, dw, db = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True)
-        assert_close(dx, reference_esmm(g.nan_to_num(0), w, None, None, r, other), dtype)
-        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
-        offs = r.offs.tolist()
-        want = torch.stack([g[offs[e] : offs[e + 1]].double().sum(0) for e in range(EXPERTS)])
-        assert_close(db, want, dtype, 2)
+        check_esfk(PATHS[path].esfk, Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), r, factor=2)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -212,10 +183,7 @@ def test_esfk_of_sm80_reads_what_lies_transposed_and_strided(layout: str) -> Non
     r = make_routing("sentinels", 1500, TOP_K, EXPERTS)
     x, g = randn(r.n, 264, dtype=BF16)[:, :200], randn(r.n, 328, dtype=BF16)
     w = weight(328, 200, "kn" if layout == "nk" else "nk", BF16).transpose(1, 2)
-    dx, dw, db = sm80.esfk(Esfk(x, g, w, None, r.offs, 1, layout, False))
-    assert db is None
-    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
-    assert_close(dw, reference_estmm(x, g, None, None, r, layout), BF16)
+    assert check_esfk(sm80.esfk, Esfk(x, g, w, None, r.offs, 1, layout, False), r) is None
 
 
 def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
@@ -230,8 +198,7 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
     for _ in range(2):
-        y = sm80.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
-        assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+        check_esmm(sm80.esmm, Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"), r)
     ((problem, (tile, ms)),) = TunedTable.from_json((table / "card.json").read_text()).entries.items()
     assert (problem.op, problem.inner, problem.columns) == ("esmm", 200, 328)
     assert tile["bm"] in (64, 128)

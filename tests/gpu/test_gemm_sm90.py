@@ -8,10 +8,20 @@ import torch
 from hexa_fx.codegen.family_gemm_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, WHOLE, TileSm90
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import plan as cuda_plan
-from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
+from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
-from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
+from tests.gpu.cases import (
+    ROUTINGS,
+    check_esfk,
+    check_esmm,
+    check_esmm_act,
+    check_esmm_act_backward,
+    check_estmm,
+    make_routing,
+    randn,
+    stacked,
+)
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOKENS, TOP_K, EXPERTS = 301, 3, 7
@@ -62,7 +72,7 @@ def hopper() -> None:
 
 
 def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
-    return randn(*((EXPERTS, n, k) if layout == "nk" else (EXPERTS, k, n)), dtype=dtype, scale=k**-0.5)
+    return stacked(EXPERTS, n, k, layout, dtype)
 
 
 @pytest.mark.parametrize("tile", [*TILES, *SWAPPED_TILES])
@@ -73,10 +83,8 @@ def test_esmm(tile: str, layout: str, dtype: torch.dtype) -> None:
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, rows = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype)
-        y = sm90.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, layout), for_gather(choice))
-        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
-        y = sm90.esmm(Esmm(rows, w, None, None, r.offs, 1, layout), choice)
-        assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
+        check_esmm(sm90.esmm, Esmm(x, w, bias, r.v, r.offs, TOP_K, layout), r, for_gather(choice))
+        check_esmm(sm90.esmm, Esmm(rows, w, None, None, r.offs, 1, layout), r, choice)
 
 
 def second_product(rows: int, n: int, rank: int, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +101,8 @@ def test_esmm_with_a_second_product(tile: str, layout: str, dtype: torch.dtype, 
         r = make_routing(kind, tokens, TOP_K, EXPERTS)
         x, rows = randn(tokens, k, dtype=dtype), randn(r.n, k, dtype=dtype)
         u, c = second_product(r.n, n, rank, layout, dtype)
-        more = reference_esmm(u, c, None, None, r, layout)
-        y = sm90.esmm(EsmmLowRank(x, w, bias, r.v, r.offs, TOP_K, layout, u, c), for_gather(choice))
-        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout) + more, dtype)
-        y = sm90.esmm(EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), choice)
-        assert_close(y, reference_esmm(rows, w, None, None, r, layout) + more, dtype)
+        check_esmm(sm90.esmm, EsmmLowRank(x, w, bias, r.v, r.offs, TOP_K, layout, u, c), r, for_gather(choice))
+        check_esmm(sm90.esmm, EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), r, choice)
 
 
 @pytest.mark.parametrize("tile", ["coop", "coop2", *SWAPPED_TILES])
@@ -113,18 +118,10 @@ def test_esmm_act_with_a_second_product(tile: str, activation: str, glu: str, ra
     w, w3 = weight(width, k, "nk", BF16), weight(width, k, "nk", BF16) if glu == "split" else None
     for kind in ROUTINGS:
         r, x = make_routing(kind, TOKENS, TOP_K, EXPERTS), randn(TOKENS, k, dtype=BF16)
-        (u, c), c3 = second_product(r.n, width, rank, "nk", BF16), None
-        want = reference_esmm(x, w, None, r.v, r, "nk") + reference_esmm(u, c, None, None, r, "nk")
-        if w3 is not None:
-            c3 = weight(width, rank, "nk", BF16)
-            up = reference_esmm(x, w3, None, r.v, r, "nk") + reference_esmm(u, c3, None, None, r, "nk")
-            want = torch.cat((want, up), 1)
+        u, c = second_product(r.n, width, rank, "nk", BF16)
+        c3 = None if w3 is None else weight(width, rank, "nk", BF16)
         static = (r.v, r.offs, TOP_K, "nk", activation, glu, params, True)
-        h, a = sm90.esmm_act(EsmmActLowRank(x, w, None, w3, None, *static, u, c, c3), choice)
-        assert_close(h, want, BF16)
-        activated = activation_forward(want, activation, glu, params)
-        activated[r.routed :] = 0
-        assert_close(a, activated, BF16, 2)
+        check_esmm_act(sm90.esmm_act, EsmmActLowRank(x, w, None, w3, None, *static, u, c, c3), r, choice)
 
 
 @pytest.mark.parametrize("tile", SWAPPED_TILES)
@@ -136,16 +133,9 @@ def test_esmm_act_with_swapped_operands(tile: str, activation: str, glu: str, to
     w, bias = weight(2 * inner, k, "nk", BF16), randn(EXPERTS, 2 * inner, dtype=BF16)
     for kind in ROUTINGS:
         r, x = make_routing(kind, tokens, TOP_K, EXPERTS), randn(tokens, k, dtype=BF16)
-        want = reference_esmm(x, w, bias, r.v, r, "nk")
         for store_h in (True, False):
-            h, a = sm90.esmm_act(
-                EsmmAct(x, w, bias, None, None, r.v, r.offs, TOP_K, "nk", activation, glu, (), store_h), choice
-            )
-            if store_h:
-                assert_close(h, want, BF16)
-            activated = activation_forward(want, activation, glu, ())
-            activated[r.routed :] = 0
-            assert_close(a, activated, BF16, 2)
+            o = EsmmAct(x, w, bias, None, None, r.v, r.offs, TOP_K, "nk", activation, glu, (), store_h)
+            check_esmm_act(sm90.esmm_act, o, r, choice)
 
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES)
@@ -160,24 +150,9 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str, rank: int) -> N
         dy, h = randn(TOKENS, d, dtype=dtype), randn(r.n, i if glu == "none" else 2 * i, dtype=dtype)
         scale = torch.rand(r.n, device="cuda")
         given = EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params)
-        da = reference_esmm(dy, w2, None, r.v, r, "kn")
         if rank:
-            u, c = second_product(r.n, i, rank, "kn", dtype)
-            dh, a, dots = sm90.esmm_act_backward(EsmmActBackwardLowRank(*given, u, c), BACKWARD_TILES[tile])
-            da += reference_esmm(u, c, None, None, r, "kn")
-        else:
-            dh, a, dots = sm90.esmm_act_backward(given, BACKWARD_TILES[tile])
-        w = scale.double()[r.v.long()].unsqueeze(1)
-        w[r.routed :] = 0
-        a_ref = activation_forward(h.double(), activation, glu, params)
-        assert_close(a, a_ref * w, dtype, 2)
-        assert_close(dh, activation_backward(da * w, h.double(), activation, glu, params), dtype, 2)
-        by_row = dots.double()[r.v.long()]
-        size = da.norm(dim=1) * a_ref.norm(dim=1) + 1e-9
-        wrong = ((by_row - (da * a_ref).sum(1)).abs() / size)[: r.routed]
-        assert not (wrong >= TOLERANCE[dtype]).any()
-        assert not wrong.isnan().any()
-        assert not by_row[r.routed :].any()
+            given = EsmmActBackwardLowRank(*given, *second_product(r.n, i, rank, "kn", dtype))
+        check_esmm_act_backward(sm90.esmm_act_backward, given, r, BACKWARD_TILES[tile])
 
 
 @pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
@@ -193,8 +168,7 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
             if rows.shape[0] == r.n:
                 rows[r.routed :] = float("nan")
         xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-        dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), ALL_WEIGHT_TILES[tile])
-        assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
+        check_estmm(sm90.estmm, Estmm(x, g, xi, gi, r.offs, TOP_K, layout), r, ALL_WEIGHT_TILES[tile])
 
 
 @pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
@@ -203,8 +177,7 @@ def test_estmm_of_long_experts(tile: str, rows: int, columns: int) -> None:
     """More steps than stages, a ragged end each."""
     r = make_routing("random", 3000, 4, 8)
     x, g = randn(r.n, rows, dtype=BF16), randn(r.n, columns, dtype=BF16)
-    dw = sm90.estmm(Estmm(x, g, None, None, r.offs, 1, "nk"), ALL_WEIGHT_TILES[tile])
-    assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
+    check_estmm(sm90.estmm, Estmm(x, g, None, None, r.offs, 1, "nk"), r, ALL_WEIGHT_TILES[tile])
 
 
 @pytest.mark.parametrize("tile", ALL_WEIGHT_TILES.values(), ids=ALL_WEIGHT_TILES)
@@ -213,9 +186,7 @@ def test_esfk_mixes_gathered_and_other_tiles(tile: TileSm90) -> None:
     tokens, top_k, experts, d, n = 3000, 4, 8, 512, 704
     r = make_routing("random", tokens, top_k, experts)
     w, x, g = randn(experts, n, d, dtype=BF16, scale=d**-0.5), randn(tokens, d, dtype=BF16), randn(r.n, n, dtype=BF16)
-    dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, top_k, "nk", False), tile)
-    assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
-    assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
+    check_esfk(sm90.esfk, Esfk(x, g, w, r.v, r.offs, top_k, "nk", False), r, tile)
 
 
 @pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
@@ -225,13 +196,7 @@ def test_esfk(tile: str, layout: str) -> None:
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-        dx, dw, db = sm90.esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), ALL_WEIGHT_TILES[tile])
-        flipped = "kn" if layout == "nk" else "nk"
-        assert_close(dx, reference_esmm(g, w, None, None, r, flipped), BF16)
-        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
-        ones = torch.ones(r.n, 8, dtype=BF16, device="cuda")
-        assert db is not None
-        assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
+        check_esfk(sm90.esfk, Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), r, ALL_WEIGHT_TILES[tile])
 
 
 @pytest.mark.parametrize("tile", ALL_WEIGHT_TILES)
@@ -246,9 +211,7 @@ def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, 4, experts)
         x, g = randn(tokens, k, dtype=BF16), randn(r.n, n, dtype=BF16)
-        dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, 4, "nk", False), ALL_WEIGHT_TILES[tile])
-        assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
-        assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
+        check_esfk(sm90.esfk, Esfk(x, g, w, r.v, r.offs, 4, "nk", False), r, ALL_WEIGHT_TILES[tile])
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -259,9 +222,7 @@ def test_esfk_of_low_rank_rows(layout: str, tokens: int, n: int) -> None:
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, TOP_K, EXPERTS)
         u, g = randn(r.n, 16, dtype=BF16), randn(r.n, n, dtype=BF16)
-        t, dw, _ = torch.ops.hexa.esfk(u, g, w, None, r.offs, 1, layout, False)
-        assert_close(t, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
-        assert_close(dw, reference_estmm(u, g, None, None, r, layout), BF16)
+        check_esfk(lambda o: torch.ops.hexa.esfk(*o), Esfk(u, g, w, None, r.offs, 1, layout, False), r)
 
 
 def test_queue_returns_to_zero() -> None:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct
+from hexa_fx.ops.table_layers import parameters, static_of
 from tests.gpu.cases import make_routing, randn
+from tests.ops.reference import operands
 
 BF16, F32 = torch.bfloat16, torch.float32
 FEW = (9, 3, 7, 256, 96)
@@ -32,18 +35,16 @@ class Layer:
         ids: torch.dtype = torch.int64,
     ) -> None:
         tokens, self.top_k, self.experts, d, inner = sizes
-        n = 2 * inner if glu in ("concat", "interleaved") else inner
-        shape1 = (self.experts, n, d) if layouts[0] == "nk" else (self.experts, d, n)
-        shape2 = (self.experts, d, inner) if layouts[1] == "nk" else (self.experts, inner, d)
-        w1, w2 = randn(*shape1, dtype=dtype, scale=d**-0.5), randn(*shape2, dtype=dtype, scale=inner**-0.5)
-        w3 = randn(*shape1, dtype=dtype, scale=d**-0.5) if glu == "split" else None
-        b1, b2 = (randn(self.experts, n, dtype=dtype), randn(self.experts, d, dtype=dtype)) if bias else (None, None)
-        b3 = randn(self.experts, n, dtype=dtype) if bias and w3 is not None else None
-        self.weights = (w1, b1, w3, b3, w2, b2)
-        self.static = ("silu", glu, (), *layouts, False)
-        weights = None if gates is None else torch.rand(tokens, self.top_k, device="cuda").to(gates)
+
+        def random(shape: tuple[int, ...], depth: int) -> Tensor:
+            return randn(*shape, dtype=dtype, scale=depth**-0.5)
+
         index = torch.zeros(tokens, self.top_k, device="cuda", dtype=ids)
-        self.inputs: tuple[Tensor, Tensor, Tensor | None] = (randn(tokens, d, dtype=dtype), index, weights)
+        spec = FfnSpec("silu", glu, *layouts)  # type: ignore[arg-type]
+        made = operands(spec, random, index, experts=self.experts, model_size=d, inner=inner, bias=bias)
+        self.weights, self.static = parameters(made), static_of(spec)
+        weights = None if gates is None else torch.rand(tokens, self.top_k, device="cuda").to(gates)
+        self.inputs: tuple[Tensor, Tensor, Tensor | None] = (made.x, index, weights)
         self.route("random")
 
     def route(self, kind: str) -> None:

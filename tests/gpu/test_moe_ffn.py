@@ -10,9 +10,9 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import moe_ffn
-from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.table_layers import PARAMETERS
 from tests.gpu.cases import make_routing, no_waiting, randn
+from tests.ops.reference import in_float64, loop, operands
 
 T, K, E, D, H = 250, 2, 6, 128, 96
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
@@ -22,69 +22,41 @@ class Expert:
     """Operands of one moe_ffn and its float64 loop."""
 
     def __init__(self, spec: FfnSpec, dtype: torch.dtype, bias: bool, device: str = "cuda") -> None:
-        self.spec = spec
-        n = 2 * H if spec.glu in ("concat", "interleaved") else H
-        shapes = {
-            "x": (T, D),
-            "w1": (E, n, D) if spec.layout1 == "nk" else (E, D, n),
-            "w2": (E, D, H) if spec.layout2 == "nk" else (E, H, D),
-        }
-        if bias:
-            shapes |= {"b1": (E, n), "b2": (E, D)}
-        if spec.glu == "split":
-            shapes |= {"w3": shapes["w1"]} | ({"b3": (E, n)} if bias else {})
-        self.operands = {
-            name: randn(*shape, dtype=dtype, scale=shape[-1] ** -0.5 if name[0] == "w" else 1).to(device)
-            for name, shape in shapes.items()
-        }
-        self.weights = torch.rand(T, K, device=device)
+        def random(shape: tuple[int, ...], depth: int) -> Tensor:
+            return randn(*shape, dtype=dtype, scale=depth**-0.5).to(device)
+
         self.index = make_routing("sentinels", T, K, E).index.to(device)
+        made = operands(spec, random, self.index, experts=E, model_size=D, inner=H, bias=bias)
+        self.record = made._replace(top_k_weights=torch.rand(T, K, device=device))
         self.dy = randn(T, D, dtype=dtype).to(device)
-        for t in (*self.operands.values(), self.weights):
+        for t in self.leaves():
             t.requires_grad_()
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """Those that are given, by name, without routing weights."""
+        return {name: t for name in ("x", *PARAMETERS) if (t := getattr(self.record, name)) is not None}
+
+    @property
+    def weights(self) -> Tensor:
+        """Of the routing."""
+        return self.record.top_k_weights  # type: ignore[return-value]
 
     def leaves(self) -> list[Tensor]:
         return [*self.operands.values(), self.weights]
 
     def run(self) -> Tensor:
-        get = self.operands.get
-        return moe_ffn(
-            get("x"),
-            self.index,
-            self.weights,
-            get("w1"),
-            get("b1"),
-            get("w3"),
-            get("b3"),
-            get("w2"),
-            get("b2"),
-            self.spec,
-        )
+        return torch.ops.hexa.moe_ffn.default(*self.record._replace(top_k_index=self.index))  # type: ignore[no-any-return]
 
     def step(self) -> list[Tensor]:
         y = self.run()
         return [y, *torch.autograd.grad(y, self.leaves(), self.dy)]
 
     def reference(self) -> list[Tensor]:
-        wide = {name: t.detach().double().requires_grad_() for name, t in self.operands.items()}
-        weights = self.weights.detach().double().requires_grad_()
-        x, spec = wide["x"], self.spec
-        y = torch.zeros_like(x)
-        for e in range(E):
-            token, slot = (self.index == e).nonzero(as_tuple=True)
-            h = self._project(x[token], wide, "1", e, spec.layout1)
-            if spec.glu == "split":
-                h = torch.cat((h, self._project(x[token], wide, "3", e, spec.layout1)), 1)
-            a = activation_forward(h, spec.activation, spec.glu, spec.params)
-            out = self._project(a, wide, "2", e, spec.layout2)
-            y = y.index_add(0, token, out * weights[token, slot][:, None])
-        return [y, *torch.autograd.grad(y, [*wide.values(), weights], self.dy.double())]
-
-    @staticmethod
-    def _project(x: Tensor, wide: dict[str, Tensor], which: str, e: int, layout: str) -> Tensor:
-        w = wide["w" + which][e]
-        y = x @ (w.t() if layout == "nk" else w)
-        return y + wide["b" + which][e] if "b" + which in wide else y
+        wide = in_float64(self.record._replace(top_k_index=self.index))
+        leaves = [getattr(wide, name).requires_grad_() for name in (*self.operands, "top_k_weights")]
+        y = loop(wide)
+        return [y, *torch.autograd.grad(y, leaves, self.dy.double())]
 
 
 def assert_equal_to(results: list[Tensor], references: list[Tensor], tolerance: float) -> None:

@@ -4,7 +4,6 @@ Sizes are the smallest that reach what can go wrong: more steps than stages, sev
 four blocks), a ragged end of rows and of columns, an expert without rows, rows of no expert.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,20 +17,30 @@ from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
+from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import activations, library, low_rank_gradients
 from hexa_fx.ops.esmm_packed import scaled_transpose_any
+from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank, ScaledTranspose
 from tests.gpu import test_decode as few_tokens
 from tests.gpu import test_packed as packed_weights
 from tests.gpu.cases import (
     Routing,
+    Run,
     assert_close,
+    check_esfk,
+    check_esmm,
+    check_esmm_act,
+    check_esmm_act_backward,
+    check_estmm,
     make_routing,
     randn,
     reference_esmm,
     reference_estmm,
     reference_reindex,
+    stacked,
+    sums,
 )
 
 pytestmark = pytest.mark.usefixtures("four_multiprocessors")
@@ -74,7 +83,7 @@ def routing(top_k: int = TOP_K) -> Routing:
 
 
 def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> Tensor:
-    return randn(*((EXPERTS, n, k) if layout == "nk" else (EXPERTS, k, n)), dtype=dtype, scale=k**-0.5)
+    return stacked(EXPERTS, n, k, layout, dtype)
 
 
 @pytest.mark.parametrize("tokens", [40, 2200], ids=["one launch", "two launches"])
@@ -142,22 +151,17 @@ def test_products_of_sm80(case: str) -> None:
     dtype, k, n, layout = SM80[case]
     r, w, bias = routing(), weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
     x, rows, g = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype), randn(r.n, n, dtype=dtype)
-    y = sm80.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, layout))
-    assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
-    y = sm80.esmm(Esmm(rows, w, None, None, r.offs, 1, layout))
-    assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
-    dw = sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout))
-    assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+    check_esmm(sm80.esmm, Esmm(x, w, bias, r.v, r.offs, TOP_K, layout), r)
+    check_esmm(sm80.esmm, Esmm(rows, w, None, None, r.offs, 1, layout), r)
+    check_estmm(sm80.estmm, Estmm(x, g, r.v, None, r.offs, TOP_K, layout), r)
 
 
 def test_few_rows_of_sm80() -> None:
     r = make_routing("random", 5, TOP_K, EXPERTS)
     x, w = randn(5, D, dtype=BF16), weight(N, D, "nk", BF16)
-    y = sm80.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
-    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+    check_esmm(sm80.esmm, Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"), r)
 
 
-Activated = Callable[..., tuple[Tensor, Tensor]]
 ACTIVATED = [
     ("silu", "concat"),
     ("swiglu_oai", "interleaved"),
@@ -167,37 +171,30 @@ ACTIVATED = [
 ]
 
 
-def check_esmm_act(esmm_act: Activated, activation: str, glu: str, layout: str, *rest: object) -> None:
+def check_activated(esmm_act: Run, activation: str, glu: str, layout: str, *rest: object) -> None:
     r, params = routing(), activations.ACTIVATIONS[activation].params
     columns = 2 * N if glu in ("concat", "interleaved") else N
     x, w1, b1 = randn(TOKENS, D, dtype=BF16), weight(columns, D, layout, BF16), randn(EXPERTS, columns, dtype=BF16)
     w3, b3 = (weight(columns, D, layout, BF16), randn(EXPERTS, N, dtype=BF16)) if glu == "split" else (None, None)
-    h, a = esmm_act(EsmmAct(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, params), *rest)
-    want = reference_esmm(x, w1, b1, r.v, r, layout)
-    if w3 is not None:
-        want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
-    assert_close(h, want, BF16)
-    want = activations.activation_forward(want, activation, glu, params)
-    want[r.routed :] = 0
-    assert_close(a, want, BF16, 2)
+    check_esmm_act(esmm_act, EsmmAct(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, params), r, *rest)
 
 
 @pytest.mark.parametrize(("activation", "glu"), ACTIVATED[:2])
 def test_esmm_act_of_sm80(activation: str, glu: str) -> None:
-    check_esmm_act(sm80.esmm_act, activation, glu, "nk")
+    check_activated(sm80.esmm_act, activation, glu, "nk")
 
 
 @hopper
 @pytest.mark.parametrize(("tile", "case"), list(zip([*TILES, "coop"], ACTIVATED, strict=True)))
 def test_esmm_act_of_sm90(tile: str, case: tuple[str, str]) -> None:
-    check_esmm_act(sm90.esmm_act, *case, "nk" if tile in ("coop", "low2") else "kn", TILES[tile])
+    check_activated(sm90.esmm_act, *case, "nk" if tile in ("coop", "low2") else "kn", TILES[tile])
 
 
 @hopper
 @pytest.mark.parametrize("tile", SWAPPED_TILES)
 @pytest.mark.parametrize("case", [("silu", "concat"), ("gelu", "none")], ids=str)
 def test_esmm_act_of_sm90_with_swapped_operands(tile: str, case: tuple[str, str]) -> None:
-    check_esmm_act(sm90.esmm_act, *case, "nk", replace(SWAPPED_TILES[tile], cluster=1))
+    check_activated(sm90.esmm_act, *case, "nk", replace(SWAPPED_TILES[tile], cluster=1))
 
 
 @hopper
@@ -206,10 +203,9 @@ def test_esmm_of_sm90(tile: str) -> None:
     choice = (TILES | SWAPPED_TILES | {"narrow": NARROW})[tile]
     r, w, bias = routing(), weight(N, D, "nk", BF16), randn(EXPERTS, N, dtype=BF16)
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
-    y = sm90.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, "nk"), replace(choice, cluster=1) if choice.swapped else choice)
-    assert_close(y, reference_esmm(x, w, bias, r.v, r, "nk"), BF16)
-    y = sm90.esmm(Esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn"), choice)
-    assert_close(y, reference_esmm(rows, w, None, None, r, "nk"), BF16)
+    for_gather = replace(choice, cluster=1) if choice.swapped else choice
+    check_esmm(sm90.esmm, Esmm(x, w, bias, r.v, r.offs, TOP_K, "nk"), r, for_gather)
+    check_esmm(sm90.esmm, Esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn"), r, choice)
 
 
 @hopper
@@ -219,13 +215,8 @@ def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
     params = activations.ACTIVATIONS[activation].params
     dy, w2 = randn(TOKENS, D, dtype=BF16), weight(N, D, "kn", BF16)
     h, scale = randn(r.n, N if glu == "none" else 2 * N, dtype=BF16), torch.rand(r.n, device="cuda")
-    dh, a, _ = sm90.esmm_act_backward(
-        EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params), GRADIENT_TILES[tile]
-    )
-    da, w = reference_esmm(dy, w2, None, r.v, r, "kn"), scale.double()[r.v.long()].unsqueeze(1)
-    w[r.routed :] = 0
-    assert_close(a, activations.activation_forward(h.double(), activation, glu, params) * w, BF16, 2)
-    assert_close(dh, activations.activation_backward(da * w, h.double(), activation, glu, params), BF16, 2)
+    o = EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params)
+    check_esmm_act_backward(sm90.esmm_act_backward, o, r, GRADIENT_TILES[tile])
 
 
 @hopper
@@ -244,34 +235,26 @@ def test_estmm_of_sm90(tile: str, side: str, layout: str) -> None:
     r = routing()
     x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, N, dtype=BF16)
     xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-    dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), WEIGHT_TILES[tile])
-    assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
+    check_estmm(sm90.estmm, Estmm(x, g, xi, gi, r.offs, TOP_K, layout), r, WEIGHT_TILES[tile])
 
 
-def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout: str, *rest: object) -> None:
-    r, w = routing(), weight(N, D, layout, BF16)
-    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
-    dx, dw, db = esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), *rest)
-    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
-    assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
-    ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
-    assert db is not None
-    assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
+def fused_backward(layout: str, n: int = N) -> tuple[Esfk, Routing]:
+    r = routing()
+    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, n, dtype=BF16)
+    return Esfk(x, g, weight(n, D, layout, BF16), r.v, r.offs, TOP_K, layout, True), r  # type: ignore[arg-type]
 
 
 @hopper
 @pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "nk"), ("coop3", "kn"), ("narrow", "nk")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
-    check_esfk(sm90.esfk, layout, WEIGHT_TILES[tile])
+    check_esfk(sm90.esfk, *fused_backward(layout), WEIGHT_TILES[tile])
 
 
 @hopper
 def test_esfk_of_low_rank_rows() -> None:
     r, w = routing(), weight(N, 16, "nk", BF16)
     u, g = randn(r.n, 16, dtype=BF16), randn(r.n, N, dtype=BF16)
-    t, dw, _ = sm90.esfk(Esfk(u, g, w, None, r.offs, 1, "nk", False), NARROW)
-    assert_close(t, reference_esmm(g, w, None, None, r, "kn"), BF16)
-    assert_close(dw, reference_estmm(u, g, None, None, r, "nk"), BF16)
+    check_esfk(sm90.esfk, Esfk(u, g, w, None, r.offs, 1, "nk", False), r, NARROW)
 
 
 @hopper
@@ -325,18 +308,14 @@ def test_estmm_of_sm90_adds(tile: str, side: str, layout: str, n: int) -> None:
     assert_added(into, before, reference_estmm(x, g, xi, gi, r, layout))
 
 
-def check_esfk_adds(
-    esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout: str, n: int, *rest: object
-) -> None:
-    r, w = routing(), weight(n, D, layout, BF16)
-    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, n, dtype=BF16)
-    into = cuda_operands.Into(buffer(*w.shape), layout, buffer(EXPERTS, n))
+def check_esfk_adds(esfk: Run, layout: str, n: int, *rest: object) -> None:
+    o, r = fused_backward(layout, n)
+    into = cuda_operands.Into(buffer(*o.weight.shape), o.layout, buffer(EXPERTS, n))
     before = [t.clone() for t in (into.weight, into.bias)]
-    dx, _, _ = esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), *rest, into=into)
-    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
-    assert_added(into.weight, before[0], reference_estmm(x, g, r.v, None, r, layout))
-    ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
-    assert_added(into.bias, before[1], reference_estmm(ones, g, None, None, r, "kn")[:, 0])
+    dx, _, _ = esfk(o, *rest, into=into)
+    assert_close(dx, reference_esmm(o.g, o.weight, None, None, r, flip(layout)), BF16)
+    assert_added(into.weight, before[0], reference_estmm(o.x, o.g, r.v, None, r, layout))
+    assert_added(into.bias, before[1], sums(o.g, r))
 
 
 @hopper
@@ -355,18 +334,17 @@ def test_estmm_of_sm80_and_ess_add(case: str) -> None:
     dtype, k, n, layout = SM80[case]
     wide, r = (F64 if dtype == F64 else F32), routing()
     x, g = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype)
-    into, sums = buffer(EXPERTS, *((n, k) if layout == "nk" else (k, n))).to(wide), buffer(EXPERTS, n).to(wide)
-    before = [t.clone() for t in (into, sums)]
+    into, totals = buffer(EXPERTS, *((n, k) if layout == "nk" else (k, n))).to(wide), buffer(EXPERTS, n).to(wide)
+    before = [t.clone() for t in (into, totals)]
     sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout), into=into)
     assert_added(into, before[0], reference_estmm(x, g, r.v, None, r, layout))
-    torch.ops.hexa.ess_add(sums, g, None, r.offs, 1, None)
-    ones = torch.ones(r.n, 1, dtype=dtype, device="cuda")
-    assert_added(sums, before[1], reference_estmm(ones, g, None, None, r, "kn")[:, 0])
+    torch.ops.hexa.ess_add(totals, g, None, r.offs, 1, None)
+    assert_added(totals, before[1], sums(g, r))
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_esfk_of_sm80(layout: str) -> None:
-    check_esfk(sm80.esfk, layout)
+    check_esfk(sm80.esfk, *fused_backward(layout))
 
 
 @hopper
@@ -376,12 +354,9 @@ def test_second_products_of_sm90(tile: str, layout: str, rank: int) -> None:
     choice, r = (TILES | SWAPPED_TILES)[tile], routing()
     w, c, u = weight(N, D, layout, BF16), weight(N, rank, layout, BF16), randn(r.n, rank, dtype=BF16)
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
-    second = reference_esmm(u, c, None, None, r, layout)
     for_gather = replace(choice, cluster=1) if choice.swapped else choice
-    y = sm90.esmm(EsmmLowRank(x, w, None, r.v, r.offs, TOP_K, layout, u, c), for_gather)
-    assert_close(y, reference_esmm(x, w, None, r.v, r, layout) + second, BF16)
-    y = sm90.esmm(EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), choice)
-    assert_close(y, reference_esmm(rows, w, None, None, r, layout) + second, BF16)
+    check_esmm(sm90.esmm, EsmmLowRank(x, w, None, r.v, r.offs, TOP_K, layout, u, c), r, for_gather)
+    check_esmm(sm90.esmm, EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), r, choice)
 
 
 @hopper
@@ -390,9 +365,7 @@ def test_second_products_before_an_activation_s_gradient(tile: str) -> None:
     r, w, c = routing(), weight(N, D, "kn", BF16), weight(N, 16, "kn", BF16)
     dy, h, u = randn(TOKENS, D, dtype=BF16), randn(r.n, 2 * N, dtype=BF16), randn(r.n, 16, dtype=BF16)
     given = EsmmActBackward(dy, w, h, None, r.v, r.offs, TOP_K, "kn", "silu", "concat", ())
-    dh, _, _ = sm90.esmm_act_backward(EsmmActBackwardLowRank(*given, u, c), GRADIENT_TILES[tile])
-    da = reference_esmm(dy, w, None, r.v, r, "kn") + reference_esmm(u, c, None, None, r, "kn")
-    assert_close(dh, activations.activation_backward(da, h.double(), "silu", "concat", ()), BF16, 2)
+    check_esmm_act_backward(sm90.esmm_act_backward, EsmmActBackwardLowRank(*given, u, c), r, GRADIENT_TILES[tile])
 
 
 def fp8_operands() -> tuple[Routing, tuple[Tensor, Tensor], list[Tensor]]:
@@ -450,7 +423,8 @@ def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) 
     monkeypatch.setattr(few_tokens.decode, "MOST_SHORT_BUCKET", 5)
     cuda_choosing.forget_choices()
     ids = make_routing("sentinels", tokens, 3, few_tokens.EXPERTS).index
-    few_tokens.check(few_tokens.Layer(776, 328, layouts=layouts, bias=True), few_tokens.operands(ids, 776))
+    spec = FfnSpec("silu", "concat", *layouts.split())
+    few_tokens.check(few_tokens.routed(few_tokens.layer(776, 328, spec, bias=True), ids))
 
 
 @hopper
@@ -458,7 +432,7 @@ def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) 
 def test_few_tokens_in_two_launches(inner: int) -> None:
     """The second one gives eight columns of all tokens a block; k ends inside a stage, parts are shared by warps."""
     ids = make_routing("sentinels", 5, 3, few_tokens.EXPERTS).index
-    few_tokens.check(few_tokens.Layer(1056, inner, bias=True), few_tokens.operands(ids, 1056))
+    few_tokens.check(few_tokens.routed(few_tokens.layer(1056, inner, bias=True), ids))
 
 
 @pytest.mark.parametrize("f", [NF4, FP8_BLOCK], ids=packed_weights.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hexa_fx import ops
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.table_layers import MoeFfn, static_of
 
 NAMES = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
 GATED = FfnSpec("silu", "concat")
@@ -28,6 +30,56 @@ class Operators(TorchDispatchMode):
         if func.namespace == "hexa":
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
+
+
+def operands(
+    spec: FfnSpec,
+    random: Callable[[tuple[int, ...], int], Tensor],
+    index: Tensor,
+    *,
+    experts: int,
+    model_size: int,
+    inner: int,
+    bias: bool = False,
+    weighted: bool = True,
+) -> MoeFfn:
+    """Of moe_ffn. ``random`` gives a tensor of a shape, of whose products so many are added up (1: it is no weight)."""
+    columns, split = inner * (2 if spec.glu in ("concat", "interleaved") else 1), spec.glu == "split"
+
+    def weight(outputs: int, inputs: int, layout: str) -> Tensor:
+        return random((experts, outputs, inputs) if layout == "nk" else (experts, inputs, outputs), inputs)
+
+    def vector(width: int, there: bool = True) -> Tensor | None:
+        return random((experts, width), 1) if bias and there else None
+
+    tokens = random((len(index), model_size), 1), index, random(tuple(index.shape), 1) if weighted else None
+    first = weight(columns, model_size, spec.layout1), vector(columns)
+    up = weight(inner, model_size, spec.layout1) if split else None, vector(inner, split)
+    return MoeFfn(*tokens, *first, *up, weight(model_size, inner, spec.layout2), vector(model_size), *static_of(spec))
+
+
+def in_float64(o: MoeFfn) -> MoeFfn:
+    """Leaves of their own."""
+    return MoeFfn._make(t.detach().double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in o)
+
+
+def loop(o: MoeFfn) -> Tensor:
+    """The definition: expert by expert, the tokens that chose it."""
+    w1, w3 = (t if t is None or o.layout1 == "nk" else t.transpose(1, 2) for t in (o.w1, o.w3))
+    w2 = o.w2 if o.layout2 == "nk" else o.w2.transpose(1, 2)
+    dtype = torch.promote_types(o.x.dtype, torch.float32)
+    y = torch.zeros(o.x.shape[0], w2.shape[1], dtype=dtype, device=o.x.device)
+    for e in range(w1.shape[0]):
+        token, slot = torch.where(o.top_k_index == e)
+        h = o.x[token] @ w1[e].T + (0 if o.b1 is None else o.b1[e])
+        if w3 is not None:
+            h = torch.cat([h, o.x[token] @ w3[e].T + (0 if o.b3 is None else o.b3[e])], dim=1)
+        rows = activation_forward(h, o.activation, o.glu, o.params) @ w2[e].T
+        rows = (rows + (0 if o.b2 is None else o.b2[e])).to(y.dtype)
+        if o.top_k_weights is not None:
+            rows = rows * o.top_k_weights[token, slot, None].to(y.dtype)
+        y = y.index_add(0, token, rows)
+    return y.to(o.x.dtype)
 
 
 @dataclass(frozen=True)
@@ -57,21 +109,9 @@ class Layer:
         return ops.moe_ffn(x, self.index, weights, w1, b1, w3, b3, w2, b2, self.spec)
 
     def loop(self) -> Tensor:
-        """The definition: expert by expert, the tokens that chose it."""
-        x, weights, w1, b1, w3, b3, w2, b2 = self.operands
-        w1, w3 = (t if t is None or self.spec.layout1 == "nk" else t.transpose(1, 2) for t in (w1, w3))
-        w2 = w2 if self.spec.layout2 == "nk" else w2.transpose(1, 2)
-        y = torch.zeros(x.shape[0], w2.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-        for e in range(w1.shape[0]):
-            token, slot = torch.where(self.index == e)
-            h = x[token] @ w1[e].T + (0 if b1 is None else b1[e])
-            if w3 is not None:
-                h = torch.cat([h, x[token] @ w3[e].T + (0 if b3 is None else b3[e])], dim=1)
-            glu = "concat" if self.spec.glu == "split" else self.spec.glu
-            rows = activation_forward(h, self.spec.activation, glu, self.spec.params) @ w2[e].T
-            rows = (rows + (0 if b2 is None else b2[e])).to(y.dtype)
-            y = y.index_add(0, token, rows if weights is None else rows * weights[token, slot, None].to(y.dtype))
-        return y.to(x.dtype)
+        """See `loop`."""
+        x, *others = self.operands
+        return loop(MoeFfn(x, self.index, *others, *static_of(self.spec)))
 
     def grads(self, value: Tensor, unused: bool = True) -> list[Tensor]:
         """Of the leaves, for one fixed gradient of the value; zero where it does not depend on a leaf, unless it has to."""
@@ -96,27 +136,23 @@ def layer(
     """Random numbers; every operand wants a gradient. Ids include sentinels and experts that a token names twice."""
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
+    def random(shape: tuple[int, ...], _: int) -> Tensor:
         t = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
         return t.to(dtype).requires_grad_()
 
     if index is None:
         index = torch.randint(0, experts + 1, (tokens, top_k), generator=generator)
-    width = 2 * inner if spec.glu in ("concat", "interleaved") else inner
-    first = (experts, width, model_size) if spec.layout1 == "nk" else (experts, model_size, width)
-    second = (experts, model_size, inner) if spec.layout2 == "nk" else (experts, inner, model_size)
-    split = spec.glu == "split"
-    operands = (
-        random(tokens, model_size),
-        random(*index.shape) if weighted else None,
-        random(*first),
-        random(experts, width) if bias else None,
-        random(*first) if split else None,
-        random(experts, width) if bias and split else None,
-        random(*second),
-        random(experts, model_size) if bias else None,
+    made = operands(
+        spec,
+        random,
+        index.new_zeros(tokens, index.shape[1]),
+        experts=experts,
+        model_size=model_size,
+        inner=inner,
+        bias=bias,
+        weighted=weighted,
     )
-    return Layer(index, operands, spec)
+    return Layer(index, tuple(getattr(made, name) for name in NAMES), spec)
 
 
 def row_error(value: Tensor, expected: Tensor) -> float:

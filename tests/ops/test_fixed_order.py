@@ -15,7 +15,9 @@ from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct, fixed_order
+from hexa_fx.ops.table_layers import parameters, static_of
 from tests.ops.reference import ROUTINGS, rerouted
+from tests.ops.reference import operands as operands_of
 
 EXPERTS = 6
 
@@ -23,28 +25,18 @@ EXPERTS = 6
 def operands(
     dtype, model=48, inner=33, tokens=150, glu="concat", layouts=("nk", "nk"), bias=True, seed=0, device="cpu"
 ):
+    def random(shape, depth):
+        return (torch.randn(shape) / depth**0.5).to(device, dtype)
+
     torch.manual_seed(seed)
-    width = 2 * inner if glu in ("concat", "interleaved") else inner
-
-    def weight(inputs, outputs, layout):
-        shape = (EXPERTS, outputs, inputs) if layout == "nk" else (EXPERTS, inputs, outputs)
-        return (torch.randn(shape) / inputs**0.5).to(device, dtype)
-
-    def vector(outputs):
-        return torch.randn(EXPERTS, outputs).to(device, dtype) if bias else None
-
-    x = torch.randn(tokens, model).to(device, dtype)
     index = torch.rand(tokens, EXPERTS).argsort(1)[:, :3].to(device)
-    weights = torch.rand(tokens, 3).to(device, dtype)
-    w3 = weight(model, inner, layouts[0]) if glu == "split" else None
-    b3 = vector(inner) if glu == "split" else None
-    first = (weight(model, width, layouts[0]), vector(width), w3, b3)
-    return x, index, weights, (*first, weight(inner, model, layouts[1]), vector(model))
+    spec = FfnSpec("silu", glu, *layouts)
+    made = operands_of(spec, random, index, experts=EXPERTS, model_size=model, inner=inner, bias=bias)
+    return made.x, index, torch.rand(tokens, 3).to(device, dtype), parameters(made)
 
 
 def run(x, index, weights, experts, spec, operator=torch.ops.hexa.moe_ffn_fixed):
-    static = (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h)
-    return operator(x, index, weights, *experts, *static)
+    return operator(x, index, weights, *experts, *static_of(spec))
 
 
 SPECS = [
