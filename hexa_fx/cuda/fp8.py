@@ -14,16 +14,16 @@ from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, SCALES, TILE_K, TILE_M, TILE_N
-from hexa_fx.codegen.family_gemm_sm90 import ARGS, CLUSTER_ROWS, MAX_EXPERTS, TABLES
+from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS, MAX_EXPERTS, TABLES
 from hexa_fx.codegen.family_rows import ACTIVATE, COMBINE, QUANTIZE, THREADS, combining_blocks
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.gemm_sm90 import Maps, chunk_map, rows_map, weight_map
+from hexa_fx.cuda.gemm_sm90 import Maps, chunk_map, launch_persistent, rows_map, weight_map
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows, divided_by
-from hexa_fx.cuda.planning import Operand, TileQueue, launch, planning_of
+from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
@@ -179,27 +179,8 @@ def ess_fp8(o: EssFp8) -> Tensor:
     return y
 
 
-class Gradient(NamedTuple):
-    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`.
-
-    Args:
-        da: (n, I') in bfloat16.
-        weights: float32 by slot, or None for 1.
-    """
-
-    da: Tensor
-    h: Tensor
-    hs: Tensor
-    weights: Tensor | None
-    v: Tensor
-    offs: Tensor
-    activation: str
-    gated: bool
-    params: tuple[float, ...]
-
-
 class Results(NamedTuple):
-    """That operator's results; None for those that are not wanted."""
+    """Of `hexa_fx.ops.table_fp8.EsmmActBackwardFp8`; None for those that are not wanted."""
 
     dh: Tensor | None
     dhs: Tensor | None
@@ -211,15 +192,18 @@ class Results(NamedTuple):
 
 
 @product
-def activation_gradient(o: Gradient, into: Results) -> None:
-    """One launch: every group of 128 rows of an expert x 128 columns is read once."""
-    (n, width), experts = o.da.shape, o.offs.shape[0] - 1
+def activation_gradient(o: EsmmActBackwardFp8, into: Results) -> None:
+    """One launch: every group of 128 rows of an expert x 128 columns is read once.
+
+    Of the operands dy is the gradient of a, (n, I') in bfloat16, and routing weights are float32 by slot.
+    """
+    da, (n, width), experts = o.dy, o.dy.shape, o.offs.shape[0] - 1
     static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
-    spec = KernelSpec(ACTIVATE, "activate_backward", _converting(o.da), **static)
+    spec = KernelSpec(ACTIVATE, "activate_backward", _converting(da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    given = {"da": o.da, "h": o.h, "hs": o.hs, "weights": o.weights, "v": o.v, "offs": o.offs, **into._asdict()}
+    given = {"da": da, "h": o.h, "hs": o.hs, "weights": o.top_k_weights, "v": o.v, "offs": o.offs, **into._asdict()}
     constants = constants_of(o.activation, o.params)
-    launch(o.da, spec, grid, **given, experts=experts, columns=width, act_params=constants)
+    launch(da, spec, grid, **given, experts=experts, columns=width, act_params=constants)
 
 
 def _quantize(
@@ -325,7 +309,7 @@ def _rows(
     tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": o.v}
     given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales, "act_scale": act_scales}
     more = {**divided_by(o.top_k), "act_params": constants_of(o.activation, o.params)}
-    _launch(kernel, o.offs, maps, given, **sizes, **tensors, **more)
+    launch_persistent(kernel, o.offs, maps, SCALES.piece(**given), group_m=GROUP_M, **sizes, **tensors, **more)
 
 
 @cuda_kernel("esmm_act_backward_fp8")
@@ -338,7 +322,7 @@ def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
         _rows(o.to(EsmmActFp8, x=o.dy, xs=o.dys, **_PLAIN), da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
-        given = Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params))
+        given = o._replace(dy=da, top_k_weights=weights)
         activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
     return results
 
@@ -365,7 +349,7 @@ def estmm_fp8(o: EstmmFp8) -> None:
     maps = Maps(p=weight_map(p, "nk", TILE_M), q=weight_map(q, "nk", PART), grad=weight_map(held, "nk", 16))
     sizes = {"n": o.x.shape[0] * BLOCK, "R": rows, "C": columns}
     scales = {"p_scale": ps, "q_scale": qs, "p_scale_ld": ps.stride()[0], "q_scale_ld": qs.stride()[0]}
-    _launch(kernel, o.offs, maps, scales, dw=held, **sizes)
+    launch_persistent(kernel, o.offs, maps, SCALES.piece(**scales), group_m=GROUP_M, dw=held, **sizes)
     if beside:
         planning_of(out).run(Tensor.add_ if o.add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
@@ -389,13 +373,3 @@ def _kernel(
     shared: dict[str, Option] = {"cluster": cluster} if cluster > 1 else {}
     spec = spec.with_options(experts=tables, **shared, **dict(options))
     return kernel_of(spec.adding() if adds else spec)
-
-
-def _launch(kernel: Kernel, offs: Tensor, maps: Maps, scales: dict[str, Any], **fields: Any) -> None:
-    """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
-    planning = planning_of(offs)
-    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=GROUP_M, **fields)
-    added = SCALES.piece(**scales)
-    cluster = int(kernel.spec.option("cluster", 1))
-    blocks = planning.card.multiprocessors // cluster * cluster
-    planning.launch(kernel, (blocks, 1, 1), (piece, added), maps)

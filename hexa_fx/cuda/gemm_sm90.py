@@ -27,13 +27,15 @@ from hexa_fx.codegen.family_gemm_sm90 import (
     TileSm90,
     adds_in_staging,
     choose_tile,
+    cluster_of,
     line_elements,
     swaps,
 )
 from hexa_fx.codegen.spec import Option
 from hexa_fx.cuda.calls import product
+from hexa_fx.cuda.kernel import Kernel
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
-from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
+from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
@@ -389,11 +391,16 @@ def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[Sm90Key, Til
 def _launch(
     key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
 ) -> None:
-    """One block a multiprocessor, in whole clusters; they take tiles from a queue."""
-    of_rows = {"v": v, "offs": offs, "n": key.rows, "experts": key.experts, **divided_by(top_k)}
-    piece = ARGS.piece(**(of_rows | fields), queue=TileQueue(), group_m=tile.group_m)
-    blocks = key.card.multiprocessors // tile.cluster * tile.cluster
-    planning_of(offs).launch(kernel_for(key, tile), (blocks, 1, 1), (piece,), maps)
+    given = {"v": v, "n": key.rows, **divided_by(top_k)} | fields
+    launch_persistent(kernel_for(key, tile), offs, maps, group_m=tile.group_m, **given)
+
+
+def launch_persistent(kernel: Kernel, offs: Tensor, maps: Maps, *more: Piece, group_m: int, **fields: Any) -> None:
+    """One block a multiprocessor, in whole clusters; they take tiles from a queue. more: what the arguments end with."""
+    planning, cluster = planning_of(offs), cluster_of(kernel.spec)
+    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=group_m, **fields)
+    blocks = planning.card.multiprocessors // cluster * cluster
+    planning.launch(kernel, (blocks, 1, 1), (piece, *more), maps)
 
 
 def _whole_rows(p: Tensor, v: Tensor | None) -> TensorMap | None:

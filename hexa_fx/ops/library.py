@@ -167,16 +167,7 @@ def register_kernel(name: str, device: str, run: Kernel) -> None:
         device: ``cpu``, ``cuda``, ..., or ``any`` for devices without a kernel of their own.
         run: takes the schema's arguments in order. Runs below autograd and outside autocast.
     """
-    record = _RECORDS[name]
-
-    @functools.wraps(run)
-    def checked(*args: Any) -> Any:
-        if record.checked:
-            record(*args).check(name)
-        with without_autocast():
-            return run(*args)
-
-    _register(name, device, run, checked)
+    _register(name, device, run, lambda o: run(*o))
 
 
 def kernel(name: str, *devices: str) -> Callable[[F], F]:
@@ -188,23 +179,28 @@ def kernel(name: str, *devices: str) -> Callable[[F], F]:
         def run(*args: Any) -> Any:
             return function(record(*args))
 
-        @functools.wraps(function)
-        def checked(*args: Any) -> Any:
-            o = record(*args)
-            if record.checked:
-                o.check(name)
-            with without_autocast():
-                return function(o)
-
         for device in devices:
-            _register(name, device, run, checked)
+            _register(name, device, run, function)
         return function
 
     return decorate
 
 
-def _register(name: str, device: str, run: Kernel, checked: Kernel) -> None:
+def _register(name: str, device: str, run: Kernel, of_record: Kernel) -> None:
+    """run: takes arguments. of_record: the same of a record, which was checked."""
     global kernel_generation
+    record = _RECORDS[name]
+
+    @functools.wraps(run)
+    def checked(*args: Any) -> Any:
+        if not record.checked:
+            with without_autocast():
+                return run(*args)
+        o = record(*args)
+        o.check(name)
+        with without_autocast():
+            return of_record(o)
+
     kernel_generation += 1
     _KERNELS[name, device], _CHECKED[name, device] = run, checked
     _LIBRARY.impl(name, checked, "CompositeExplicitAutograd" if device == "any" else device.upper())

@@ -38,6 +38,7 @@ from hexa_fx.ops.table_layers import MoeFfn
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.cuda.cards import HOPPER, any_number_of_rows  # noqa: F401
 from tests.gpu.cases import row_error
+from tests.jit.test_driver import FakeLibrary
 from tests.ops.reference import in_float64, loop, operands
 
 pytestmark = [
@@ -271,28 +272,17 @@ def test_a_summing_block_has_room_beside_one_of_the_first_product():
 
 
 def test_launches_that_begin_early_say_so_to_the_driver(tmp_path):
-    asked: list[tuple[int, ...]] = []
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            def call(*args: Any) -> int:
-                if name == "cuKernelSetAttribute":
-                    asked.append(args[:2])
-                elif name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
-                    args[0]._obj.value = 0x1000
-                return 0
-
-            return call
-
     small = layer_of(FfnSpec("silu", "concat"), experts=16, top_k=4, hidden=64, inner=64)
     for number, spec in enumerate(launched_by(small, typical_card(90), 1, training=False)):
-        handle = KernelHandle(render(spec), BuiltKernel("k", tmp_path, b"cubin"), Driver(Library()))
+        library = FakeLibrary()
+        handle = KernelHandle(render(spec), BuiltKernel("k", tmp_path, b"cubin"), Driver(library))
         *_, attributes, count = struct.unpack("7IPPI0P", handle.config((1, 1, 1), 0))
         assert count == (number > 0)
         if count:  # CUlaunchAttribute: programmatic stream serialization is on
             assert struct.unpack("I4xi60x", ctypes.string_at(attributes, 72)) == (6, 1)
-        asked.clear()
+        library.calls.clear()
         handle.blocks_per_sm(0)
+        asked = [args[:2] for args in library.named("cuKernelSetAttribute")]
         assert (9, 100) in asked  # all of them split a multiprocessor's memory alike
 
 

@@ -8,6 +8,7 @@ import torch
 from hexa_fx.cuda import fp8 as kernels
 from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_groups, read_rows, rows_as_bytes
 from hexa_fx.ops.activations import activation_backward, activation_forward
+from hexa_fx.ops.table_fp8 import EsmmActBackwardFp8
 from tests.codegen.emulated import emulated  # noqa: F401
 
 pytestmark = [
@@ -141,7 +142,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
         *(torch.full((groups, inner, 128), 7.0).to(torch.float8_e4m3fn), torch.full((groups, inner), 7.0)),
         torch.full((n, inner // 128), 7.0),
     ]
-    given = kernels.Gradient(da, h, hs, weights, v, offs, activation, gated, ())
+    given = EsmmActBackwardFp8(da, None, None, None, h, hs, weights, v, offs, K, activation, gated, (), ())
     kernels.activation_gradient(given, into=kernels.Results(*wanted))
     wide, glu = read_rows(h, hs), "concat" if gated else "none"
     a, share = activation_forward(wide, activation, glu, ()), weights[v.long()][:, None]
@@ -158,7 +159,7 @@ def test_gradient_of_the_activation(kind, activation, gated):
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()
     dots = torch.full_like(wanted[6], 7.0)
-    kernels.activation_gradient(given._replace(weights=None), into=kernels.Results(*[None] * 6, dots))
+    kernels.activation_gradient(given._replace(top_k_weights=None), into=kernels.Results(*[None] * 6, dots))
     assert torch.equal(dots, wanted[6])
 
 

@@ -12,12 +12,11 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.packed import PackedProduct, unsupported
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
-from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfnSources
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.cuda.cards import AMPERE, HOPPER
-from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error
+from tests.gpu.cases import Routing, check_esmm_act, reference_esmm, reference_reindex, row_error
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 E = 5
@@ -113,15 +112,11 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         r = routing(kind)
         x = torch.randn(len(IDS[kind]), k, dtype=BF16)
         static = (r.v, r.offs, r.top_k, "nk", activation, glu, params, keep_h)
-        product = PackedProduct(EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static), w1[1], w3 and w3[1], f)
-        h, a = packed.esmm_act(product)
-        ref = reference_esmm(x, dense, b1, r.v, r, "nk")
-        if w3 is not None:
-            ref = torch.cat([ref, reference_esmm(x, dense3, b3, r.v, r, "nk")], 1)
-        wanted = activation_forward(ref, activation, glu, params)
-        wanted[r.routed :] = 0
-        assert row_error(a, wanted) < 2 * TOLERANCE[BF16]
-        assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
+        base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static)
+        exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
+        check_esmm_act(
+            lambda o, *of: packed.esmm_act(PackedProduct(o, *of)), base, r, *scales, exact=exact, within=TOLERANCE[BF16]
+        )
 
 
 def a_step(operator, first, *rest):

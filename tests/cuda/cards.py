@@ -62,9 +62,17 @@ class Launch:
         """The grid."""
         return struct.unpack("3I", self.config[:12])
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """Arguments by the names of their fields; a tuple of a field of several numbers."""
+        left = iter(self.values)
+        each = ((f.name, [next(left) for _ in range(f.times)]) for f in get_family(self.spec.family).args.fields)
+        return {name: numbers[0] if len(numbers) == 1 else tuple(numbers) for name, numbers in each}
 
-ROW_DOT, ROWS, COLUMNS = 10, 14, 23
-"""Of hexa::sm90::GroupedParams: where sums of rows go, of which stand-ins write some numbers there; n; N."""
+    @property
+    def mapped(self) -> list[bool]:
+        """Which tensor maps are there."""
+        return [any(one) for one in self.maps]
 
 
 @dataclass
@@ -98,10 +106,9 @@ class Card:
         values = layout.unpack(ctypes.string_at(starts[int(hopper)], layout.size))
         each = tuple(maps[at : at + MAP] for at in range(0, len(maps), MAP))
         self.launches.append(Launch(self.spec, config, values, each))
-        if hopper and values[ROW_DOT] and self.spec.op == "esmm_act_backward":
-            parts, rows = -(-values[COLUMNS] // self.spec.bn), values[ROWS]
-            numbers = [float(n % 7) for n in range(parts * rows)]
-            ctypes.memmove(values[ROW_DOT], (ctypes.c_float * len(numbers))(*numbers), 4 * len(numbers))
+        if hopper and self.spec.op == "esmm_act_backward" and (at := (given := self.launches[-1].named)["row_dot"]):
+            numbers = [float(n % 7) for n in range(-(-given["N"] // self.spec.bn) * given["n"])]
+            ctypes.memmove(at, (ctypes.c_float * len(numbers))(*numbers), 4 * len(numbers))
 
 
 class Cards:
@@ -115,6 +122,19 @@ class Cards:
         self.fail: set[str] = set()
         self.general = 0
         self.stream = 0x55
+        self.encoded: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def last(self) -> Launch:
+        """The last launch."""
+        return self.launches[-1]
+
+    @property
+    def drawn(self) -> dict[int, tuple[Any, ...]]:
+        """By address, how the last tensor map there was encoded."""
+        kinds = {number: args for args, number in self.encoded.items()}
+        maps = (struct.unpack_from("QQ", one) for launch in self.launches for one in launch.maps if any(one))
+        return {address: kinds[number] for address, number in maps}
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
@@ -124,14 +144,14 @@ class Cards:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def be_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
+        """Of the Hopper family from now on: tensor maps are their address and a number of `encoded`, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
         monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
         monkeypatch.setattr(cuda_plan, "next_queue", lambda device: next(turns))
         monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
 
-        def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
-            return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
+        def tensor_map(pointer: int, *args: object) -> bytes:
+            return struct.pack("QQ112x", pointer, self.encoded.setdefault(args, len(self.encoded) + 1))
 
         monkeypatch.setattr(cuda_plan, "tensor_map", tensor_map)
 
@@ -215,6 +235,40 @@ class Kept(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.tensors.append(out)
         return out
+
+
+def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple[list[Any], list[Tensor], list[int]]:
+    """What a call launches, addresses by what lies there: an operand, a result, a queue, else the how-manieth other one.
+
+    Returns:
+        (spec, config, values, maps) of every launch; the results; the other addresses.
+    """
+    cards.launches.clear()
+    with Kept():
+        found = run()
+    results = [found] if isinstance(found, Tensor) else [t for t in found if t is not None]
+    named: list[tuple[Any, Tensor]] = [(f"operand {i}", t) for i, t in enumerate(operands) if isinstance(t, Tensor)]
+    named += [(f"result {i}", t) for i, t in enumerate(results)]
+    others: dict[int, str] = {}
+
+    def name(at: int) -> Any:
+        if at == 0:
+            return None
+        if 0x10000 <= at < 0x18000:
+            return "queue"
+        for what, t in named:
+            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            if t.numel() and 0 <= at - t.data_ptr() < (last + 1) * t.element_size():
+                return what, at - t.data_ptr()
+        return others.setdefault(at, f"other {len(others)}")
+
+    launched: list[Any] = []
+    for launch in cards.launches:
+        kinds = [field.code for field in get_family(launch.spec.family).args.fields for _ in range(field.times)]
+        values = [name(v) if kind == "P" else v for v, kind in zip(launch.values, kinds, strict=True)]
+        maps = [(name(int.from_bytes(m[:8], "little")), m[8:]) for m in launch.maps if any(m)]
+        launched.append((launch.spec, launch.config, values, maps))
+    return launched, results, [*others]
 
 
 @pytest.fixture

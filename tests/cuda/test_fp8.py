@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hexa_fx.cli.model_layers import layer_of
-from hexa_fx.codegen import get_family
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda import fallback as cuda_fallback
@@ -14,16 +13,10 @@ from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
 from hexa_fx.ops.table_fp8 import MoeFfnFp8
-from tests.cuda.cards import Cards, Launch
+from tests.cuda.cards import Cards
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
 E4M3, F32 = torch.float8_e4m3fn, torch.float32
-FIELDS = get_family(FAMILY).args.fields
-NAMES = [name for field in FIELDS for name in ((field.name,) if field.times == 1 else ("alpha", "limit"))]
-
-
-def values(launch: Launch) -> dict[str, float]:
-    return dict(zip(NAMES, launch.values, strict=True))
 
 
 def blank(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -56,7 +49,7 @@ def test_up(hopper: Cards, gated: bool, keep_h: bool) -> None:
     assert (h.shape, hs.shape) == ((T * K * keep_h, width), (T * K * keep_h, width // 128))
     assert (a.shape, a_scales.shape, a.dtype) == ((T * K, INNER), (T * K, INNER // 128), E4M3)
     (launch,) = hopper.launches
-    got, spec = values(launch), launch.spec
+    got, spec = launch.named, launch.spec
     assert (spec.family, spec.op, spec.gather, spec.glu) == (FAMILY, "esmm_act", True, "concat" if gated else "none")
     assert [got[n] for n in ("a", "v", "offs", "bias", "act")] == [t.data_ptr() for t in (x, v, offs, bias, a)]
     assert [got[n] for n in ("a_scale", "w_scale", "act_scale")] == [t.data_ptr() for t in (xs, ws, a_scales)]
@@ -72,7 +65,7 @@ def test_up(hopper: Cards, gated: bool, keep_h: bool) -> None:
         "bias_ld": width,
     }
     assert {n: got[n] for n in sizes} == sizes
-    assert [any(m) for m in launch.maps] == [False, True, False, False, False, False, keep_h, True, False]
+    assert launch.mapped == [False, True, False, False, False, False, keep_h, True, False]
 
 
 def test_down_reads_rows_in_order_and_combine_its_bytes(hopper: Cards) -> None:
@@ -83,13 +76,13 @@ def test_down_reads_rows_in_order_and_combine_its_bytes(hopper: Cards) -> None:
     out = fp8.combine_fp8(y, ys, gates, v, offs, K, D - 8, torch.bfloat16)
     assert (out.shape, out.dtype) == ((T, D - 8), torch.bfloat16)
     product, combine = hopper.launches
-    got = values(product)
+    got = product.named
     assert (product.spec.op, product.spec.out.name, product.spec.gather, got["v"]) == ("esmm", "u8", False, 0)
     assert [got[n] for n in ("out", "h_scale", "n", "K", "N", "out_ld")] == [
         *(t.data_ptr() for t in (y, ys)),
         *(T * K, INNER, D, D),
     ]
-    assert [any(m) for m in product.maps] == [True, True, False, False, False, False, True, False, False]
+    assert product.mapped == [True, True, False, False, False, False, True, False, False]
     assert (combine.spec.family, combine.blocks[0]) == ("combine_bytes", T)
 
 
@@ -121,7 +114,7 @@ def test_gradient_of_the_activation_is_a_product_and_one_pass(hopper: Cards, nee
     product, last = hopper.launches
     assert (product.spec.op, product.spec.gather, product.spec.out.name) == ("esmm", True, "bf16")
     assert (last.spec.family, last.blocks) == ("activate_fp8", (most, -(-INNER // 512), 1))
-    assert last.values[0] == values(product)["out"]
+    assert last.values[0] == product.named["out"]
     assert list(last.values[6:13]) == [t.data_ptr() if t.numel() else 0 for t in found]
     assert last.values[3] == gates.data_ptr()
 
@@ -142,7 +135,7 @@ def test_weight_gradients(hopper: Cards, kind: str, add: bool) -> None:
     out = strided(kind, F32 if add else torch.bfloat16)
     fp8.estmm_fp8(out, x, xs, g, gs, offs, True, add)
     (launch,) = hopper.launches
-    got, beside = values(launch), kind == "every second"
+    got, beside = launch.named, kind == "every second"
     (p, ps, q, qs) = (g, gs, x, xs) if kind == "turned" else (x, xs, g, gs)
     assert (launch.spec.op, launch.spec.accumulate) == ("estmm", add and not beside)
     assert launch.spec.option("shared") == (kind != "turned")  # of Q, which is x there
@@ -150,14 +143,14 @@ def test_weight_gradients(hopper: Cards, kind: str, add: bool) -> None:
     assert [got[n] for n in ("p_scale", "q_scale")] == [ps.data_ptr(), qs.data_ptr()]
     assert (got["p_scale_ld"], got["q_scale_ld"]) == (p.shape[1], q.shape[1])
     assert (got["dw"] == out.data_ptr()) is not beside
-    assert [any(m) for m in launch.maps] == [False, False, False, True, True, False, False, False, True]
+    assert launch.mapped == [False, False, False, True, True, False, False, False, True]
 
 
 def test_a_part_of_the_columns_of_turned_rows_lies_further_apart(hopper: Cards) -> None:
     most, (_, offs) = T * K // 128 + E, routing()
     (x, xs), (g, gs) = groups(most, 2 * INNER), groups(most, D)
     fp8.estmm_fp8(blank(E, INNER, D, dtype=F32), x[:, INNER:], xs[:, INNER:], g, gs, offs, True, False)
-    got = values(hopper.launches[0])
+    got = hopper.launches[0].named
     assert (got["p_scale"], got["p_scale_ld"]) == (xs.data_ptr() + 4 * INNER, 2 * INNER)
 
 
@@ -168,7 +161,7 @@ def test_a_square_gradient_beside_its_place_is_turned_back(hopper: Cards, monkey
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: copied.append((*to.stride()[1:], *of.stride()[1:])))
     fp8.estmm_fp8(out, x, xs, g, gs, offs, True, False)
-    assert values(hopper.launches[0])["p_scale"] == gs.data_ptr()
+    assert hopper.launches[0].named["p_scale"] == gs.data_ptr()
     assert copied == [(1, D + 1, 1, D)]
 
 

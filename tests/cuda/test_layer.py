@@ -9,41 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen import get_family
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library
-from tests.cuda.cards import Cards, D, E, H, Kept, T, arguments, copied
+from tests.cuda.cards import Cards, D, E, H, Kept, T, arguments, copied, seen
 
 
 def launched(cards: Cards, args: Sequence[Any], run: Callable[[], Tensor]) -> tuple[list[Any], list[tuple[int, int]]]:
-    """What a call launches, addresses by what lies there: an operand, the result, else the how-manieth other one it is.
-
-    Returns:
-        (spec, config, values) of every launch; start and size of the workspace's parts: v, inv, offs, a, y.
-    """
-    cards.launches.clear()
-    with Kept():
-        y = run()
-    names: dict[int, Any] = {0: None, y.data_ptr(): "y"}
-    names |= {t.data_ptr(): i for i, t in enumerate(args[:9]) if t is not None}
-    found, others = [], []
-    for launch in cards.launches:
-        layout = get_family(launch.spec.family).args.layout.format.removesuffix("0P")
-        count = len(layout) - len(layout.lstrip("P"))
-        for at in launch.values[:count]:
-            if at not in names:
-                names[at] = f"other {len(others)}"
-                others.append(at)
-        found.append((launch.spec, launch.config, [names[at] for at in launch.values[:count]], launch.values[count:]))
-    v, inv, offs, a, rows, end = others
+    """What a call launches, and start and size of the workspace's parts: v, inv, offs, a, y."""
+    found, _, (v, inv, offs, a, rows, end) = seen(cards, args[:9], run)
     assert end == offs + 4 * E
     n, size = args[1].numel(), args[0].element_size()
-    return found, list(
-        zip((v, inv, offs, a, rows), (4 * n, 4 * n, 4 * (E + 1), n * H * size, n * D * size), strict=True)
-    )
+    sizes = (4 * n, 4 * n, 4 * (E + 1), n * H * size, n * D * size)
+    return found, list(zip((v, inv, offs, a, rows), sizes, strict=True))
 
 
 CASES: dict[str, dict[str, Any]] = {

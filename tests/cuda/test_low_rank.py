@@ -14,10 +14,11 @@ from tests.cuda.cards import HOPPER
 E = 8
 
 
-def launched(columns: int, rank: int, rows: int, gathered: bool, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
+def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=of, device="meta")
 
+
+def launched(columns: int, rank: int, rows: int, gathered: bool) -> list[str]:
     v, top_k = (empty(rows, of=torch.int32), 2) if gathered else (None, 1)
     dy, u, c = empty(rows // top_k, columns), empty(rows, rank), empty(E, columns, rank)
     with cuda_choosing.collect(HOPPER) as specs:
@@ -72,10 +73,6 @@ def test_two_readings(columns: int, rank: int, rows: int) -> None:
 )
 def test_single_products_and_gradients(op: str, wide: str, narrow: str, layout: str) -> None:
     """Of 2048 columns with a factor of 16, of each side, gathered or not."""
-
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
-
     n, offs = 32 * E, empty(E + 1, of=torch.int32)
     for v, top_k in ((None, 1), (empty(n, of=torch.int32), 2)):
         rows = {wide: empty(n // top_k, 2048), narrow: empty(n, 16)}
@@ -106,9 +103,6 @@ def test_columns_are_dealt_to_few_launches_evenly() -> None:
 
 @pytest.mark.parametrize(("rows", "taken"), [(2047, True), (2048, False)])
 def test_a_gradient_alone_is_one_of_experts_with_few_rows(rows: int, taken: bool) -> None:
-    def empty(*shape: int, of: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
-
     v, offs = empty(rows * E, of=torch.int32), empty(E + 1, of=torch.int32)
     with cuda_choosing.collect(HOPPER) as specs:
         gemm.estmm(empty(rows * E, 2048), empty(rows * E, 16), v, None, offs, 1, "nk")

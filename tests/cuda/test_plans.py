@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import torch
 from cutlass_library import DataType
 
-from hexa_fx.codegen import KernelSpec, get_family, render
 from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
@@ -20,79 +14,40 @@ from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
-from tests.cuda.cards import AMPERE, HOPPER, without_a_device
+from tests.cuda.cards import AMPERE, HOPPER, Cards
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 
 
-@dataclass(frozen=True)
-class Launch:
-    spec: KernelSpec
-    grid: tuple[int, int, int]
-    values: tuple
-
-
-class Recorder:
-    """Stands where the driver would be."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def get_kernel(self, spec: KernelSpec, node: str = "") -> Handle:
-        render(spec)
-        return Handle(self, spec)
-
-    def __getitem__(self, index: int) -> Launch:
-        return self.launches[index]
-
-
-@dataclass
-class Handle:
-    """Stands where a built kernel would be."""
-
-    recorder: Recorder
-    spec: KernelSpec
-
-    def config(self, grid: tuple[int, int, int], stream: int) -> tuple[int, int, int]:
-        return grid
-
-    def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
-        layout: struct.Struct = get_family(self.spec.family).args.layout
-        (at,) = parameters
-        self.recorder.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
-
-
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
-    recorder = Recorder()
-    without_a_device(monkeypatch, tmp_path, AMPERE, recorder.get_kernel)
-    return recorder
+def recorder(cards: Cards) -> Cards:
+    return cards
 
 
 def routing(n: int = T * K) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(n, dtype=torch.int32), torch.linspace(0, n, E + 1).to(torch.int32)
 
 
-def test_reindex_takes_one_launch_when_small_and_two_when_large(recorder: Recorder) -> None:
+def test_reindex_takes_one_launch_when_small_and_two_when_large(recorder: Cards) -> None:
     v, inv, offs = cuda_rows.reindex(torch.zeros(T, K, dtype=torch.int64), E)
     assert (v.shape, inv.shape, offs.shape) == ((T * K,), (T * K,), (E + 1,))
     assert [launch.spec.op for launch in recorder.launches] == ["reindex_place"]
     cuda_rows.reindex(torch.zeros(9000, 3, dtype=torch.int32), E)
     count, place = recorder.launches[1:]
-    assert (count.spec.op, place.spec.op, count.grid) == ("reindex_count", "reindex_place", place.grid)
-    blocks, chunk, warps = count.grid[0], count.values[7], count.spec.option("warps")
+    assert (count.spec.op, place.spec.op, count.blocks) == ("reindex_count", "reindex_place", place.blocks)
+    blocks, chunk, warps = count.blocks[0], count.values[7], count.spec.option("warps")
     assert blocks * chunk * warps >= 27000
     assert chunk % 32 == 0
 
 
-def test_reindex_of_nothing_still_writes_offsets(recorder: Recorder) -> None:
+def test_reindex_of_nothing_still_writes_offsets(recorder: Cards) -> None:
     cuda_rows.reindex(torch.zeros(0, 2, dtype=torch.int64), E)
-    assert recorder[0].grid == (1, 1, 1)
+    assert recorder.launches[0].blocks == (1, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_esmm(recorder: Recorder, dtype: torch.dtype, layout: str) -> None:
+def test_esmm(recorder: Cards, dtype: torch.dtype, layout: str) -> None:
     v, offs = routing()
     x = torch.randn(T, D, dtype=dtype)
     w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=dtype)
@@ -105,26 +60,26 @@ def test_esmm(recorder: Recorder, dtype: torch.dtype, layout: str) -> None:
     assert not cuda_fallback.fallbacks
 
 
-def test_a_weight_stored_transposed_is_the_other_layout_and_not_a_copy(recorder: Recorder) -> None:
+def test_a_weight_stored_transposed_is_the_other_layout_and_not_a_copy(recorder: Cards) -> None:
     v, offs = routing()
     w = torch.randn(E, D, N, dtype=torch.bfloat16)
     cuda_gemm.esmm(torch.randn(T, D, dtype=torch.bfloat16), w.transpose(1, 2), None, v, offs, K, "nk")
-    assert recorder[0].spec.layout == "kn"
-    assert recorder[0].values[1] == w.data_ptr()
-    assert recorder[0].values[11:13] == (N, D * N)
+    assert recorder.launches[0].spec.layout == "kn"
+    assert recorder.launches[0].values[1] == w.data_ptr()
+    assert recorder.launches[0].values[11:13] == (N, D * N)
 
 
-def test_unaligned_strides_take_the_slow_path(recorder: Recorder) -> None:
+def test_unaligned_strides_take_the_slow_path(recorder: Cards) -> None:
     v, offs = routing()
     x, w = torch.randn(T, D + 1, dtype=torch.bfloat16)[:, :D], torch.randn(E, N, D, dtype=torch.bfloat16)
     cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
-    assert not recorder[0].spec.aligned
-    assert recorder[0].values[10] == D + 1
+    assert not recorder.launches[0].spec.aligned
+    assert recorder.launches[0].values[10] == D + 1
 
 
 @pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])
 @pytest.mark.parametrize("keep_h", [True, False])
-def test_esmm_act(recorder: Recorder, glu: str, keep_h: bool) -> None:
+def test_esmm_act(recorder: Cards, glu: str, keep_h: bool) -> None:
     v, offs = routing()
     columns = 2 * N if glu in ("concat", "interleaved") else N
     w1, b1 = torch.randn(E, columns, D), torch.randn(E, columns)
@@ -139,20 +94,20 @@ def test_esmm_act(recorder: Recorder, glu: str, keep_h: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_esfk_of_few_rows_is_three_products(recorder: Recorder, layout: str) -> None:
+def test_esfk_of_few_rows_is_three_products(recorder: Cards, layout: str) -> None:
     v, offs = routing()
     w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=torch.bfloat16)
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
     dx, dw, db = cuda_gemm.esfk(x, g, w, v, offs, K, layout, True)
     assert (dx.shape, dw.shape, db.shape) == ((T * K, D), w.shape, (E, N))
     assert [launch.spec.op for launch in recorder.launches] == ["esmm", "estmm", "ess_partial", "ess_finish"]
-    assert recorder[1].spec.gather == (layout == "kn")
-    assert recorder[1].spec.option("gather_b") == (layout == "nk")
+    assert recorder.launches[1].spec.gather == (layout == "kn")
+    assert recorder.launches[1].spec.option("gather_b") == (layout == "nk")
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_esfk_is_one_launch(recorder: Recorder, layout: str, bias: bool) -> None:
+def test_esfk_is_one_launch(recorder: Cards, layout: str, bias: bool) -> None:
     rows = 1000
     v, offs = routing(rows)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
@@ -173,7 +128,7 @@ def test_esfk_is_one_launch(recorder: Recorder, layout: str, bias: bool) -> None
     assert v.data_ptr() == weight_product[8 if layout == "nk" else 7]
     assert db_at == (db.data_ptr() if bias else 0)
     tiles = -(-dw.shape[1] // launch.spec.bm) * -(-dw.shape[2] // launch.spec.bn)
-    assert launch.grid[0] >= sum(-(-200 // launch.spec.bm) * -(-D // launch.spec.bn) + tiles for _ in range(E))
+    assert launch.blocks[0] >= sum(-(-200 // launch.spec.bm) * -(-D // launch.spec.bn) + tiles for _ in range(E))
 
 
 def buffers(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +137,7 @@ def buffers(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weight_gradients_are_added_where_they_belong(recorder: Recorder, layout: str, transposed: bool) -> None:
+def test_weight_gradients_are_added_where_they_belong(recorder: Cards, layout: str, transposed: bool) -> None:
     v, offs = routing()
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
     into, _ = buffers(layout)
@@ -199,27 +154,27 @@ def test_weight_gradients_are_added_where_they_belong(recorder: Recorder, layout
 
 
 def test_sliced_rows_keep_their_stride_and_other_strides_take_a_second_buffer(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
+    recorder: Cards, caplog: pytest.LogCaptureFixture
 ) -> None:
     v, offs = routing()
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
     cuda_rows._say_once.cache_clear()
     sliced = torch.zeros(E, N, 2 * D)[..., :D]
     cuda_gemm.estmm_add(sliced, x, g, v, None, offs, K, "nk")
-    assert recorder[0].values[5] == sliced.data_ptr()
-    assert recorder[0].values[13:15] == (2 * D, 2 * N * D)
+    assert recorder.launches[0].values[5] == sliced.data_ptr()
+    assert recorder.launches[0].values[13:15] == (2 * D, 2 * N * D)
     for _ in range(2):
         scattered = torch.ones(E, N, D, 2)[..., 0]
         cuda_gemm.estmm_add(scattered, x, g, v, None, offs, K, "nk")
-        assert recorder[-1].values[5] != scattered.data_ptr()
-        assert recorder[-1].values[13:15] == (D, N * D)
+        assert recorder.launches[-1].values[5] != scattered.data_ptr()
+        assert recorder.launches[-1].values[13:15] == (D, N * D)
         assert (scattered == 1).all()  # a launch that does nothing added zeros
     assert len([r for r in caplog.records if "no kernel supports" in r.message]) == 1
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_esfk_adds_in_one_launch(recorder: Recorder, layout: str, bias: bool) -> None:
+def test_esfk_adds_in_one_launch(recorder: Cards, layout: str, bias: bool) -> None:
     v, offs = routing(rows := 1000)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
     into, into_bias = buffers(layout)
@@ -233,7 +188,7 @@ def test_esfk_adds_in_one_launch(recorder: Recorder, layout: str, bias: bool) ->
     assert not cuda_fallback.fallbacks
 
 
-def test_esfk_of_few_rows_adds_in_three_products(recorder: Recorder) -> None:
+def test_esfk_of_few_rows_adds_in_three_products(recorder: Cards) -> None:
     v, offs = routing()
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
     into, into_bias = buffers("nk")
@@ -246,7 +201,7 @@ def test_esfk_of_few_rows_adds_in_three_products(recorder: Recorder) -> None:
     ]
 
 
-def test_what_adds_is_not_measured(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_adds_is_not_measured(recorder: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     v, offs = routing(rows := 1000)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
     into, _ = buffers("nk")
@@ -257,7 +212,7 @@ def test_what_adds_is_not_measured(recorder: Recorder, monkeypatch: pytest.Monke
     assert len(recorder.launches) == 2
 
 
-def test_row_operators(recorder: Recorder) -> None:
+def test_row_operators(recorder: Cards) -> None:
     v, offs = routing()
     weights = torch.rand(T, K)
     h = torch.randn(T * K, 2 * N, dtype=torch.bfloat16)
@@ -266,11 +221,11 @@ def test_row_operators(recorder: Recorder) -> None:
     a = cuda_rows.activate(h, "silu", "concat", ())
     dh, scaled, dweights = cuda_rows.activate_backward(a, h, weights, v, offs, "swiglu_oai", "interleaved", ())
     assert (dh.shape, scaled.shape, dweights.shape) == (h.shape, a.shape, weights.shape)
-    assert recorder[-1].values[-2:] == pytest.approx((1.702, 7.0))
+    assert recorder.launches[-1].values[-2:] == pytest.approx((1.702, 7.0))
     assert not cuda_fallback.fallbacks
 
 
-def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Recorder) -> None:
+def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Cards) -> None:
     v, offs = routing()
     w, x = torch.randn(E, N, D), torch.randn(T, D)
     cuda_gemm.esmm_act(x, w, torch.ones(E, N), w, None, v, offs, K, "nk", "silu", "split", ())
@@ -280,7 +235,7 @@ def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Recorder) -> None:
 
 
 def test_what_no_kernel_takes_falls_back_and_says_so_once(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    recorder: Cards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v, offs = routing()
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE._replace(arch=75))
@@ -301,7 +256,7 @@ def test_division_by_multiplication_is_exact(value: int) -> None:
 
 
 @pytest.fixture
-def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(recorder: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     """The card is of the Hopper family. Its kernels are only collected."""
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
     cuda_choosing.forget_choices()
@@ -347,7 +302,7 @@ def test_what_hopper_leaves_goes_to_the_other_family(case: str) -> None:
 
 
 def test_kernels_are_collected_without_launching_and_built_together(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[list[str]] = []
     monkeypatch.setattr(background, "prebuild", lambda specs: built.append([s.op for s in dict.fromkeys(specs)]))
@@ -367,7 +322,7 @@ def test_kernels_are_collected_without_launching_and_built_together(
 
 
 def test_prebuilding_without_a_compiler_leaves_the_word_to_the_operators(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    recorder: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(specs: object) -> None:
         raise ToolchainError("none")

@@ -1,7 +1,6 @@
 """Forward and backward that are played again launch what the general path launches, whichever family's kernels they are."""
 
 import gc
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen import get_family
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import plan as cuda_plan
-from tests.cuda.cards import Cards, Kept, arguments, copied
+from tests.cuda.cards import Cards, arguments, copied, seen
 
 TOKENS = 200
 NEEDS = (True, True, True, True, True, True, True, True)
@@ -49,36 +47,6 @@ def backward(cards: Cards, dy: Tensor, saved: Sequence[Any], args: Sequence[Any]
     return cuda_layer.LAYERS["moe_ffn_backward"](cards.run_general_backward, *every)
 
 
-def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple[list[Any], list[Tensor]]:
-    """What a call launches, addresses by what lies there: an operand, a result, a queue, else the how-manieth other one."""
-    cards.launches.clear()
-    with Kept():
-        results = [t for t in run() if t is not None]
-    named: list[tuple[Any, Tensor]] = [(f"operand {i}", t) for i, t in enumerate(operands) if isinstance(t, Tensor)]
-    named += [(f"result {i}", t) for i, t in enumerate(results)]
-    others: dict[int, str] = {}
-
-    def name(at: int) -> Any:
-        if at == 0:
-            return None
-        if 0x10000 <= at < 0x18000:
-            return "queue"
-        for what, t in named:
-            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-            if t.numel() and 0 <= at - t.data_ptr() < (last + 1) * t.element_size():
-                return what, at - t.data_ptr()
-        return others.setdefault(at, f"other {len(others)}")
-
-    found: list[Any] = []
-    for launch in cards.launches:
-        fields = re.findall(r"(\d*)([a-zA-Z])", get_family(launch.spec.family).args.layout.format)
-        kinds = "".join(kind * int(count or 1) for count, kind in fields)
-        values = [name(v) if kind == "P" else v for v, kind in zip(launch.values, kinds, strict=True)]
-        maps = [(name(int.from_bytes(m[:8], "little")), m[8:]) for m in launch.maps if any(m)]
-        found.append((launch.spec, launch.config, values, maps))
-    return found, results
-
-
 def described(results: Sequence[Tensor]) -> list[Any]:
     return [(t.shape, t.dtype, t.stride()) for t in results]
 
@@ -96,8 +64,10 @@ def test_what_is_played_again_is_what_the_general_path_launches(
         args[2].fill_(0.5)
     saved = forward(cards, args, general=True)
     dy = torch.randn_like(saved[0])
-    there, _ = seen(cards, args[:9], lambda: forward(cards, args, general=True))
-    back, gradients = seen(cards, (dy, *args[:9], *saved[1:]), lambda: backward(cards, dy, saved, args, general=True))
+    there, *_ = seen(cards, args[:9], lambda: forward(cards, args, general=True))
+    back, gradients, _ = seen(
+        cards, (dy, *args[:9], *saved[1:]), lambda: backward(cards, dy, saved, args, general=True)
+    )
     assert not cuda_fallback.fallbacks
     if family == "hopper" and case not in ("few rows", "float32"):
         assert {launch[0].family for launch in there + back} >= {"gather_gemm_sm90"}
@@ -105,11 +75,11 @@ def test_what_is_played_again_is_what_the_general_path_launches(
         backward(cards, dy, forward(cards, args), args)
     cards.general = 0
     for again in (args, copied(args), copied(args)):
-        got, kept = seen(cards, again[:9], lambda again=again: forward(cards, again))
+        got, kept, _ = seen(cards, again[:9], lambda again=again: forward(cards, again))
         assert got == there
         assert described(kept) == described(saved)
         dy = dy.clone()
-        got, results = seen(
+        got, results, _ = seen(
             cards,
             (dy, *again[:9], *kept[1:]),
             lambda again=again, kept=kept, dy=dy: backward(cards, dy, kept, again),
@@ -132,7 +102,7 @@ def test_gradients_are_added_to_buffers(hopper: Cards) -> None:
 
     def step(run: Callable[..., Any]) -> Any:
         every = (dy, args[0], [h], v, inv, offs, *args[2:9], 2, *args[9:], needs, *buffers)
-        return seen(hopper, (dy, args[0], h, v, inv, offs, *args[2:9], *buffers), lambda: run(*every))
+        return seen(hopper, (dy, args[0], h, v, inv, offs, *args[2:9], *buffers), lambda: run(*every))[:2]
 
     want = step(hopper.run_general_backward)
     hopper.general = 0

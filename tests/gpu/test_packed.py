@@ -11,10 +11,9 @@ from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.cuda import packed
 from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
-from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.table import Esmm, EsmmAct
 from tests.gpu import cases
-from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, row_error
+from tests.gpu.cases import ROUTINGS, check_esmm_act, make_routing, randn, reference_esmm, row_error
 
 pytestmark = pytest.mark.usefixtures("four_multiprocessors")
 BF16, F16 = torch.bfloat16, torch.float16
@@ -107,14 +106,10 @@ def test_activations(
         x = randn(9, k, dtype=BF16)
         static: Any = (4, "nk", activation, glu, params, keep_h)
         base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, r.v, r.offs, *static)
-        h, a = packed.esmm_act(PackedProduct(base, w1[1], w3 and w3[1], f))
-        ref = reference_esmm(x, dense, b1, r.v, r, "nk")
-        if dense3 is not None:
-            ref = torch.cat([ref, reference_esmm(x, dense3, b3, r.v, r, "nk")], 1)
-        wanted = activation_forward(ref, activation, glu, params)  # type: ignore[arg-type]
-        wanted[r.routed :] = 0
-        assert row_error(a, wanted) < 2 * TOLERANCE[BF16]
-        assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
+        exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
+        check_esmm_act(
+            lambda o, *of: packed.esmm_act(PackedProduct(o, *of)), base, r, *scales, exact=exact, within=TOLERANCE[BF16]
+        )
 
 
 @pytest.mark.parametrize("f", [NF4, FP8_BLOCK, INT8_ROWS], ids=name)

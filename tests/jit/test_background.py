@@ -18,11 +18,13 @@ from tests.jit.test_build import SPEC, SPECS, wait_until
 IMPOSSIBLE = SPEC.with_options(experts=1 << 20)
 
 
-def run(script: str, **variables: str) -> subprocess.Popen[str]:
-    """A process with the fake compiler's environment."""
+def run(script: str, own_group: bool = False, **variables: str) -> subprocess.Popen[str]:
+    """A process with the fake compiler's environment. own_group: signals to its group reach nobody else."""
     begin = "from tests.jit.test_build import SPEC, SPECS\nfrom hexa_fx.jit import builder, prebuild\nimport os, sys, time\n"
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    return subprocess.Popen([sys.executable, "-c", begin + script], env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", begin + script]
+    group = 0 if own_group else None
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, process_group=group)
 
 
 def test_a_request_returns_at_once_and_the_kernel_is_ready_later(compiler: FakeCompiler) -> None:
@@ -190,11 +192,7 @@ except KeyboardInterrupt:
 builder().wait()
 print(builder().ready(SPEC) is not None)
 """
-    begin = "from tests.jit.test_build import SPEC\nfrom hexa_fx.jit import builder\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", begin + script], env=environment, stdout=subprocess.PIPE, text=True, process_group=0
-    )
+    process = run(script, own_group=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     wait_until(lambda: compiler.runs == 1)

@@ -10,6 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.table_layers import MoeFfn, static_of
+from tests.ops.reference import loop
 
 E, D, I = 4, 6, 10  # noqa: E741
 GATED = FfnSpec("silu", "split")
@@ -25,15 +27,9 @@ def operands(rows: int, requires_grad: bool = True) -> tuple[Tensor, Tensor, tup
 
 def by_hand(x: Tensor, ids: list[int], gate: Tensor | None, w: tuple[Tensor, ...]) -> Tensor:
     """Expert ``ids[r]`` of every row; nothing where there is no such expert."""
-    out = []
-    for r, e in enumerate(ids):
-        if e >= E:
-            out.append(torch.zeros_like(x[0]))
-            continue
-        h = torch.nn.functional.silu(w[0][e] @ x[r] + w[1][e]) * (w[2][e] @ x[r] + w[3][e])
-        y = w[4][e] @ h + w[5][e]
-        out.append(y if gate is None else gate[r] * y)
-    return torch.stack(out) if out else torch.zeros_like(x)
+    return loop(
+        MoeFfn(x, torch.tensor(ids).view(-1, 1), None if gate is None else gate[:, None], *w, *static_of(GATED))
+    )
 
 
 def ids_of(counts: Any, rows: int) -> list[int]:
