@@ -60,27 +60,6 @@ class OneGateForAll(Listed):
         )
 
 
-class SoftOfFewer(Soft):
-    """The gate has weights for twice as many experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = self.experts[: len(self.experts) // 2]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self.gate(x).softmax(-1)[:, None, : len(self.experts)]
-        return (torch.stack([expert(x) for expert in self.experts], -1) * weights).sum(-1)
-
-
-class SoftSteps(Soft):
-    """Experts compare what they compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for expert in self.experts:
-            expert[1].forward = lambda h: torch.where(h > 0, h, 0.1 * h)
-
-
 class Slots(Listed):
     """Soft MoE: one slot an expert, a mixture of all tokens."""
 
@@ -89,21 +68,6 @@ class Slots(Listed):
         mixed = scores.softmax(0).t() @ x
         given = torch.stack([expert(mixed[number]) for number, expert in enumerate(self.experts)])
         return scores.softmax(1) @ given
-
-
-class ManySlots(Slots):
-    """Several slots an expert, whose scores are one matrix of width experts x slots, for each sample of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(D, 3 * E, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.view(2, -1, D)
-        scores = self.gate(x)
-        mixed = (scores.softmax(1).mT @ x).unflatten(1, (E, 3))
-        given = torch.stack([expert(mixed[:, number]) for number, expert in enumerate(self.experts)], 1)
-        return (scores.softmax(2) @ given.flatten(1, 2)).flatten(0, 1)
 
 
 class Stacked(Router):
@@ -256,14 +220,11 @@ REASONS = {
     Masked: overlooked.THRESHOLD,
     Where: overlooked.THRESHOLD,
     Soft: overlooked.SOFT,
-    SoftOfFewer: overlooked.SOFT,
     Stacked: overlooked.SOFT,
     OneGateForAll: overlooked.SOFT,
     Slots: overlooked.SLOTS,
-    ManySlots: overlooked.SLOTS,
     SoftMoE: overlooked.SLOTS,
     StackedMoE: overlooked.SLOTS,
-    SoftSteps: overlooked.SOFT,
     SlotsOfTheirOwn: overlooked.SLOTS,
     InPlainList: overlooked.HIDDEN.format("list", "experts", "ModuleList"),
     SlotsOfTokens: overlooked.SLOTS,

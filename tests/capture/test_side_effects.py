@@ -179,17 +179,6 @@ def test_a_router_that_stays_a_call_may_keep_a_list() -> None:
     assert compare(block, optimized, (_tokens(5),)).within(1e-10)
 
 
-def test_an_attribute_that_the_block_sets_on_its_router() -> None:
-    """The router stays a call, but it is not its code that sets it."""
-    block = Mixture(lambda m, loss: setattr(m.gate, "loss", loss)).double()
-    optimized = hexa_fx.optimize(copy.deepcopy(block), _tokens())
-    assert optimized.report.rewritten
-    assert not hasattr(optimized.gate, "loss")
-    for tokens in (_tokens(4), _tokens(6)):
-        block(tokens), optimized(tokens)
-        torch.testing.assert_close(optimized.gate.loss, block.gate.loss)
-
-
 def test_a_dict_that_is_set_anew() -> None:
     def leave(mixture: Mixture, loss: torch.Tensor) -> None:
         mixture.kept = {"loss": loss, "both": [loss, loss.exp()]}

@@ -179,26 +179,3 @@ def test_an_object_of_a_router_that_the_block_changes() -> None:
     optimized = hexa_fx.optimize(copy.deepcopy(block), _x(9))
     torch.testing.assert_close(optimized(_x(7)), block(_x(7)))
     torch.testing.assert_close(optimized.router.last.weights, block.router.last.weights)
-
-
-class Twice(nn.Linear):
-    """Gives its weights under two names."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        weights, ids = super().forward(x).softmax(-1).topk(K, -1)
-        return weights, ids, weights
-
-
-class AsksForOne(Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Twice(D, E)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids, also = self.router(x)
-        out = self.chosen(x, weights, ids)
-        return 2 * out if also is weights else out
-
-
-def test_whether_two_results_are_one_tensor_is_nothing_that_a_graph_shows() -> None:
-    assert "by `is`" in hexa_fx.explain(AsksForOne().double(), _x(9)).blocks[0].reason

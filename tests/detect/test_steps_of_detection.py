@@ -14,7 +14,7 @@ from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
 from hexa_fx.passes.detect.row_order import row_orders
 from hexa_fx.passes.detect.rows import RowMatcher
-from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
+from hexa_fx.passes.detect.tags import expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
 X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(2))
@@ -135,20 +135,6 @@ def test_tags_follow_one_expert_and_all_experts():
     assert all(tags[node].experts == {2} for node in linear)
     router = next(n for n in captured.graph.nodes if record_of(n).scope == "router" and "linear" in str(n.target))
     assert tags[router].experts == frozenset()
-
-
-def test_tags_of_a_batched_product():
-    class Batched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(E, D, H))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.bmm(x, self.w)
-
-    captured = capture(Batched(), (torch.randn(E, 3, D),), {})
-    tags = tag(captured, expert_groups({}))
-    assert tags[next(n for n in captured.graph.nodes if "bmm" in str(n.target))].experts == {ALL}
 
 
 def test_row_matcher_finds_token_expert_and_scale():

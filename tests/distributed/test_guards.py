@@ -16,42 +16,11 @@ from hexa_fx.distributed.collectives import (
     reduce_scatter_v,
     wait,
 )
-from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition.install import install_plan
 
 TWO = [KINDS["concat"]] * 2
 THREE = [KINDS["concat"]] * 3
-
-
-def train(rank, world, plan, kinds, steps, stale=False):
-    """Largest difference of the parameters to one process after AdamW steps of two microbatches."""
-    model, whole = Net(kinds), Net(kinds)
-    installed = install(model, plan)
-    if stale:  # what a cache without the rule "gather anew unless filled in this pass" would do
-        installed.session.cache._is_ready = lambda slot, index, dtype, backward: slot.layer == index
-        installed.session.cache._check_fresh = lambda *_: None
-    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    total = sum(plan.batch)
-    for step in range(steps):
-        for micro in range(2):
-            x, target = batch(total, seed=10 * step + micro)
-            mine = own(plan.batch, rank)
-            (loss_sum(model(x[mine]), target[mine]) / total / 2).backward()
-            (loss_sum(whole(x), target) / total / 2).backward()
-        sync_gradients(model, installed.session)
-        ours.step(), theirs.step()
-        ours.zero_grad(), theirs.zero_grad()
-    names = dict(whole.named_parameters())
-    return largest([(p, cut(installed.session, name, names[name])) for name, p in model.named_parameters()])
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_stale_cache_would_be_wrong(slots):
-    plan = make_plan(2, "uneven", MODES["data"][:2], TWO, slots=slots)
-    assert max(run(2, train, plan, TWO, 3)) < 1e-12
-    assert max(run(2, train, plan, TWO, 3, True)) > 1e-6
 
 
 def gradients_of_collectives(rank, world):
@@ -187,26 +156,6 @@ def test_other_token_counts_than_planned():
     assert "PlanError: rank 1 has 5 tokens, the plan fixed [5, 2]" in outcomes[1][1]
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]
-
-
-def averaged(rank, world, plan, weighted):
-    model, whole = Net(TWO), Net(TWO)
-    installed = install(model, plan)
-    x, target = batch(sum(plan.batch))
-    mine = own(plan.batch, rank)
-    count = plan.batch[rank]
-    mean = ((model(x[mine]) - target[mine]) ** 2).sum(-1).mean()
-    (weighted_loss(installed.session, mean, count) if weighted else mean / world).backward()
-    ((whole(x) - target) ** 2).sum(-1).mean().backward()
-    return largest(gradient_pairs(model, whole, installed.session))
-
-
-@pytest.mark.parametrize("split", ["uneven", "b0"])
-def test_local_means_must_be_weighted(split):
-    plan = make_plan(2, split, ("data_centric", "model_centric"), TWO)
-    assert max(run(2, averaged, plan, True)) < 1e-12
-    if split == "uneven":
-        assert max(run(2, averaged, plan, False)) > 1e-3
 
 
 def traffic(rank, world, plan, kinds):

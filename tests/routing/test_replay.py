@@ -428,27 +428,6 @@ def test_any_choice_among_scores_is_replayed(choose, training):
             torch.testing.assert_close(gradient, other)
 
 
-class Annealed(nn.Module):
-    """A router that counts its calls, and chooses by it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.calls = nn.Linear(8, 4, bias=False), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.weight(x) / (1 + 0.1 * self.calls)
-
-
-def test_a_router_that_counts_its_calls_is_recorded():
-    block = Block(by_topk)
-    block.router = Annealed()
-    optimized = hexa_fx.optimize(block, torch.randn(12, 8), CONFIG)
-    with hexa_fx.record_routing(optimized) as log:
-        optimized(torch.randn(5, 8))
-    assert (len(log.ids), optimized.router.calls) == (5, 1)
-
-
 def test_a_block_in_its_own_code_is_replayed_too():
     block = Block(by_topk).eval()
     x = torch.randn(12, 8)

@@ -220,20 +220,6 @@ def test_a_router_that_switches_it_off_stays_a_call():
         torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
 
 
-class SwitchedTwice(SwitchedAround):
-    """The router's own code switches it, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = Switch()
-
-
-def test_switched_off_around_a_router_that_switches_it_too():
-    model, optimized = pair(SwitchedTwice)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(optimized(x())["logits"], model(x())["logits"])
-
-
 class Enabling(Block):
     def logits(self, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -229,17 +229,6 @@ def test_an_optimized_model_is_freed_with_its_last_reference(no_collection: None
     assert not any(value() is not None for value in alive)
 
 
-def test_another_object_that_says_the_same_is_taken() -> None:
-    block = Holder()
-    guards = _guards(block)
-    block.config = Settings()
-    for _ in range(3):
-        guards.check()
-    block.config.k = 3
-    with pytest.raises(GuardMiss):
-        guards.check()
-
-
 def test_the_checks_of_a_call_are_few_python_calls() -> None:
     """However much was read: a bound on what is called in Python, which no busy machine can break."""
     counts = []
