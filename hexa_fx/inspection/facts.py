@@ -58,7 +58,7 @@ def facts_of(analysis: BlockAnalysis) -> Facts | None:
 
 def formula(body: ExpertBody) -> str:
     """The expert function in one line."""
-    gated = body.pairing != "none"
+    gated = body.up is not None
     first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
     inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
     if gated:
@@ -74,5 +74,16 @@ def _layout(body: ExpertBody) -> str:
     layouts = [_WORDS[body.gate.layout]]
     if body.down.layout != body.gate.layout:
         layouts.append(f"and {_WORDS[body.down.layout]}")
-    pairing = "" if body.pairing == "none" else f", gate and up {body.pairing.replace('_', ' ')}"
-    return " ".join(layouts) + pairing
+    if body.up is None:
+        return " ".join(layouts)
+    one = body.up.base == body.gate.base
+    pairing = _PAIRED.get((body.gate.part, body.up.part), "") if one else "separate"
+    return f"{' '.join(layouts)}, gate and up {pairing}"
+
+
+_PAIRED: dict[tuple[str, str], str] = {
+    ("first", "second"): "concat",
+    ("even", "odd"): "interleaved",
+    ("second", "first"): "concat up first",
+    ("odd", "even"): "interleaved up first",
+}

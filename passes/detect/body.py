@@ -23,58 +23,53 @@ from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batc
 from hexa_fx.passes.detect.row_order import segment_of
 from hexa_fx.passes.detect.rows import DIFFERENT_WAYS, Instance, joined
 from hexa_fx.passes.detect.rules import refuse_randomness
-from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
+from hexa_fx.passes.detect.stacks import Form, Part, Stack, WeightTable, slice_of
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-7
 
 
+Halves = tuple[Part, Part] | None
+"""Where gate and up lie in the result of one product; None if these are products of their own, or there is no up."""
+
+_IN_ONE: tuple[Halves, ...] = (("first", "second"), ("even", "odd"), ("second", "first"), ("odd", "even"))
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     activation: str
     params: tuple[float, ...]
-    pairing: str
+    halves: Halves
 
 
 def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
     """Every activation, with every layout of gate and up in the result of the first projection."""
-    width = feature_size(instance.second.data)
-    if len(instance.first) == 2:
-        # of another width, one of them is no half of a gated pair: FiLM's scale and shift, a gate per row
-        pairings = ["separate"] if all(feature_size(first.node) == width for first in instance.first) else []
-    elif len(instance.first) > 2:
-        pairings = []
-    elif feature_size(instance.first[0].node) == width:
-        pairings = ["none"]
-    elif feature_size(instance.first[0].node) == 2 * width:
-        pairings = ["concat", "interleaved", "concat_up_first", "interleaved_up_first"]
-    else:
-        pairings = []
-    for pairing in pairings:
+    width, sizes = feature_size(instance.second.data), [feature_size(first.node) for first in instance.first]
+    layouts: tuple[
+        Halves, ...
+    ] = ()  # of another width, one of two is no half of a gated pair: FiLM's scale, a gate per row
+    if sizes in ([width], [width, width]):
+        layouts = (None,)
+    elif sizes == [2 * width]:
+        layouts = _IN_ONE
+    for halves in layouts:
         for activation in ACTIVATIONS.values():
-            if activation.pair and pairing == "none":
+            if activation.pair and sizes == [width]:
                 continue
             for params in activation.choices([number for number in literals(segment) if number > 0]):
-                yield Hypothesis(activation.name, params, pairing)
+                yield Hypothesis(activation.name, params, halves)
 
 
 def activate(hypothesis: Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor:
     activation = ACTIVATIONS[hypothesis.activation]
-    if hypothesis.pairing == "none":
-        value = activation.forward(inputs[0], hypothesis.params)
-        return value if isinstance(value, torch.Tensor) else value[0]
-    gate, up = inputs if hypothesis.pairing == "separate" else _halves(inputs[0], hypothesis.pairing)
+    if hypothesis.halves is not None:
+        inputs = [inputs[0][:, slice_of(half, inputs[0].shape[1] // 2)] for half in hypothesis.halves]
     if activation.pair:
-        return activation.forward(gate, up, hypothesis.params)
-    return activation.forward(gate, hypothesis.params) * up
-
-
-def _halves(hidden: torch.Tensor, pairing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    interleaved = pairing.startswith("interleaved")
-    half = hidden.shape[1] // 2
-    first, second = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else (hidden[:, :half], hidden[:, half:])
-    return (second, first) if pairing.endswith("up_first") else (first, second)
+        return activation.forward(*inputs, hypothesis.params)
+    value = activation.forward(inputs[0], hypothesis.params)
+    value = value if isinstance(value, torch.Tensor) else value[0]
+    return value if len(inputs) == 1 else value * inputs[1]
 
 
 def row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
@@ -161,11 +156,9 @@ class ExpertBody:
     """``y = act(x W1 + b1) W2 + b2``, with every weight named.
 
     Args:
-        gate: the first projection, or its gate. up: the other first projection, where it is a product of its own.
+        gate: the first projection, or its gate. up: the other first projection, or the other half of the one product's weight.
         gate_bias, up_bias, down_bias: bases of the biases, or None.
         activation, params: see `hexa_fx.ops.activations`.
-        pairing: how gate and up lie in ``gate`` when there is no ``up``: ``concat`` or ``interleaved``, with the suffix
-            ``_up_first`` when up comes first; ``separate`` with ``up``; ``none`` for an ungated expert.
         between: per instance, the factor (R,) every row is multiplied by between the projections.
         gain: base of a vector (I,) an expert that the activations are multiplied by, or None.
     """
@@ -178,7 +171,6 @@ class ExpertBody:
     down_bias: str | None
     activation: str
     params: tuple[float, ...]
-    pairing: str
     between: tuple[torch.Tensor, ...]
     gain: str | None = None
 
@@ -233,6 +225,8 @@ def identify_body(
                 continue
             down, inner_bias = second_projection(instances, replay, weights)
             readings = [instances[0].readings[i] for i in order]
+            if hypothesis.halves is not None:
+                readings, biases = [*map(readings[0].half, hypothesis.halves)], 2 * biases
             return ExpertBody(
                 gate=readings[0],
                 up=readings[1] if len(readings) > 1 else None,
@@ -242,7 +236,6 @@ def identify_body(
                 down_bias=inner_bias or down_bias,
                 activation=hypothesis.activation,
                 params=hypothesis.params,
-                pairing=hypothesis.pairing,
                 between=between,
                 gain=gain,
             )

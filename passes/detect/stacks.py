@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_counts
 
 Form = Literal["listed", "stacked", "packed"]
 Part = Literal["whole", "first", "second", "even", "odd"]
+_HALVES: tuple[Part, ...] = ("first", "second", "even", "odd")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,21 @@ class Stack:
     layout: Layout
     part: Part
     matrices: torch.Tensor
+
+    def half(self, part: Part) -> Stack:
+        """A half of the output features of this one."""
+        return replace(self, part=part, matrices=self.matrices[:, slice_of(part, self.matrices.shape[1] // 2)])
+
+
+def slice_of(part: Part, size: int) -> slice:
+    """Where ``size`` output features lie, which are this part of all."""
+    return {
+        "whole": slice(None),
+        "first": slice(None, size),
+        "second": slice(size, None),
+        "even": slice(None, None, 2),
+        "odd": slice(1, None, 2),
+    }[part]
 
 
 @dataclass(frozen=True)
@@ -75,15 +91,11 @@ class WeightTable:
             return
         form, value = stored
         layouts: tuple[tuple[Layout, torch.Tensor], ...] = (("nk", value), ("kn", value.transpose(1, 2)))
-        for layout, matrices in layouts:
-            if matrices.shape[1:] == (out_features, in_features):
-                yield Stack(base, form, layout, "whole", matrices)
-        for layout, matrices in layouts:
-            if matrices.shape[1:] == (2 * out_features, in_features):
-                yield Stack(base, form, layout, "first", matrices[:, :out_features])
-                yield Stack(base, form, layout, "second", matrices[:, out_features:])
-                yield Stack(base, form, layout, "even", matrices[:, ::2])
-                yield Stack(base, form, layout, "odd", matrices[:, 1::2])
+        wholes = [Stack(base, form, layout, "whole", matrices) for layout, matrices in layouts]
+        yield from (whole for whole in wholes if whole.matrices.shape[1:] == (out_features, in_features))
+        for whole in wholes:
+            if whole.matrices.shape[1:] == (2 * out_features, in_features):
+                yield from (whole.half(part) for part in _HALVES)
 
     def vectors(self, base: str) -> torch.Tensor | None:
         """The base as (E, features), for a bias."""

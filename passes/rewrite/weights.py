@@ -12,7 +12,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import Glu, Layout, PackedWeight
 from hexa_fx.passes.detect.body import ExpertBody
-from hexa_fx.passes.detect.stacks import Stack, packed_shape
+from hexa_fx.passes.detect.stacks import Part, Stack, packed_shape, slice_of
 from hexa_fx.passes.detect.tags import expert_groups
 
 
@@ -29,6 +29,10 @@ class WeightNodes:
     glu: Glu
     layout1: Layout
     layout2: Layout
+
+
+_TOGETHER: dict[tuple[Part, Part], Glu] = {("first", "second"): "concat", ("even", "odd"): "interleaved"}
+"""How operators take gate and up in one weight, by where they lie there."""
 
 
 @dataclass
@@ -74,78 +78,61 @@ class WeightEmitter:
             experts = slice(None, number)
             w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
         if body.gain is not None:  # act(h) * g @ W2 is act(h) @ (g * W2)
-            gain = self.graph.call_method(
-                "unsqueeze", (self._bias("hexa_gain", [body.gain]), 1 if body.down.layout == "nk" else 2)
-            )
+            dim = 1 if body.down.layout == "nk" else 2
+            gain = self.graph.call_method("unsqueeze", (self._bias("hexa_gain", body.gain), dim))
             w2 = self.graph.call_function(operator.mul, (w2, gain))
-        b2 = None if body.down_bias is None else self._bias("hexa_b2", [body.down_bias])
+        b2 = self._bias("hexa_b2", body.down_bias)
         return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
 
     def _first(
         self, body: ExpertBody
     ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
-        gate, up = body.gate, body.up
+        gate, up, experts = body.gate, body.up, len(body.gate.matrices)
         if up is None:
-            return self._one_product(body)
+            return (
+                self._read("hexa_w1", [gate.base], experts),
+                self._bias("hexa_b1", body.gate_bias),
+                None,
+                None,
+                "none",
+            )
         if gate.base == up.base:
-            return self._two_parts_of_one(body, gate, up)
-        biases = (body.gate_bias, body.up_bias)
-        if self._packable(gate, up) and (biases[0] is None) == (biases[1] is None):
-            w1 = self._read("hexa_w1", [gate.base, up.base], gate.matrices.shape[0])
-            b1 = None if biases[0] is None or biases[1] is None else self._bias("hexa_b1", [biases[0], biases[1]])
-            return w1, b1, None, None, "concat"
-        experts = gate.matrices.shape[0]
+            return self._of_one(body, gate, up)
+        if self._packable(gate, up) and (body.gate_bias is None) == (body.up_bias is None):
+            w1 = self._read("hexa_w1", [gate.base, up.base], experts)
+            return w1, self._bias("hexa_b1", body.gate_bias, body.up_bias), None, None, "concat"
         w1, w3 = self._read("hexa_w1", [gate.base], experts), self._read("hexa_w3", [up.base], experts)
-        b1 = None if biases[0] is None else self._bias("hexa_b1", [biases[0]])
-        b3 = None if biases[1] is None else self._bias("hexa_b3", [biases[1]])
-        return w1, b1, w3, b3, "split"
+        return w1, self._bias("hexa_b1", body.gate_bias), w3, self._bias("hexa_b3", body.up_bias), "split"
 
     def _packable(self, gate: Stack, up: Stack) -> bool:
         """Whether two per-expert lists of nn.Linear-like matrices can become one tensor with gate above up."""
         return gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
 
-    def _one_product(
-        self, body: ExpertBody
-    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
-        w1 = self._read("hexa_w1", [body.gate.base], body.gate.matrices.shape[0])
-        b1 = None if body.gate_bias is None else self._bias("hexa_b1", [body.gate_bias])
-        if body.pairing == "none":
-            return w1, b1, None, None, "none"
-        if body.pairing in ("concat", "interleaved"):
-            return w1, b1, None, None, "concat" if body.pairing == "concat" else "interleaved"
-        return self._up_first(body, w1, b1)
-
-    def _up_first(
-        self, body: ExpertBody, w1: torch.fx.Node, b1: torch.fx.Node | None
-    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
-        """Two views of a weight in which the user stores up before gate."""
-        half = body.gate.matrices.shape[1] // 2
-        if body.pairing.startswith("interleaved"):
-            up, gate = slice(None, None, 2), slice(1, None, 2)
-        else:
-            up, gate = slice(None, half), slice(half, None)
-        dim = 1 if body.gate.layout == "nk" else 2
-        w_gate, w_up = self._cut(w1, dim, gate), self._cut(w1, dim, up)
-        if b1 is None:
-            return w_gate, None, w_up, None, "split"
-        return w_gate, self._cut(b1, 1, gate), w_up, self._cut(b1, 1, up), "split"
-
-    def _two_parts_of_one(
+    def _of_one(
         self, body: ExpertBody, gate: Stack, up: Stack
     ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
-        whole = self._read("hexa_w1", [gate.base], gate.matrices.shape[0])
+        """Gate and up in one weight: as operators take it, or as two views."""
+        whole, together = self._read("hexa_w1", [gate.base], len(gate.matrices)), _TOGETHER.get((gate.part, up.part))
+        b1, is_one = self._bias("hexa_b1", body.gate_bias), body.gate_bias == body.up_bias
+        if is_one and together is not None:
+            return whole, b1, None, None, together
         size, dim = gate.matrices.shape[1], 1 if gate.layout == "nk" else 2
-        b1 = None if body.gate_bias is None else self._bias("hexa_b1", [body.gate_bias])
-        b3 = None if body.up_bias is None else self._bias("hexa_b3", [body.up_bias])
-        return self._cut(whole, dim, _part(gate, size)), b1, self._cut(whole, dim, _part(up, size)), b3, "split"
+        w1, w3 = (self._cut(whole, dim, slice_of(stack.part, size)) for stack in (gate, up))
+        if not is_one or b1 is None:
+            return w1, b1, w3, self._bias("hexa_b3", body.up_bias), "split"
+        return w1, self._cut(b1, 1, slice_of(gate.part, size)), w3, self._cut(b1, 1, slice_of(up.part, size)), "split"
 
     def _cut(self, node: torch.fx.Node, dim: int, piece: slice) -> torch.fx.Node:
         index = (*[slice(None)] * dim, piece)
         return self.graph.call_function(operator.getitem, (node, index))
 
-    def _bias(self, name: str, bases: list[str]) -> torch.fx.Node:
-        node = self._read(name, bases, 0)
-        return node if self._dims(bases[0]) == 2 else self.graph.call_method("flatten", (node, 1))
+    def _bias(self, name: str, *bases: str | None) -> torch.fx.Node | None:
+        """(E, C) of one base or of several side by side; None of None."""
+        known = [base for base in bases if base is not None]
+        if not known:
+            return None
+        node = self._read(name, known, 0)
+        return node if self._dims(known[0]) == 2 else self.graph.call_method("flatten", (node, 1))
 
     def _dims(self, base: str) -> int:
         """Of all experts' parameters, stacked."""
@@ -171,13 +158,3 @@ class WeightEmitter:
 def _name_of(base: str) -> str:
     """An attribute name for packed storage: the path with the expert's number left open."""
     return "hexa_" + re.sub(r"\W+", "_", base.replace("{}", "each"))
-
-
-def _part(stack: Stack, size: int) -> slice:
-    return {
-        "whole": slice(None),
-        "first": slice(None, size),
-        "second": slice(size, None),
-        "even": slice(None, None, 2),
-        "odd": slice(1, None, 2),
-    }[stack.part]

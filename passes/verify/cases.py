@@ -4,7 +4,7 @@ limits of a block's own code."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.module_tree import named_tensors
-from hexa_fx.isolation.outcome import Outcome, largest_of
+from hexa_fx.isolation.outcome import Outcome, largest_of, wide
 from hexa_fx.isolation.size import FEW_TOKENS, InPieces, is_out_of_memory
 from hexa_fx.passes.detect.graph import is_float, literals
 from hexa_fx.passes.memory.bounded import room
@@ -142,6 +142,42 @@ class Subject:
     dtype: torch.dtype
     own: torch.dtype
     as_it_is: bool = False
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """How two outcomes are compared whose rows have magnitudes of their own: each by its own scale.
+
+    Args:
+        finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
+        poisoned: (T,) tokens that were given as NaN, whose own rows say nothing.
+    """
+
+    finite: bool = True
+    poisoned: torch.Tensor | None = None
+
+    def compared(self, original: Outcome, other: Outcome) -> tuple[Outcome, Outcome]:
+        """Both in units of the original's rows, with zeros for what does not count."""
+        ones, twos = dict(original.values), dict(other.values)
+        for name in ones.keys() & twos.keys():
+            ones[name], twos[name] = self._in_units(ones[name], twos[name])
+        return replace(original, values=ones), replace(other, values=twos)
+
+    def _in_units(self, one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if (one.shape, one.dtype) != (two.shape, two.dtype) or not one.numel():
+            return one, two
+        one, two = (torch.atleast_1d(wide(value)) for value in (one, two))
+        usual = one.isfinite()
+        if self.poisoned is not None and one.shape[:-1].numel() == len(self.poisoned):
+            usual &= ~self.poisoned.reshape(*one.shape[:-1], 1)
+        counts = usual | two.isfinite() if self.finite else usual
+        one, two = one.where(counts, 0.0), two.where(counts, 0.0)
+        scale = one.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).clamp(min=_TINY)
+        return one / scale, two / scale
+
+
+_TINY = 1e-150
+"""A row of the original that is zero is to be zero."""
 
 
 def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase, ...]:

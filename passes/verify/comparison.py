@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.errors import InputError, kind_and_line
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
+from hexa_fx.isolation.purity import raised_by_user
 from hexa_fx.isolation.size import InPieces, float64_bytes
 from hexa_fx.isolation.trial_modes import InFloat64, WeightSlices, no_device_asserts, sliced
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -30,6 +31,7 @@ from hexa_fx.passes.inputs.routing_override import (
 from hexa_fx.passes.verify.cases import (
     NO_ROUTER,
     SECOND,
+    ByRows,
     Subject,
     UntriedExperts,
     VerificationCase,
@@ -127,30 +129,20 @@ class Comparison:
         finally:
             self.state.restore()
 
-    def original_of(
-        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
-    ) -> Outcome | Exception:
+    def original_of(self, inputs: tuple[Any, Any]) -> Outcome | Exception:
         """What the original gives of (args, kwargs), or the error that it raises. Its state is the caller's to restore."""
-        return tried(lambda: self._original(self.forward.original, inputs, None, gradients, may_leave_range))
-
-    def rewritten_of(
-        self, inputs: tuple[Any, Any], gradients: bool = False, may_leave_range: bool = False
-    ) -> Outcome | Exception:
-        """As `original_of`, of the rewritten block."""
-        return tried(
-            lambda: self._run(self.forward.rewritten, inputs, None, gradients, may_leave_range=may_leave_range)
-        )
+        return tried(lambda: self._original(self.forward.original, inputs, None, gradients=False))
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
-        yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
+        yield self.case("the example", self.inputs.example(self.subject.dtype), spy)
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
-            yield self._case("the example as it was given", given)
+            yield self.case("the example as it was given", given)
         if self.forward.specialisations[0].stored:
             example = self.inputs.example(self.subject.dtype)
-            yield self._case(SECOND, example, calls=2)
+            yield self.case(SECOND, example, calls=2)
         yield from self._at_other_sizes(large)
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
@@ -170,13 +162,13 @@ class Comparison:
         dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             given = self.inputs.at(batch, sequence, dtype)
-            case = self._case(size(batch, sequence), given, gradients=number == 0 and not large)
+            case = self.case(size(batch, sequence), given, gradients=number == 0 and not large)
             alone |= {(batch, None): None, (None, sequence): None} if case.raised else {}
             yield case
         for batch_or_none, sequence_or_none in alone:
             name = f"batch {batch_or_none}" if sequence_or_none is None else f"sequence {sequence_or_none}"
             given = self.inputs.at(batch_or_none, sequence_or_none, dtype)
-            yield self._case(f"{name} alone", given, gradients=False)
+            yield self.case(f"{name} alone", given, gradients=False)
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
@@ -194,7 +186,7 @@ class Comparison:
             else:
                 yield from cases
                 return
-            case = self._case(f"{2 * needed} tokens", self.inputs.at(1, 2 * needed, self.subject.dtype))
+            case = self.case(f"{2 * needed} tokens", self.inputs.at(1, 2 * needed, self.subject.dtype))
             if case.outcome != "skipped":
                 yield case
                 return
@@ -213,7 +205,7 @@ class Comparison:
         overrides = (LogitsOverride(routing, experts, top_k, self._no_router), RoutingOverride(routing, experts))
         for override in overrides:
             if self.untried:
-                yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
+                yield self.case(f"{routing.name}, by {override.forces}", inputs, override)
 
     def _in_pieces(self) -> bool:
         return any(isinstance(weight, InPieces) for weight in self.experts)
@@ -223,59 +215,70 @@ class Comparison:
     ) -> VerificationCase:
         """Forces a routing: through the inputs if they contain it, else in the router inside the block."""
         if self.inputs.given_routing:
-            return self._case(name, make(self.subject.dtype, routing=routing), gradients=gradients)
+            return self.case(name, make(self.subject.dtype, routing=routing), gradients=gradients)
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
             overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self._no_router))
         for override in overrides:
-            case = self._case(name, inputs, override, gradients)
+            case = self.case(name, inputs, override, gradients)
             if override.forced:
                 return case
         return VerificationCase(name, "skipped", detail=NO_ROUTER)
 
-    def _case(
+    def case(
         self,
         name: str,
         inputs: tuple[Any, Any],
         override: TorchFunctionMode | None = None,
         gradients: bool = True,
         calls: int = 1,
+        rows: ByRows | None = None,
     ) -> VerificationCase:
-        outcomes = self._outcomes(name, inputs, override, gradients, calls)
+        """Compares both on the same inputs. ``rows``: how, where these hold unusual numbers."""
+        outcomes = self._outcomes(name, inputs, override, gradients, calls, rows)
         if isinstance(outcomes, VerificationCase):
             return outcomes
         original, other = outcomes
         self.untried.see(original.gradients)
-        found = difference(original, other)
+        found = difference(original, other) if rows is None else difference(*rows.compared(original, other))
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient)
-        again = difference(
-            original, self._original(repeated(self.forward.original, calls), inputs, override, gradients)
-        )
+        call = repeated(self.forward.original, calls)
+        again = difference(original, self._original(call, inputs, override, gradients, rows is not None))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
     def _outcomes(
-        self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool, calls: int
+        self,
+        name: str,
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None,
+        gradients: bool,
+        calls: int,
+        rows: ByRows | None = None,
     ) -> tuple[Outcome, Outcome] | VerificationCase:
         """Outcomes of the original and the rewritten block, or the finished case if one of them raises.
 
         Where the original raises, say on no tokens at all, the rewritten block may do without what fails there.
         """
-        call, rewritten = self.forward.original, self.forward.rewritten
-        original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients))
-        if isinstance(original, Exception):
-            detail = f"the original raises {kind_and_line(original)}"
-            return VerificationCase(name, "skipped", detail=detail, raised=True)
-        other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
+        unusual, call, rewritten = rows is not None, self.forward.original, self.forward.rewritten
+        original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients, unusual))
+        raises = f"the original raises {kind_and_line(original)}" if isinstance(original, Exception) else ""
+        if isinstance(original, Exception) and (rows is None or not rows.finite or raised_by_user(original)):
+            return VerificationCase(name, "skipped", detail=raises, raised=True)
+        other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients, None, unusual))
         if isinstance(other, GuardMiss) and not isinstance(
             other, RoutingMiss
         ):  # nothing has changed in the router here
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
+        if isinstance(original, Exception) and isinstance(other, Exception):
+            return VerificationCase(name, "skipped", detail=raises, raised=True)
+        if isinstance(original, Exception):
+            return VerificationCase(name, "different", detail=f"only {raises}")
         if isinstance(other, Exception):
             mixed = self.subject.as_it_is and isinstance(other, InputError)  # dtypes, where the code casts its tokens
             detail = FEWER_BITS if mixed else f"the rewritten block raises {kind_and_line(other)}"

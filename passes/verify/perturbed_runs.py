@@ -18,13 +18,9 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.errors import kind_and_line
-from hexa_fx.isolation.outcome import Outcome, difference, same_fact, unlike, wide
-from hexa_fx.isolation.purity import raised_by_user
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.verify.cases import MAGNITUDES, VerificationCase
+from hexa_fx.passes.verify.cases import MAGNITUDES, ByRows, VerificationCase
 from hexa_fx.passes.verify.comparison import Comparison
-from hexa_fx.runtime.guards import LEFT, GuardMiss
 
 _MASKED = -1e4
 """Floats below it, of an argument without large positive ones, mark what is masked."""
@@ -131,9 +127,6 @@ def _with_nan(leaf: torch.Tensor, _: torch.Generator) -> torch.Tensor:
     return rows.reshape(leaf.shape)
 
 
-_TINY, _NOTHING = 1e-300, 1e100
-
-
 def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[VerificationCase]:
     """One for every perturbation.
 
@@ -145,95 +138,11 @@ def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[Verific
     for how in perturbations(inputs, subject.module, comparison.settings.factors):
         leaves, spec = pytree.tree_flatten(inputs.like_example(subject.dtype))
         with torch.no_grad():
-            changed = how.change(leaves[how.at], torch.Generator().manual_seed(1))
-        leaves[how.at] = changed
+            leaves[how.at] = changed = how.change(leaves[how.at], torch.Generator().manual_seed(1))
         poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == inputs.tokens_at() else None
+        given = pytree.tree_unflatten(leaves, spec)
         try:
-            yield _compared(comparison, how, leaves, spec, gradients and how.gradients, poisoned)
+            rows = ByRows(how.finite, poisoned)
+            yield comparison.case(how.name, given, gradients=gradients and how.gradients, rows=rows)
         finally:
             comparison.state.restore()
-
-
-def _compared(
-    comparison: Comparison,
-    how: Perturbation,
-    leaves: list[Any],
-    spec: pytree.TreeSpec,
-    gradients: bool,
-    poisoned: torch.Tensor | None,
-) -> VerificationCase:
-    name, tolerance = how.name, comparison.tolerance
-    original = comparison.original_of(pytree.tree_unflatten(leaves, spec), gradients=gradients, may_leave_range=True)
-    other = comparison.rewritten_of(pytree.tree_unflatten(leaves, spec), gradients=gradients, may_leave_range=True)
-    if isinstance(other, GuardMiss):
-        return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
-    if isinstance(original, Exception) or isinstance(other, Exception):
-        return _errors(name, original, other, how.finite)
-    reason, error = apart(original, other, how.finite, poisoned)
-    by_tensor = difference(original, other)
-    if not reason and max(error, by_tensor.gradient) <= tolerance:
-        return VerificationCase(name, "equal", error, by_tensor.gradient)
-    if error <= tolerance and not reason:
-        reason = f"gradient of {by_tensor.worst_gradient} is off by {by_tensor.gradient:.1e} of its scale"
-    return VerificationCase(name, "different", error, by_tensor.gradient, reason or _how_far(error))
-
-
-def apart(
-    original: Outcome,
-    other: Outcome,
-    finite: bool = True,
-    poisoned: torch.Tensor | None = None,
-) -> tuple[str, float]:
-    """A sentence if two outcomes differ in more than numbers, and the largest difference relative to a row's scale.
-
-    Args:
-        finite: whether NaN and infinite values have to lie in the same places; else only where the original is finite.
-        poisoned: (T,) tokens that were given as NaN, whose own rows say nothing.
-    """
-    for fact in sorted({*original.facts, *other.facts}):
-        one, two = original.facts.get(fact), other.facts.get(fact)
-        if not same_fact(one, two) and str(one) != str(two):
-            return f"{fact}: not what the original has", 0.0
-    if set(original.values) != set(other.values):
-        return f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}", 0.0
-    kind = unlike(original, other)
-    if kind:
-        return kind, 0.0
-    furthest = 0.0
-    for name, one in original.values.items():
-        one, two = wide(one), wide(other.values[name])
-        usual = one.isfinite()
-        if poisoned is not None and one.shape[:-1].numel() == len(poisoned):
-            usual &= ~poisoned.reshape(*one.shape[:-1], 1)
-        if bool((usual & ~two.isfinite()).any()):
-            return f"{name} is NaN or infinite where the original is finite", 0.0
-        if finite and bool((~usual & two.isfinite()).any()):
-            return f"{name} is finite where the original is not", 0.0
-        furthest = max(furthest, _of_rows(one.where(usual, 0.0), two.where(usual, 0.0)))
-    return "", furthest
-
-
-def _how_far(error: float) -> str:
-    return (
-        f"a row is off by {error:.1e} of its scale"
-        if error < _NOTHING
-        else "a row is not zero, as it is in the original"
-    )
-
-
-def _errors(name: str, original: Outcome | Exception, other: Outcome | Exception, finite: bool) -> VerificationCase:
-    if isinstance(original, Exception) and (isinstance(other, Exception) or not finite or raised_by_user(original)):
-        return VerificationCase(name, "skipped", detail=f"the original raises {kind_and_line(original)}")
-    which, error = ("the original", original) if isinstance(original, Exception) else ("the rewritten block", other)
-    assert isinstance(error, Exception)
-    return VerificationCase(name, "different", detail=f"only {which} raises {kind_and_line(error)}")
-
-
-def _of_rows(one: torch.Tensor, two: torch.Tensor) -> float:
-    """Rows have magnitudes of their own here, so each is compared with its own scale."""
-    if not one.numel():
-        return 0.0
-    if not one.dim():
-        one, two = one[None], two[None]
-    scale = one.abs().amax(-1).clamp(min=_TINY)
-    return float(((one - two).abs().amax(-1) / scale).max())

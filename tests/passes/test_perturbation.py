@@ -8,11 +8,11 @@ from torch import nn
 
 from hexa_fx.capture import capture
 from hexa_fx.ir import InputGuard, RewrittenBlock
-from hexa_fx.isolation.outcome import Outcome
+from hexa_fx.isolation.outcome import Difference, Outcome, difference
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify import verify_block
-from hexa_fx.passes.verify.cases import VerifySettings, factors_past_limits
-from hexa_fx.passes.verify.perturbed_runs import apart, argument_names, perturbations
+from hexa_fx.passes.verify.cases import ByRows, VerifySettings, factors_past_limits
+from hexa_fx.passes.verify.perturbed_runs import argument_names, perturbations
 from tests.runtime.handmade import D, E, ListMoE, around, list_rewritten, plain
 
 
@@ -88,11 +88,15 @@ def test_rows_are_compared_by_their_own_scale() -> None:
     one = torch.tensor([[1e6, 1e6], [1e-6, 1e-6]], dtype=torch.float64)
     two = one.clone()
     two[1, 0] *= 2
-    assert apart(Outcome({"y": one}, {}, {}), Outcome({"y": two}, {}, {}))[1] == pytest.approx(1.0)
+    assert _apart(one, two).forward == pytest.approx(1.0)
     gone = torch.tensor([[1e6, torch.nan], [1e-6, 1e-6]], dtype=torch.float64)
-    assert "NaN" in apart(Outcome({"y": one}, {}, {}), Outcome({"y": gone}, {}, {}))[0]
-    assert apart(Outcome({"y": gone}, {}, {}), Outcome({"y": one}, {}, {}), finite=False) == ("", 0.0)
-    assert "finite where" in apart(Outcome({"y": gone}, {}, {}), Outcome({"y": one}, {}, {}))[0]
+    assert "NaN" in _apart(one, gone).reason
+    assert _apart(gone, one, finite=False) == Difference(worst_value="")
+    assert "NaN" in _apart(gone, one).reason
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor, finite: bool = True) -> Difference:
+    return difference(*ByRows(finite).compared(*(Outcome({"y": value}, {}, {}) for value in (one, two))))
 
 
 def test_names_of_arguments() -> None:
