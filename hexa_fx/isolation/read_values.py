@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import copy
 import datetime
@@ -18,7 +17,7 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.lookup import CALLED, MISSING, PLAIN, is_collection, is_object, items, lookup
+from hexa_fx.isolation.lookup import CALLED, MISSING, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.purity import CLOCK, hidden_source, is_stream, is_users
 from hexa_fx.isolation.torch_state import gradients_state
 
@@ -85,22 +84,6 @@ class IsA:
 
     kind: type
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        name = _WITHOUT_A_NAME.get(self.kind)
-        return (IsA, (self.kind,)) if name is None else (_is_a_type_of_python, (name,))
-
-
-_WITHOUT_A_NAME = {
-    kind: name
-    for name, kind in vars(types).items()
-    if isinstance(kind, type) and kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__)
-}
-"""Types that `builtins` does not have under their name, such as a closure's cell: pickle does not find them there."""
-
-
-def _is_a_type_of_python(name: str) -> IsA:
-    return IsA(getattr(types, name))
-
 
 @dataclass(frozen=True)
 class Names:
@@ -115,61 +98,6 @@ class Keys:
 
     kind: type
     keys: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Stands in a pickle for a function, class or Python module: its name, and what a function does."""
-
-    home: str
-    name: str
-    code: Any = None
-
-    @classmethod
-    def of(cls, value: Any) -> Moved:
-        if not isinstance(value, _MOVED):  # an object may answer anything, or not at all
-            return cls("", f"an object: {type(value).__qualname__}")
-        function = getattr(value, "fget", None) or getattr(value, "func", None) or value
-        if isinstance(function, types.ModuleType):
-            return cls(function.__name__, "")
-        name = getattr(function, "__qualname__", "") or f"an object: {type(function).__qualname__}"
-        return cls(str(getattr(function, "__module__", "")), name, _code(getattr(function, "__code__", None)))
-
-    def found(self) -> Any:
-        """What has the name now; `MISSING` if nothing has."""
-        holder: Any = sys.modules.get(self.home, MISSING)
-        for name in self.name.split(".") if self.name else ():
-            holder = getattr(holder, name, MISSING)
-        return holder
-
-
-def _code(code: Any) -> Any:
-    if not isinstance(code, types.CodeType):
-        return None
-    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
-    return code.co_code, code.co_names, constants
-
-
-_MOVED = (
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    property,
-    functools.cached_property,
-    staticmethod,
-    classmethod,
-    _NAMED,
-)
-
-
-def movable(value: Any) -> Any:
-    """``value`` in a form that can be pickled and copied."""
-    if isinstance(value, _MOVED):
-        return Moved.of(value)
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(movable, value))
-    return {key: movable(item) for key, item in value.items()} if type(value) is dict else value
 
 
 @dataclass(frozen=True)
@@ -218,16 +146,12 @@ def alike(now: Any, noted: Any) -> bool:
         return frozenset(now) == noted.names
     if isinstance(noted, Keys):
         return type(now) is noted.kind and tuple(items(now)) == noted.keys
-    if isinstance(noted, Moved):
-        return isinstance(now, _MOVED) and Moved.of(now) == noted
     if type(now) is not type(noted):
         return False
     if type(noted) in (list, tuple, deque):
         return len(now) == len(noted) and all(map(alike, now, noted))
     if type(noted) is dict:
         return list(now) == list(noted) and all(map(alike, now.values(), noted.values()))
-    if type(noted) in (set, frozenset):
-        return bool(now == noted) or movable(now) == noted
     try:
         return bool(now == noted) or (noted != noted and now != now)
     except (RuntimeError, ValueError, TypeError):
@@ -314,9 +238,9 @@ class Bound:
     """What lies at a key of an object that is no part of the block: a Python module, a class, a function, or what these hold.
 
     Args:
-        holder: the object, or what finds it in another process.
+        holder: the object.
         key: see `hexa_fx.isolation.lookup.place`.
-        value: what lay there; an object has to lie there itself. `MISSING` in another process.
+        value: what lay there; an object has to lie there itself.
         noted: what `snapshot` makes of it.
     """
 
@@ -325,39 +249,22 @@ class Bound:
     value: Any
     noted: Any
 
-    def found(self) -> Any:
-        """The holder; `MISSING` if it is not known in this process."""
-        return self.holder.found() if isinstance(self.holder, (Moved, Reached)) else self.holder
-
     def is_as(self, now: Any) -> bool:
         """Whether what lies there now is what did."""
         if isinstance(now, types.MethodType):  # of a class, bound anew each time
             return bool(now == self.value)
         if self.key == "__call__" and _is_torchs(now) and _is_torchs(self.value):  # its tracers put theirs in its place
             return True
-        if isinstance(self.noted, (IsA, Keys)) and now is not self.value and self.value is not MISSING:
+        if isinstance(self.noted, (IsA, Keys)) and now is not self.value:
             return False
         return alike(now, self.noted)
 
     def __str__(self) -> str:
-        if isinstance(self.holder, Reached):
-            return f"{self.holder.via}.{self.key}"
-        above = self.holder.name if isinstance(self.holder, Moved) else name_of(self.holder)
+        above = name_of(self.holder)
         return f"torch.{above}()" if self.key == CALLED else f"{above}.{self.key}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
         return self
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Stands in a pickle for an object without a name of its own: what lies where another condition looks."""
-
-    via: Bound
-
-    def found(self) -> Any:
-        """The object; `MISSING` if it is not there."""
-        return lookup(self.via.found(), self.via.key)
 
 
 @dataclass(frozen=True)
@@ -366,25 +273,11 @@ class Code:
 
     bounds: tuple[Bound, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        of = {id(bound.value): bound for bound in self.bounds}
-        return Code, (tuple(_moved(bound, of, frozenset()) for bound in self.bounds),)
-
-
-def _moved(bound: Bound, of: Mapping[int, Bound], below: frozenset[int]) -> Bound:
-    """A condition for another process. ``of``: conditions by what lies there; ``below``: those that this one is looked for."""
-    holder = bound.holder
-    if not isinstance(holder, (Moved, Reached)):
-        named, via = Moved.of(holder), of.get(id(holder))
-        reached = via is not None and named.found() is not holder and id(holder) not in below
-        holder = Reached(_moved(via, of, below | {id(holder)})) if via is not None and reached else named
-    return Bound(holder, bound.key, MISSING, movable(bound.noted))
-
 
 def gradients_asked(reads: Iterable[PythonRead]) -> Any:
     """What code was told that asks whether gradients are on, as `gradients_state` gives it; None if none does."""
     bounds = (bound for read in reads if isinstance(read.value, Code) for bound in read.value.bounds)
-    return next((bound.noted for bound in bounds if bound.key == CALLED and bound.found() is gradients_state), None)
+    return next((bound.noted for bound in bounds if bound.key == CALLED and bound.holder is gradients_state), None)
 
 
 def values_of(read: PythonRead) -> list[Any]:

@@ -8,7 +8,6 @@ that nobody gets a stale result.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType, NoneType
@@ -29,7 +28,7 @@ from hexa_fx.isolation.module_tree import (
     one_by_another,
     tensors_by_name,
 )
-from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, movable, snapshot
+from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.resolution import Resolution, any_of, still_the_same, submodule
@@ -193,11 +192,6 @@ class AttributeGuards:
         made.__dict__.update(self.__dict__, own_forward=copy.deepcopy(self.own_forward, memo))
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        moved = {name: tuple(map(_movable, getattr(self, name))) for name in ("reads", "forward")}
-        kept = ("plain", "packed", "owners", "inner", "other_names", "own_forward", "dtypes")
-        return {**moved, **{name: getattr(self, name) for name in kept}}
-
 
 def _places(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Where the tensors at some paths lie, and what lies there."""
@@ -206,10 +200,6 @@ def _places(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> Iterator[
         for held in (modules[above]._parameters, modules[above]._buffers) if above in modules else ():
             if name in held:
                 yield held, name, held[name]
-
-
-def _movable(read: PythonRead) -> PythonRead:
-    return dataclasses.replace(read, value=movable(read.value))
 
 
 def _merged(reads: Iterable[PythonRead]) -> Iterator[PythonRead]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import weakref
@@ -394,9 +395,18 @@ class HexaForward(InPlace):
         finally:
             self.analyst, self.ran, self.own = analyst, ran, own
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _UNPICKLED}
+    def _copied(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE}
         return {**state, "module": self.module}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HexaForward:
+        memo[id(self)] = made = object.__new__(type(self))
+        made.__setstate__(copy.deepcopy(self._copied(), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle. What code read in this process says nothing of another, whose first call is analysed as it is there."""
+        return {**self._copied(), "specialisations": (), "refused": (), "exhausted": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         module = state.pop("module")
@@ -405,6 +415,6 @@ class HexaForward(InPlace):
         self._bind(module)
 
 
-_UNPICKLED = frozenset(
+_OF_ONE = frozenset(
     "_module within _arguments restarted called ran own _warned _mistakes _latest __doc__ __name__".split()
 )

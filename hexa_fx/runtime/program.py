@@ -1,14 +1,12 @@
-"""The Python code of a graph, as a value that can be run, copied and pickled."""
+"""The Python code of a graph, as a value that can be run and copied."""
 
 from __future__ import annotations
 
 import builtins
 import hashlib
-import importlib
 import linecache
 import operator
 from collections.abc import Callable, Collection, Mapping, Set
-from types import ModuleType
 from typing import Any
 
 import torch.fx
@@ -16,13 +14,6 @@ import torch.fx
 from hexa_fx.ops.direct import DIRECT, TAKE_LISTS
 from hexa_fx.ops.listed import dense
 from hexa_fx.runtime.autocast import WITHOUT_AUTOCAST, WithoutAutocast
-
-
-class _Import:
-    """An imported module in a pickle."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
 
 
 def direct(graph: torch.fx.Graph, lists: Collection[str] = ()) -> torch.fx.Graph:
@@ -83,9 +74,6 @@ def _switch_off(node: torch.fx.Node, device: str) -> None:
 class Program:
     """A graph's forward, ``function(module, *inputs)``, from the code that torch.fx generates for it.
 
-    Pickling keeps the code and its globals (modules by name, functions by reference, constants by value); no graph
-    is needed to run it again.
-
     Args:
         source: Python source that defines ``forward(self, ...)``.
         globals: every global name of the source.
@@ -120,18 +108,3 @@ class Program:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = {
-            name: _Import(value.__name__) if isinstance(value, ModuleType) else value
-            for name, value in self._globals.items()
-        }
-        return {"source": self.source, "inputs": self.inputs, "path": self.path, "globals": names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.source, self.inputs, self.path = state["source"], state["inputs"], state["path"]
-        self._globals = {
-            name: importlib.import_module(value.name) if isinstance(value, _Import) else value
-            for name, value in state["globals"].items()
-        }
-        self.function = self._compile()

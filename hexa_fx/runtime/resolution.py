@@ -119,7 +119,7 @@ class Resolution:
     def _add_code(self, code: Code) -> None:
         """What names lead to outside of the block, by the very objects on the way."""
         for bound in code.bounds:
-            holder, key = bound.found(), bound.key
+            holder, key = bound.holder, bound.key
             found = place(holder, key)
             if not (bound.is_as(found.value) or (bound.value is None and alike(found.value, bound.noted))):
                 raise ReadMiss(str(bound))

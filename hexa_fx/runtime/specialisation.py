@@ -188,10 +188,3 @@ class Specialisation:
         for name in self.packed_names:
             with suppress(GuardMiss):
                 getattr(module, name).refresh()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_forms"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forms = {}
