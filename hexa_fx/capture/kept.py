@@ -63,8 +63,12 @@ class StoredValue:
 
 @dataclass
 class Settings:
-    """Of every attribute that the run sets, by the module's id and name."""
+    """Of every attribute that the run sets, by the module's id and name.
 
+    ``running``: paths of the modules whose code runs, the innermost last.
+    """
+
+    running: list[str]
     scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     """Paths of the modules whose code set it."""
     locations: dict[tuple[int, str], SourceLocation | None] = field(default_factory=dict)
@@ -78,25 +82,23 @@ class Settings:
         """What was set of the module or object with that id."""
         return [name for owner, name in self.scopes if owner == identity]
 
-    def note(self, holder: Any, name: str, scope: str) -> None:
-        """Notes that the code of ``scope`` sets ``name`` of ``holder``."""
-        self.scopes.setdefault((id(holder), name), set()).add(scope)
+    def note(self, holder: Any, name: str) -> None:
+        """Notes that the code that runs sets ``name`` of ``holder``."""
+        self.scopes.setdefault((id(holder), name), set()).add(self.running[-1])
         if (id(holder), name) not in self.locations:
             self.locations[id(holder), name] = user_location()
 
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which attributes that are set on modules are noted."""
+        unnoted = nn.Module.__setattr__
 
-@contextmanager
-def noted_settings(recorder: Recorder) -> Iterator[Settings]:
-    """Notes which attributes the run sets."""
-    noted = Settings()
-    unnoted = nn.Module.__setattr__
+        def noting(module: nn.Module, name: str, value: Any) -> None:
+            unnoted(module, name, value)
+            self.note(module, name)
 
-    def noting(module: nn.Module, name: str, value: Any) -> None:
-        unnoted(module, name, value)
-        noted.note(module, name, recorder.scopes[-1])
-
-    with attributes_set(nn.Module, __setattr__=noting):
-        yield noted
+        with attributes_set(nn.Module, __setattr__=noting):
+            yield
 
 
 def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
@@ -217,8 +219,8 @@ class _Met:
 class Kept:
     """The lists, dicts and objects that the code of a run comes to and that were there before it, each as it was."""
 
-    def __init__(self) -> None:
-        self.note: Callable[[Any, str], None] = lambda holder, name: None
+    def __init__(self, settings: Settings) -> None:
+        self.note = settings.note
         self._met: dict[int, _Met] = {}
         self._made: set[int] = set()
         self._told: set[int] = set()

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.calls import SETS_DATA, user_location
-from hexa_fx.capture.kept import Kept
+from hexa_fx.capture.kept import Kept, Settings
 from hexa_fx.capture.ran_code import RanCode, items_of, untold, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
+from hexa_fx.capture.recorder import Recorder
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup, own_names
 from hexa_fx.isolation.module_tree import modules_of
@@ -47,67 +48,6 @@ _CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": AT
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
-class TensorQuestions:
-    """Notes them among the reads of a run.
-
-    Args:
-        ran: the code that ran.
-        edges: what was read.
-        read: notes that an attribute is read.
-        has_met: whether the code came to an object.
-        scope: path of the module whose code runs.
-    """
-
-    def __init__(
-        self,
-        ran: RanCode,
-        edges: ReadEdges,
-        read: Callable[[Any, Any], Any],
-        has_met: Callable[[Any], bool],
-        scope: Callable[[], str],
-    ) -> None:
-        self._ran, self._edges, self._read, self._has_met, self._scope = ran, edges, read, has_met, scope
-        self.in_functions: list[set[str]] = []
-
-    def note(self, tensor: Any, attribute: str) -> None:
-        """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-            frame = frame.f_back
-        if (
-            frame is None
-            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(module_name(frame.f_globals))
-        ):
-            return
-        if attribute in _CHANGED:
-            self._note_done(tensor, attribute)
-        elif self._has_met(tensor) and attribute != "is_inference":
-            self._read(tensor, attribute)
-        else:
-            self.note_of_gradients({self._scope()})
-            if attribute == "is_inference":
-                self._ran.note_state(torch.is_inference_mode_enabled, self._scope())
-
-    def _note_done(self, tensor: Any, attribute: str) -> None:
-        """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
-        if attribute == "data" or (attribute.startswith("requires_grad") and not self._edges.is_held(tensor)):
-            return  # the recorder tells of the first by another name, or as of a write, and records the second
-        self._ran.hidden[self._scope()] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
-
-    def note_of_gradients(self, scopes: set[str]) -> None:
-        """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
-
-        They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
-        """
-        if self.in_functions:
-            self.in_functions[-1].update(scopes)
-            return
-        self._ran.asks["gradient"] |= scopes
-        for scope in scopes:
-            self._ran.note_state(torch.is_grad_enabled, scope)
-
-
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _MACHINERY = tuple("torch.nn.modules.module torch.overrides torch.fx torch._ torch.utils hexa_fx. inspect".split())
 _TREE = frozenset(
@@ -128,24 +68,26 @@ class PythonReads:
 
     Args:
         block: the module that will run.
+        recorder: of the run.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.scope: Callable[[], str] = lambda: ""
-        self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
-        self._block = block
+    def __init__(self, block: nn.Module, recorder: Recorder) -> None:
+        self._block, self._recorder = block, recorder
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
-        self.objects = Kept()
+        self.settings = Settings(recorder.scopes)
+        self.objects = Kept(self.settings)
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
-        self.ran = RanCode(self.read, lambda: self.scope())
-        self.of_tensors = TensorQuestions(
-            self.ran, self.edges, self.read, lambda value: id(value) in self._met, lambda: self.scope()
-        )
+        self.ran = RanCode(self.read, recorder.scopes)
         self._classes: dict[type, bool] = {}
         """Classes of objects that the code came to, and whether it came to the class itself."""
         self._made: set[int] = set()  # an id may come back, but only of another one that is made
+
+    @property
+    def _scope(self) -> str:
+        """Path of the module whose code runs."""
+        return self._recorder.scopes[-1]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -161,7 +103,7 @@ class PythonReads:
                 if is_users(base.__module__) and getattr(vars(base).get("forward"), "__closure__", None):
                     self.read(vars(base)["forward"], "__closure__", "")
         try:
-            with self.ran.noted():
+            with self.ran.noted(), self.settings.noted():
                 if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self.read(self._block, "forward", "")
                 yield
@@ -193,7 +135,7 @@ class PythonReads:
             self._whole(holder)
             return vars(holder)
         edge = self._edge(holder, key)
-        edge.scopes.add(self.scope() if scope is None else scope)
+        edge.scopes.add(self._scope if scope is None else scope)
         return edge.value
 
     def _edge(self, holder: Any, key: Any) -> Edge:
@@ -203,7 +145,7 @@ class PythonReads:
             try:
                 value = lookup(holder, key)
                 noted = snapshot(value)
-                edges[key] = Edge(holder, key, value, noted, set(), own=self.was_set(holder, key))
+                edges[key] = Edge(holder, key, value, noted, set(), own=self.settings.has(holder, key))
                 if is_unreadable(value, noted):
                     edges[key].noted, edges[key].location = Unreadable(type(value).__name__), user_location()
                 self._meet(edges[key])
@@ -279,7 +221,7 @@ class PythonReads:
                 for registry in REGISTRIES:
                     self._names(module, registry)
         if name in _OF_MODE:
-            self.ran.asks["mode"].add(self.scope())
+            self.ran.asks["mode"].add(self._scope)
         if not made_meanwhile and (of_users or name not in _OF_WHOLE):
             self._note_of(holder, name)
 
@@ -312,7 +254,7 @@ class PythonReads:
         for name in names.names:
             self.read(module, name)
         edge = Edge(module, registry, names, names)
-        self.edges.of(module).setdefault(registry, edge).scopes.add(self.scope())
+        self.edges.of(module).setdefault(registry, edge).scopes.add(self._scope)
 
     def _whole(self, holder: Any) -> None:
         """Notes a read of an object's or a class's ``__dict__``."""
@@ -320,7 +262,47 @@ class PythonReads:
         for name in own:
             self.read(holder, name)
         edge = Edge(holder, "__dict__", Names(own), Names(own))
-        self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self.scope())
+        self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self._scope)
+
+    # -- what is asked of tensors -------------------------------------------------------------------------------------
+
+    def asked(self, tensor: Any, attribute: str) -> None:
+        """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
+            frame = frame.f_back
+        if (
+            frame is None
+            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
+            or not is_users(module_name(frame.f_globals))
+        ):
+            return
+        if attribute in _CHANGED:
+            self._note_done(tensor, attribute)
+        elif id(tensor) in self._met and attribute != "is_inference":
+            self.read(tensor, attribute)
+        else:
+            self.asked_gradients({self._scope})
+            if attribute == "is_inference":
+                self.ran.note_state(torch.is_inference_mode_enabled, self._scope)
+
+    def _note_done(self, tensor: Any, attribute: str) -> None:
+        """Notes that code sets an attribute of a tensor, or does else what no graph shows."""
+        if attribute == "data" or (attribute.startswith("requires_grad") and not self.edges.is_held(tensor)):
+            return  # the recorder tells of the first by another name, or as of a write, and records the second
+        self.ran.hidden[self._scope] = attribute, _CHANGED.get(attribute, ATTRIBUTE), user_location()
+
+    def asked_gradients(self, scopes: set[str]) -> None:
+        """Notes that code asks whether a value that was computed has a gradient: if gradients are on, and by what it is made of.
+
+        They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
+        """
+        if self._recorder.functions_running:
+            self._recorder.functions_running[-1].update(scopes)
+            return
+        self.ran.asks["gradient"] |= scopes
+        for scope in scopes:
+            self.ran.note_state(torch.is_grad_enabled, scope)
 
     # -- after the run --------------------------------------------------------------------------------------------------
 

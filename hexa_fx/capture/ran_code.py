@@ -79,11 +79,11 @@ class RanCode:
 
     Args:
         read: notes that a key of an object is read, and returns the value.
-        scope: path of the module whose code runs.
+        scopes: paths of the modules whose code runs, the innermost last.
     """
 
-    def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
-        self._read, self._scope = read, scope
+    def __init__(self, read: Callable[..., Any], scopes: list[str]) -> None:
+        self._read, self._scopes = read, scopes
         self.entered: Callable[[dict[str, Any]], None] = lambda namespace: None
         """Told the globals of every function that starts."""
         self._ran: dict[
@@ -153,7 +153,7 @@ class RanCode:
     def _starts(self, frame: types.FrameType) -> bool:
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
-        return self._runs(frame.f_code, frame.f_globals, self._scope())
+        return self._runs(frame.f_code, frame.f_globals, self._scopes[-1])
 
     def _runs(self, code: types.CodeType, namespace: dict[str, Any], scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
@@ -232,7 +232,7 @@ class RanCode:
 
         def note(place: SourceLocation) -> None:
             if get_ident() == thread:
-                self.hidden[self._scope()] = function.__name__, kind, place
+                self.hidden[self._scopes[-1]] = function.__name__, kind, place
 
         self._told.append((namespace, name, namespace.get(name, MISSING)))
         namespace[name] = told

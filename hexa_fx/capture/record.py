@@ -19,11 +19,11 @@ from hexa_fx.capture.calls import user_location, why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import scripts_as_python, visible_host
-from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, Settings, StoredValue, noted_settings, stored_values
+from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, StoredValue, stored_values
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
-from hexa_fx.capture.records import NodeRecord, record_of
+from hexa_fx.capture.records import Listeners, NodeRecord, record_of
 from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
@@ -164,20 +164,17 @@ def _capture(
     kept: Collection[type],
 ) -> CapturedBlock:
     bound = _bind_arguments(block, args, kwargs)
-    reads = PythonReads(block)
     with (
         _as_capture_error(path or type(block).__name__),
         _trial(block, replacements, as_it_is, gradients and not as_it_is) as (recorder, snapshot, replaced),
-        reads.objects.restored(),
-        parameters_restored(block, functools.partial(_note_write, recorder, reads.ran)) as recorder.told.before_call,
+        _readers(block, recorder) as reads,
     ):
-        with noted_settings(recorder) as settings, reads.noted():
-            _connect(recorder, reads, settings)
+        with reads.noted():
             _ask_for_counts(block, recorder, replacements.counts)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
         output = recorder.lift_result(result)
-        stored = _stored(block, snapshot, settings, recorder, reads)
+        stored = _stored(block, snapshot, recorder, reads)
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
@@ -197,7 +194,7 @@ def _capture(
         _met_among(kept_before, recorder),
         _met_among({*map(id, tensors_in([*bound.args, *bound.kwargs.values()]))}, recorder),
         reads=reads.values(),
-        handed=frozenset(reads.edges.handed(settings.scopes)),
+        handed=frozenset(reads.edges.handed(reads.settings.scopes)),
         in_autocast=recorder.in_autocast,
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
@@ -215,22 +212,22 @@ def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> No
     ran.hidden[recorder.scopes[-1]] = name, WEIGHT, user_location()
 
 
-def _connect(recorder: Recorder, reads: PythonReads, settings: Settings) -> None:
-    """Tells the recorder what notes reads, settings and leaving, and those in which module's code it is."""
-    reads.was_set = settings.has
-    reads.objects.note = lambda holder, name: settings.note(holder, name, recorder.scopes[-1])
-    reads.scope, recorder.told.asked = lambda: recorder.scopes[-1], reads.of_tensors.note
-    recorder.told.asked_gradients = reads.of_tensors.note_of_gradients
-    reads.of_tensors.in_functions = recorder.functions_running
-    recorder.told.leave = reads.objects.leave
+@contextmanager
+def _readers(block: nn.Module, recorder: Recorder) -> Iterator[PythonReads]:
+    """A context in which it is noted what the code comes to, at whose end lists, objects and parameters are as they were."""
+    reads = PythonReads(block, recorder)
+    note_write = functools.partial(_note_write, recorder, reads.ran)
+    with reads.objects.restored(), parameters_restored(block, note_write) as before_call:
+        recorder.told = Listeners(reads.objects.leave, reads.asked, reads.asked_gradients, before_call)
+        yield reads
 
 
 def _stored(
-    block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder, reads: PythonReads
+    block: nn.Module, snapshot: ModuleSnapshot, recorder: Recorder, reads: PythonReads
 ) -> tuple[StoredValue, ...]:
     """What was put into lists and dicts, then what was set on modules and in objects: an attribute may be the list itself."""
-    of_modules = [*stored_values(block, snapshot, settings, recorder, reads.edges.hold)]
-    of_objects = [*reads.objects.stored(reads.edges, settings, recorder)]
+    of_modules = [*stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold)]
+    of_objects = [*reads.objects.stored(reads.edges, reads.settings, recorder)]
     return *reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects
 
 
