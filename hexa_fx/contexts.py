@@ -35,12 +35,15 @@ def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def items_set(places: Iterable[tuple[MutableMapping[str, Any], str, Any]]) -> Iterator[None]:
-    """A context in which other values lie under keys that are there: the mapping, the key and the value."""
-    put = [(holder, key, value, holder[key]) for holder, key, value in places]
+    """A context in which other values lie under keys, or values where there are none: the mapping, the key and the value."""
+    put = [(holder, key, value, key in holder, holder.get(key)) for holder, key, value in places]
     try:
-        for holder, key, value, _ in put:
+        for holder, key, value, _, _ in put:
             holder[key] = value
         yield
     finally:
-        for holder, key, _, before in put:
-            holder[key] = before
+        for holder, key, _, there, before in reversed(put):
+            if there:
+                holder[key] = before
+            else:
+                holder.pop(key, None)

@@ -8,12 +8,12 @@ their arguments, so that a router can stay a router in the rewritten graph.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.contexts import attributes_set
+from hexa_fx.contexts import attributes_set, items_set
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import namespaces_of
 from hexa_fx.isolation.lookup import MISSING, as_dict, is_object
@@ -225,93 +225,64 @@ def visible_host(
     block: nn.Module, recorder: Recorder, ran: RanCode, kept: Collection[type] = frozenset()
 ) -> Iterator[None]:
     """A context in which the shims are installed for ``block`` and all functions that ``ran`` hears of, but for ``kept`` types."""
-    undo: list[Callable[[], None]] = []
-    shims = builtin_shims(recorder, kept)
-    shimmed: set[int] = set()
+    shims, shimmed = builtin_shims(recorder, kept), set[int]()
+    with ExitStack() as stack:
 
-    def shim(namespace: dict[str, Any]) -> None:
-        if id(namespace) not in shimmed:
-            shimmed.add(id(namespace))
-            _shim_builtins(namespace, shims, undo)
-            _shim_einops(namespace, recorder, undo)
+        def shim(namespace: dict[str, Any]) -> None:
+            if id(namespace) not in shimmed:
+                shimmed.add(id(namespace))
+                # but for the user's own definitions
+                own = [(name, value) for name, value in shims.items() if name not in namespace]
+                found = [*own, *_leaves_of_einops(namespace, recorder)]
+                stack.enter_context(items_set((namespace, name, value) for name, value in found))
 
-    try:
         for namespace in namespaces_of(block):
             shim(namespace)
         if "einops" in sys.modules:  # called as einops.rearrange(...)
-            _shim_einops(vars(sys.modules["einops"]), recorder, undo)
-        ran.entered = shim
-        undo.append(lambda: setattr(ran, "entered", lambda namespace: None))
-        _record_module_calls(block, recorder, undo)
-        _give_methods(undo)
-        _shim_exchanges(undo)
-        _shim_assertions(undo)
-        _note_functions(recorder, undo)
-        _note_autocast(recorder, undo)
+            own = vars(sys.modules["einops"])
+            stack.enter_context(items_set((own, name, leaf) for name, leaf in [*_leaves_of_einops(own, recorder)]))
+        stack.enter_context(attributes_set(ran, entered=shim))
+        stack.enter_context(_recorded_module_calls(block, recorder))
+        for kind, name in product((torch.SymInt, torch.SymFloat), METHODS):
+            setattr(kind, name, METHODS[name])
+            stack.callback(delattr, kind, name)
+        stack.enter_context(items_set(_of_torch()))
+        stack.enter_context(attributes_set(torch.autograd.Function, apply=classmethod(_noted_apply(recorder))))
+        stack.enter_context(attributes_set(torch.autocast, __enter__=_noted_enter(recorder)))
         yield
-    finally:
-        for restore in reversed(undo):
-            restore()
 
 
-def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    if name in namespace:
-        original = namespace[name]
-        undo.append(lambda: namespace.__setitem__(name, original))
-    else:
-        undo.append(lambda: namespace.pop(name, None))
-    namespace[name] = value
-
-
-def _give_methods(undo: list[Callable[[], None]]) -> None:
-    """Gives symbolic numbers what texts and numpy ask of them."""
-    for kind in (torch.SymInt, torch.SymFloat):
-        for name, method in METHODS.items():
-            setattr(kind, name, method)
-            undo.append(functools.partial(delattr, kind, name))
-
-
-def _shim_builtins(namespace: dict[str, Any], shims: dict[str, Any], undo: list[Callable[[], None]]) -> None:
-    for name, shim in shims.items():
-        if name not in namespace:  # the user's own definition of the name
-            _replace(namespace, name, shim, undo)
-
-
-def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+def _leaves_of_einops(namespace: dict[str, Any], recorder: Recorder) -> Iterator[tuple[str, Any]]:
     for name, value in list(namespace.items()):
         from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
         if from_einops and getattr(value, "__name__", "") in _EINOPS:
-            _replace(namespace, name, _recorded_leaf(value, recorder), undo)
+            yield name, _recorded_leaf(value, recorder)
 
 
-def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
-    """Shims token exchanges, which write their result in C. In a group of one process they are copies."""
-    namespace = vars(torch.distributed)
-
-    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group", args[2] if len(args) > 2 else None)
-        if torch.distributed.get_world_size(group) > 1:
-            raise CaptureError(
-                "the block exchanges tokens with other processes (all_to_all_single); build the model without expert "
-                "parallelism and let hexa_fx partition it (docs/partition.md)"
-            )
-        output.copy_(input)
-
-    if "all_to_all_single" in namespace:
-        _replace(namespace, "all_to_all_single", all_to_all_single, undo)
+def _all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A token exchange, which writes its result in C. In a group of one process it is a copy."""
+    group = kwargs.get("group", args[2] if len(args) > 2 else None)
+    if torch.distributed.get_world_size(group) > 1:
+        raise CaptureError(
+            "the block exchanges tokens with other processes (all_to_all_single); build the model without expert "
+            "parallelism and let hexa_fx partition it (docs/partition.md)"
+        )
+    output.copy_(input)
 
 
-def _shim_assertions(undo: list[Callable[[], None]]) -> None:
-    """Shims assertions that torch makes: they are decisions, as those of ``assert`` are, and no call that gives a result."""
-
-    def _assert(condition: Any, message: Any = "") -> None:
-        assert condition, message
-
-    for name in ("_assert", "_assert_async"):
-        _replace(vars(torch), name, _assert, undo)
+def _assert(condition: Any, message: Any = "") -> None:
+    """An assertion that torch makes: a decision, as that of ``assert`` is, and no call that gives a result."""
+    assert condition, message
 
 
-def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+def _of_torch() -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Functions of torch that are something else while a block is recorded."""
+    if hasattr(torch.distributed, "all_to_all_single"):
+        yield vars(torch.distributed), "all_to_all_single", _all_to_all_single
+    yield from ((vars(torch), name, _assert) for name in ("_assert", "_assert_async"))
+
+
+def _noted_apply(recorder: Recorder) -> Callable[..., Any]:
     """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says.
 
     Its backward is its own. A function that returns a tensor as it was given exists for its backward alone, and is recorded as
@@ -342,11 +313,10 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
                 recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
         return result
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
+    return apply
 
 
-def _note_autocast(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+def _noted_enter(recorder: Recorder) -> Callable[[torch.autocast], Any]:
     """Tells the recorder whose code switches autocast on or off."""
     original = torch.autocast.__enter__
 
@@ -356,8 +326,7 @@ def _note_autocast(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
         )
         return original(self)
 
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-    undo.append(lambda: setattr(torch.autocast, "__enter__", original))
+    return enter
 
 
 def _is_value(argument: Any) -> bool:
@@ -401,7 +370,8 @@ def _have_attributes(result: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) and vars(leaf) for leaf in leaves)
 
 
-def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+@contextmanager
+def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
     objects: list[tuple[int, Any, list[int]]] = []
@@ -432,14 +402,10 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
         recorder.calls.append(call)
         return result
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-
-    def restore() -> None:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-        for number, result, given in objects:
-            if [
-                *map(id, (as_dict(result) or {}).values())
-            ] != given:  # what changed it since, the rewritten block leaves out
-                recorder.calls[number] = replace(recorder.calls[number], output=None)
-
-    undo.append(restore)
+    with attributes_set(nn.Module, __call__=call):
+        yield
+    for number, result, given in objects:
+        if [
+            *map(id, (as_dict(result) or {}).values())
+        ] != given:  # what changed it since, the rewritten block leaves out
+            recorder.calls[number] = replace(recorder.calls[number], output=None)

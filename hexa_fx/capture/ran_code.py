@@ -10,16 +10,17 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, code_reads, only_adds
+from hexa_fx.contexts import items_set
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.lookup import CALLED, MISSING, is_object
+from hexa_fx.isolation.lookup import CALLED, is_object
 from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
 
@@ -96,8 +97,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
-        self._told: list[tuple[dict[str, Any], str, Any]] = []
-        """Functions in whose place something tells of their calls while the run lasts: where, by which name, and what they are."""
+        self._told = ExitStack()
+        """Ends that something tells of calls of functions in their place."""
         self.changed: dict[str, None] = {}
         """Names of parameters that it writes to."""
         self.texts: set[str] = set()
@@ -107,15 +108,8 @@ class RanCode:
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
         gradients = torch.is_grad_enabled()
-        try:
-            with told_of_starts(self._starts):
-                yield
-        finally:
-            while self._told:
-                namespace, name, before = self._told.pop()
-                namespace[name] = before
-                if before is MISSING:  # a name of Python's own
-                    del namespace[name]
+        with self._told, told_of_starts(self._starts):
+            yield
         if torch.is_grad_enabled() != gradients:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
 
@@ -234,8 +228,7 @@ class RanCode:
             if get_ident() == thread:
                 self.hidden[self._scopes[-1]] = function.__name__, kind, place
 
-        self._told.append((namespace, name, namespace.get(name, MISSING)))
-        namespace[name] = told
+        self._told.enter_context(items_set([(namespace, name, told)]))
         return True
 
     def note_state(self, value: Any, scope: str) -> None:

@@ -23,7 +23,7 @@ from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, StoredValue, stored_va
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
-from hexa_fx.capture.records import Listeners, NodeRecord, record_of
+from hexa_fx.capture.records import Listeners, NodeRecord, reached, record_of
 from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
@@ -95,12 +95,7 @@ def decided_alone(block: nn.Module, graph: torch.fx.Graph, names: Collection[str
     """
     found: set[str] = set()
     for decision in (node for node in graph.nodes if node.op != "output" and record_of(node).decision):
-        behind, frontier = set(), [decision]
-        while frontier:
-            node = frontier.pop()
-            if node not in behind:
-                behind.add(node)
-                frontier.extend(node.all_input_nodes)
+        behind = reached([decision], lambda node: node.all_input_nodes)
         if not any(node.op == "placeholder" for node in behind):
             found |= {str(node.target) for node in behind if node.op == "get_attr"}
     return {name: block.get_parameter(name).detach() for name in sorted(found.intersection(names))}

@@ -81,6 +81,20 @@ def record_of(node: torch.fx.Node) -> NodeRecord:
     return record
 
 
+def reached(
+    roots: Iterable[torch.fx.Node], onward: Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
+) -> set[torch.fx.Node]:
+    """The roots and all that one comes to from them, if ``onward`` says what comes after a node."""
+    found: set[torch.fx.Node] = set()
+    left = list(roots)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(onward(node))
+    return found
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between.

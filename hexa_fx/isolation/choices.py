@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,20 +105,14 @@ def _topk(scores: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool
     return _call("topk", scores, dim, int(k))
 
 
-def _argmax(scores: Any, dim: Any = None, keepdim: bool = False) -> ChoosingCall | None:
-    return _call("argmax", scores, dim, 1, keepdim)
+def _best(name: str, scores: Any, dim: Any = None, keepdim: bool = False) -> ChoosingCall | None:
+    return _call(name, scores, dim, 1, keepdim)
 
 
-def _max(scores: Any, dim: Any = None, keepdim: bool = False) -> ChoosingCall | None:
-    return _call("max", scores, dim, 1, keepdim)
-
-
-def _sort(scores: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> ChoosingCall | None:
-    return _call("sort", scores, dim, None, True, not descending)
-
-
-def _argsort(scores: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> ChoosingCall | None:
-    return _call("argsort", scores, dim, None, True, not descending)
+def _sorted(
+    name: str, scores: Any, dim: int = -1, descending: bool = False, stable: bool = False
+) -> ChoosingCall | None:
+    return _call(name, scores, dim, None, True, not descending)
 
 
 def _multinomial(
@@ -137,11 +132,9 @@ def _call(
 
 _READERS: dict[str, Callable[..., ChoosingCall | None]] = {
     "topk": _topk,
-    "argmax": _argmax,
-    "max": _max,
-    "sort": _sort,
-    "argsort": _argsort,
     "multinomial": _multinomial,
+    **{name: partial(_best, name) for name in ("argmax", "max")},
+    **{name: partial(_sorted, name) for name in ("sort", "argsort")},
 }
 
 

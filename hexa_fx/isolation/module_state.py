@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
+from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules, is_as
 from hexa_fx.isolation.lookup import MISSING, REGISTRIES
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
 from hexa_fx.isolation.size import stored
@@ -35,7 +35,7 @@ class ModuleSnapshot:
         modules = [module for _, module in named_modules(root)]
         self._kept = {id(module): _kept_by(module) for module in modules}
         # All dicts of all modules in one row, so that a look at whether anything changed is no loop of Python's.
-        dicts = [held for kept in self._kept.values() for held in kept.dicts]
+        dicts = [held for kept in self._kept.values() for held, _ in kept.dicts]
         self._empty = [held for held in dicts if not held]  # nearly all of those for hooks
         self._dicts = [*filter(None, dicts)]
         self._keys = [*map(tuple, self._dicts)]
@@ -115,23 +115,16 @@ class _Kept:
     module: nn.Module
     attributes: dict[str, Any]
     registered: list[tuple[dict[str, Any], dict[str, Any]]]
-    hooks: list[dict[Any, Any]]
-    hooked: list[tuple[dict[Any, Any], dict[Any, Any]]]
-    """Those of ``hooks`` that had contents, with these. Copies of all the empty ones would take time."""
+    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]]
 
     @property
-    def dicts(self) -> list[dict[Any, Any]]:
-        """All that may change: the module's own, torch's in it, and those of hooks."""
-        return [self.module.__dict__, *(held for held, _ in self.registered), *self.hooks]
+    def dicts(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """All that may change, each with what it held: the module's own, torch's in it, and those of hooks."""
+        return [(self.module.__dict__, self.attributes), *self.registered, *self.hooks]
 
     def is_changed(self) -> bool:
         """Whether one of them holds something else, or in another order."""
-        if not same_items(self.module.__dict__, self.attributes):
-            return True
-        if not all(same_items(held, before) for held, before in self.registered):
-            return True
-        filled = [held for held in self.hooks if held]
-        return len(filled) != len(self.hooked) or not all(same_items(held, before) for held, before in self.hooked)
+        return not all(same_items(held, before) for held, before in self.dicts)
 
     def put_back(self) -> None:
         own = self.module.__dict__
@@ -146,18 +139,21 @@ class _Kept:
                 del registry[name]
             registry.update(before)
         # A model may install hooks of its own in its first call, and remember that it did: both are undone.
-        for held in self.hooks if any(self.hooks) else ():
-            held.clear()
-        for held, before in self.hooked:
-            held.update(before)
+        for held, before in self.hooks:
+            if held or before:
+                held.clear()
+                held.update(before)
+
+
+_NOTHING: dict[Any, Any] = {}
+"""What nearly all dicts of hooks hold: copies of them all would take time."""
 
 
 def _kept_by(module: nn.Module) -> _Kept:
     own = module.__dict__
     registries = _dicts(map(own.get, REGISTRIES))  # TorchScript has its own
-    hooks = _dicts(map(own.get, _HOOKS))
-    registered = [(held, dict(held)) for held in registries]
-    return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])
+    hooks = [(held, dict(held) if held else _NOTHING) for held in _dicts(map(own.get, _HOOKS))]
+    return _Kept(module, dict(own), [(held, dict(held)) for held in registries], hooks)
 
 
 def _dicts(values: Iterable[Any]) -> list[dict[Any, Any]]:
@@ -276,20 +272,13 @@ class ModuleState:
                 continue
             before = self._snapshot.attributes(child)
             for name, value in child.__dict__.items():
-                if isinstance(value, torch.Tensor) or not _is_as(value, before.get(name, MISSING)):
+                if isinstance(value, torch.Tensor) or not is_as(value, before.get(name, MISSING)):
                     yield from _plain_attribute(path, name, value)
             for name in before if id(child) in changed else ():
                 if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
                     yield path, f"{name}, which is gone", True
         for holder, _ in self._contents.changed():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
-
-
-def _is_as(value: Any, before: Any) -> bool:
-    """Whether it is what it was; a number or text may be another equal object."""
-    if value is before:
-        return True
-    return type(value) is type(before) and isinstance(value, (int, float, str)) and bool(value == before)
 
 
 def _plain_attribute(path: str, name: str, value: Any) -> Iterable[tuple[str, str, Any]]:

@@ -230,34 +230,20 @@ def _asserted(self: Tensor, *_: Any, **__: Any) -> None:
         raise RuntimeError("Expected Tensor with single nonzero value, but got zero")
 
 
-_CHECKS: dict[str, Callable[..., None]] = {
-    "gather": _along,
-    "scatter": _along,
-    "scatter_add": _along,
-    "scatter_reduce": _along,
-    "index_add": _along,
-    "index_copy": _along,
-    "index_reduce": _along,
-    "index_select": _along,
-    "index_fill": _along_from_end,
-    "index": _places,
-    "index_put": _places,
-    "index_put_impl": _places,
-    "unsafe_index": _places,
-    "unsafe_index_put": _places,
-    "take": _flat,
-    "put": _flat,
-    "embedding": _rows,
-    "embedding_bag": _rows,
-    "embedding_bag_forward_only": _rows,
-    "nll_loss_forward": _classes,
-    "nll_loss2d_forward": _classes,
-    "repeat_interleave": _repeats,
-    "grouped_mm": _groups,
-    "multinomial": _distribution,
-    "bernoulli": _bernoulli,
-    "assert_async": _asserted,
+_CHECKED: dict[Callable[..., None], str] = {
+    _along: "gather scatter scatter_add scatter_reduce index_add index_copy index_reduce index_select",
+    _along_from_end: "index_fill",
+    _places: "index index_put index_put_impl unsafe_index unsafe_index_put",
+    _flat: "take put",
+    _rows: "embedding embedding_bag embedding_bag_forward_only",
+    _classes: "nll_loss_forward nll_loss2d_forward",
+    _repeats: "repeat_interleave",
+    _groups: "grouped_mm",
+    _distribution: "multinomial",
+    _bernoulli: "bernoulli",
+    _asserted: "assert_async",
 }
+_CHECKS = {name: check for check, names in _CHECKED.items() for name in names.split()}
 """By an operator's name without underscores around it."""
 
 

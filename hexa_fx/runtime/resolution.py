@@ -123,14 +123,7 @@ class Resolution:
             found = place(holder, key)
             if not (bound.is_as(found.value) or (bound.value is None and alike(found.value, bound.noted))):
                 raise ReadMiss(str(bound))
-            for where, value in found.dicts:
-                self._enter(self.dicts, where, key, value)
-            if found.owner is not None:
-                self._enter(self.owners, found.owner, key, found.value)
-            if found.slow:
-                self.slow.append(
-                    (holder, key, _Same(found.value) if isinstance(bound.noted, (IsA, Keys)) else bound.noted)
-                )
+            self._watch(holder, key, found, bound.noted)
             self._add_inside(bound.noted, found.value)
 
     def _add(self, read: PythonRead) -> None:
@@ -163,15 +156,18 @@ class Resolution:
             return
         if key == "__class__":
             self.objects.append((holder, found.value))
+        self._enter_registry(holder)
+        self._watch(holder, key, found, read.value)
+        self._add_inside(read.value, value)
+
+    def _watch(self, holder: Any, key: Any, found: Place, noted: Any) -> None:
+        """Enters the place itself; an object has to lie there itself."""
         for where, value in found.dicts:
             self._enter(self.dicts, where, key, value)
-        self._enter_registry(holder)
         if found.owner is not None:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
-            exact = isinstance(read.value, (IsA, Keys))
-            self.slow.append((holder, key, _Same(found.value) if exact else read.value))
-        self._add_inside(read.value, value)
+            self.slow.append((holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.functional import row_dropout
+from hexa_fx.capture.records import reached
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws
 from hexa_fx.passes.detect.steps import Column
 from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
@@ -50,16 +51,8 @@ def probability(node: torch.fx.Node) -> float:
 
 def _experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> set[int | str]:
     """The experts with whose parameters a value, or else what is first computed from it, is computed."""
-    found: set[int | str] = set()
-    seen, frontier = set(), [node]
-    while frontier:
-        current = frontier.pop()
-        if current in seen or current.op == "output":
-            continue
-        seen.add(current)
-        found |= tags[current].experts
-        frontier += [] if tags[current].experts else current.users
-    return found
+    after = reached([node], lambda n: () if n.op == "output" or tags[n].experts else n.users)
+    return {expert for n in after if n.op != "output" for expert in tags[n].experts}
 
 
 def _in_one(experts: set[int | str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
+from hexa_fx.capture.records import reached
 from hexa_fx.operations import operation
 
 
@@ -21,11 +23,6 @@ def is_tensor(node: torch.fx.Node) -> bool:
 def is_float(node: torch.fx.Node) -> bool:
     value = record_of(node).value
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def rows(value: torch.Tensor, width: int) -> torch.Tensor:
-    """The tensor as (number of rows, width)."""
-    return value.reshape(-1, width)
 
 
 def nodes_in(value: Any) -> list[torch.fx.Node]:
@@ -50,31 +47,19 @@ def ancestors(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
 ) -> set[torch.fx.Node]:
     """``roots`` and everything they depend on. Nodes for which ``stop`` holds are included, but not what they depend on."""
-    seen: set[torch.fx.Node] = set()
-    frontier = list(roots)
-    while frontier:
-        node = frontier.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if stop is None or not stop(node):
-            frontier.extend(node.all_input_nodes)
-    return seen
+    if stop is None:
+        return reached(roots, _inputs_of)
+    return reached(roots, lambda node: () if stop(node) else node.all_input_nodes)
 
 
 def descendants(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
 ) -> set[torch.fx.Node]:
     """The roots and all that is computed from them, but not from nodes at which to ``stop``."""
-    seen: set[torch.fx.Node] = set()
-    frontier = list(roots)
-    while frontier:
-        node = frontier.pop()
-        if node not in seen:
-            seen.add(node)
-            if stop is None or not stop(node):
-                frontier.extend(node.users)
-    return seen
+    return reached(roots, lambda node: () if stop is not None and stop(node) else node.users)
+
+
+_inputs_of = operator.attrgetter("all_input_nodes")
 
 
 def is_chosen(node: torch.fx.Node) -> bool:

@@ -7,6 +7,7 @@ belong to the partition and are switched there.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -80,24 +81,31 @@ def _backward(*args: Any) -> list[Tensor]:
         return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
 
 
-_CANONICAL = torch.ops.hexa.moe_ffn.default
-
-
 def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """The block without what ``config`` switches off; the block itself if that is nothing."""
     if config.topk_memory and config.expert_operators and config.fused_kernel:
         return block
-    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
-    graph.output(graph.graph_copy(block.graph, val_map={}))
-    for node in [node for node in graph.nodes if node.target is _CANONICAL]:
+
+    def change(node: fx.Node) -> None:
         if not config.topk_memory:
-            _one_row_a_slot(graph, node)
+            _one_row_a_slot(node.graph, node)
         if not config.expert_operators:
             node.target = dispatch_combine
         elif not config.fused_kernel:
             node.target = moe_ffn_without_esfk
+
+    return with_changed_nodes(block, change) or block
+
+
+def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None]) -> RewrittenBlock | None:
+    """The block with every node changed in a graph of its own, which it runs on small inputs too; None if it has no such node."""
+    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
+    graph.output(graph.graph_copy(block.graph, val_map={}))
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
+    for node in nodes:
+        change(node)
     graph.lint()
-    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL)
+    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL) if nodes else None
 
 
 def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:

@@ -5,10 +5,9 @@ They come last, on blocks that were compared with their originals in float64, wi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,22 +15,12 @@ import torch.fx as fx
 from torch import nn
 
 from hexa_fx.config import HexaConfig
-from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.outcome import observe
+from hexa_fx.passes.options.ablations import with_changed_nodes
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, uninstall
 from hexa_fx.runtime.results import state_of
-
-
-def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None]) -> RewrittenBlock | None:
-    """The block with every node changed in a graph of its own, which it runs on small inputs too; None if it has no such node."""
-    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
-    graph.output(graph.graph_copy(block.graph, val_map={}))
-    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
-    for node in nodes:
-        change(node)
-    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL) if nodes else None
-
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,11 @@ from hexa_fx.distributed import collectives, nodes
 from hexa_fx.distributed.compiled_layers import CompiledLayers, spread_experts
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ops.table_layers import MoeFfn
 from hexa_fx.plan import LayerPlan, Plan
 from hexa_fx.runtime.program import Program
 
-FFN_ARGS = (
-    *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),
-    *("activation", "glu", "params", "layout1", "layout2", "recompute_h"),
-)
+FFN_ARGS = MoeFfn._fields
 """Arguments of `hexa::moe_ffn`, in order (docs/operators.md)."""
 
 WEIGHT_ARGS = ("w1", "b1", "w3", "b3", "w2")

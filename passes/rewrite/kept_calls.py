@@ -19,6 +19,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.capture.probes import LARGEST_LIMIT, limits_of
+from hexa_fx.capture.records import reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
@@ -187,24 +188,22 @@ def _needed(
     rereads: Mapping[torch.fx.Node, Reread],
     outputs: Sequence[torch.fx.Node],
 ) -> set[torch.fx.Node]:
-    needed: set[torch.fx.Node] = set(outputs)
-    frontier = list(wanted)
-    while frontier:
-        node = frontier.pop()
-        if node in needed:
-            continue
-        needed.add(node)
+    ends = frozenset(outputs)
+
+    def onward(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+        if node in ends:
+            return ()
         if node in by_result:
             call = by_result[node]
-            frontier.extend((*nodes_in(call.output), *nodes_in(call.args), *nodes_in(call.kwargs)))
-        elif node in rereads:
-            frontier.extend((rereads[node].argument, rereads[node].result))
-        elif node.target is functional.after:
+            return *nodes_in(call.output), *nodes_in(call.args), *nodes_in(call.kwargs)
+        if node in rereads:
+            return rereads[node].argument, rereads[node].result
+        if node.target is functional.after:
             read, write = node.all_input_nodes
-            frontier.extend((read, stand_ins.get(write, write)))
-        else:
-            frontier.extend(node.all_input_nodes)
-    return needed
+            return read, stand_ins.get(write, write)
+        return node.all_input_nodes
+
+    return reached([*ends, *wanted], onward)
 
 
 def opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:

@@ -14,6 +14,7 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
+from hexa_fx.capture.records import reached
 from hexa_fx.ir import FfnSpec
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody
@@ -152,14 +153,12 @@ class RoutingEmitter:
 
 def _has_gradient(node: torch.fx.Node, end: torch.fx.Node) -> bool:
     """Whether a gradient of ``end`` reaches ``node``: plain numbers that the code reads of it pass none on."""
-    left, seen = [node], {node}
-    while left:
-        users = [user for user in left.pop().users if user not in seen and not ops.gives_numbers(user)]
-        if end in users:
-            return True
-        seen |= set(users)
-        left += [user for user in users if user.op != "output" and (is_float(user) or not is_tensor(user))]
-    return False
+
+    def onward(user: torch.fx.Node) -> list[torch.fx.Node]:
+        passes = user is node or is_float(user) or not is_tensor(user)
+        return [] if not passes else [n for n in user.users if n.op != "output" and not ops.gives_numbers(n)]
+
+    return node is not end and end in reached([node], onward)
 
 
 Node = torch.fx.Node
