@@ -296,21 +296,21 @@ def _noted_apply(recorder: Recorder) -> Callable[..., Any]:
             before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
             lifted = recorder.lift(args)
         recorder.functions_running.append(set())
-        start = recorder.count
-        try:
-            result = original.__get__(None, cls)(*args, **kwargs)
-        finally:
-            asked = recorder.functions_running.pop()
-        with DisableTorchFunction():
-            after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
-            is_call = not kwargs and before == after and all(map(_is_value, args))
-            if is_call and _is_one_of(result, args):
-                recorder.record_result(Applied(cls), lifted, result)
-                return result
-            recorder.told.asked_gradients(asked)
-            if is_call and isinstance(result, (torch.Tensor, tuple)):
-                output = recorder.lift(result)
-                recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
+        with recorder.call() as place:
+            try:
+                result = original.__get__(None, cls)(*args, **kwargs)
+            finally:
+                asked = recorder.functions_running.pop()
+            with DisableTorchFunction():
+                after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
+                is_call = not kwargs and before == after and all(map(_is_value, args))
+                if is_call and _is_one_of(result, args):
+                    recorder.record_result(Applied(cls), lifted, result)
+                    return result
+                recorder.told.asked_gradients(asked)
+                if is_call and isinstance(result, (torch.Tensor, tuple)):
+                    output = recorder.lift(result)
+                    recorder.functions.append(ModuleCall("", *place, lifted, {}, output, Applied(cls)))
         return result
 
     return apply
@@ -383,20 +383,21 @@ def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[Non
         with DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
             recorder.told.leave(recorder.scopes[-1])
-        start, given = recorder.count, [*_held((args, *kwargs.values()))]
+        given = [*_held((args, *kwargs.values()))]
         recorder.scopes.append(path)
-        try:
-            result = original(module, *args, **kwargs)
-        finally:
+        with recorder.call() as place:
+            try:
+                result = original(module, *args, **kwargs)
+            finally:
+                with DisableTorchFunction():
+                    recorder.told.leave(recorder.scopes.pop())
             with DisableTorchFunction():
-                recorder.told.leave(recorder.scopes.pop())
-        with DisableTorchFunction():
-            stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-            held = as_dict(result)
-            read = result if held is None else held
-            is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
-            output = recorder.lift(read) if is_read else None
-        call = ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output, is_object=held is not None)
+                stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
+                held = as_dict(result)
+                read = result if held is None else held
+                is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
+                output = recorder.lift(read) if is_read else None
+        call = ModuleCall(path, *place, lifted_args, lifted_kwargs, output, is_object=held is not None)
         if held is not None:
             objects.append((len(recorder.calls), result, [*map(id, held.values())]))
         recorder.calls.append(call)

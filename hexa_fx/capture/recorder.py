@@ -7,9 +7,11 @@ serves to understand the block, never to run in its place.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any
@@ -67,6 +69,8 @@ class Recorder(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self.scopes, self.count = [""], 0
+        self.entered: list[int] = []  # numbers of the calls that run, the innermost last
+        self._calls = itertools.count()
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
@@ -89,9 +93,20 @@ class Recorder(TorchFunctionMode):
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")
         at = self.scopes[-1], user_location()
-        node.meta["hexa"] = NodeRecord(snapshot, *at, storage=storage, gradient=gradient, autocast_off=off)
+        record = NodeRecord(snapshot, *at, storage=storage, gradient=gradient, autocast_off=off, calls=(*self.entered,))
+        node.meta["hexa"] = record
         self._index[node], self.count = self.count, self.count + 1
         return node
+
+    @contextmanager
+    def call(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """A context in which nodes lie in a call more. Yields its number, and those of the calls around it."""
+        number, around = next(self._calls), (*self.entered,)
+        self.entered.append(number)
+        try:
+            yield number, around
+        finally:
+            self.entered.pop()
 
     def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:  # on symbolic numbers
         return self.add("call_function", function, args, {}, value)

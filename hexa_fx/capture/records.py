@@ -6,6 +6,7 @@ storage it lives in, and whether the host took a decision on it. Beside them, wh
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ class NodeRecord:
     """Whether the code asks something of an input that is no number of it, such as its dtype."""
     subscript: bool = False
     """Whether it says that a number that the code takes an item by is what it was."""
+    calls: tuple[int, ...] = ()
+    """Numbers of the calls inside of which it lies, the innermost last."""
 
     def note_decision(self, only_raises: bool) -> None:
         self.only_raises = only_raises and (self.only_raises or not self.decision)
@@ -95,17 +98,26 @@ def reached(
     return found
 
 
+def nodes_by_call(graph: torch.fx.Graph) -> defaultdict[int, list[torch.fx.Node]]:
+    """The nodes inside of every call, in order, by its number."""
+    found = defaultdict[int, list[torch.fx.Node]](list)
+    for node in graph.nodes:
+        for number in record_of(node).calls:
+            found[number].append(node)
+    return found
+
+
 @dataclass(frozen=True)
 class ModuleCall:
-    """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between.
+    """A submodule's call inside the run: its arguments and results as graph nodes. Nodes say in the calls of which numbers they lie.
 
     Or the call of an `autograd.Function`, which then is ``function``. If what it gives ``is_object``, the output is what
-    `hexa_fx.isolation.lookup.as_dict` makes of it.
+    `hexa_fx.isolation.lookup.as_dict` makes of it. ``around``: numbers of the calls inside of which it lies.
     """
 
     path: str
-    start: int
-    end: int
+    number: int
+    around: tuple[int, ...]
     args: Any
     kwargs: Any
     output: Any

@@ -15,6 +15,7 @@ import torch.fx
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.records import nodes_by_call
 from hexa_fx.inspection.view import NodeView, Role
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.operations import operation
@@ -94,8 +95,8 @@ def _routing_nodes(match: MoEMatch) -> dict[str, tuple[torch.fx.Node, ...]]:
 def _called(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx.Node, str]:
     """Recorded nodes inside submodule calls that stayed calls."""
     stayed = {str(n.target) for n in rewritten.graph.find_nodes(op="call_module")}
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    return {node: call.path for call in captured.calls if call.path in stayed for node in order[call.start : call.end]}
+    inside = nodes_by_call(captured.graph)
+    return {node: call.path for call in captured.calls if call.path in stayed for node in inside[call.number]}
 
 
 class _Parts:

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 from torch.nn.functional import linear
 
-from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
+from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
@@ -39,11 +39,8 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
     if not erased and not fused:
         return captured
-    for place in erased:
-        calls, functions = _moved(captured.calls, place, -1), _moved(captured.functions, place, -1)
-        captured = dataclasses.replace(captured, calls=calls, functions=functions)
     for node in fused:
-        captured = _split(captured, node)
+        _split(captured.graph, node)
     return dataclasses.replace(captured, as_recorded=before)
 
 
@@ -99,22 +96,21 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy
 
 
-def _split(captured: CapturedBlock, node: torch.fx.Node) -> CapturedBlock:
+def _split(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     read = _read(node)
     if read is None:
-        return captured
+        return
     terms, operands, result = read
     while len(operands) > 2:
         pair = _weight_and_data(terms, operands, result)
         if pair is None:
-            return captured
+            return
         rest = [i for i in range(len(operands)) if i not in pair]
         kept = set(result).union(*(terms[i] for i in rest))
         term = "".join(dict.fromkeys(c for i in pair for c in terms[i] if c in kept))
-        captured, product = _insert(captured, node, pair, terms, operands, term)
+        product = _insert(graph, node, pair, terms, operands, term)
         terms, operands = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)]
     node.args = (f"{','.join(terms)}->{result}", *operands)
-    return captured
 
 
 def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | None:
@@ -145,31 +141,19 @@ def _is_weight(node: torch.fx.Node) -> bool:
 
 
 def _insert(
-    captured: CapturedBlock,
+    graph: torch.fx.Graph,
     node: torch.fx.Node,
     pair: tuple[int, int],
     terms: Sequence[str],
     operands: Sequence[torch.fx.Node],
     term: str,
-) -> tuple[CapturedBlock, torch.fx.Node]:
+) -> torch.fx.Node:
     """The product of a pair as a node of its own before ``node``."""
     equation = f"{terms[pair[0]]},{terms[pair[1]]}->{term}"
     chosen = [operands[i] for i in pair]
-    place = list(captured.graph.nodes).index(node)
-    with captured.graph.inserting_before(node):
-        product = captured.graph.call_function(torch.einsum, (equation, *chosen))
+    with graph.inserting_before(node):
+        product = graph.call_function(torch.einsum, (equation, *chosen))
     value = torch.einsum(equation, *[record_of(operand).value for operand in chosen])
-    record = record_of(node)
-    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=number_of_new(value))
-    calls, functions = _moved(captured.calls, place, 1), _moved(captured.functions, place, 1)
-    return dataclasses.replace(captured, calls=calls, functions=functions), product
-
-
-def _moved(calls: Sequence[ModuleCall], place: int, more: int) -> tuple[ModuleCall, ...]:
-    """With a node more at ``place``, or one less (-1)."""
-    return tuple(
-        dataclasses.replace(
-            call, start=call.start + more * (call.start > place), end=call.end + more * (call.end > place)
-        )
-        for call in calls
-    )
+    record, storage = record_of(node), number_of_new(value)
+    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage, calls=record.calls)
+    return product

@@ -19,23 +19,22 @@ from hexa_fx.operations import kind, operation
 Node = torch.fx.Node
 
 
-def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> list[int]:
-    """Joins them, and gives the places of the pieces' products, last first, which are erased. Recorded values stay as they are.
+def join_products(graph: torch.fx.Graph, kept: Container[Node] = ()) -> bool:
+    """Joins them, and erases the pieces' products. Whether there were any. Recorded values stay as they are.
 
     ``kept``: nodes that are referred to outside of the graph.
     """
-    places = {node: place for place, node in enumerate(graph.nodes)}
     before = set()
     for node in graph.nodes:
         operands = _of_joined(node) or _of_summed(node)
         if operands is not None:
             before |= {*_made_of(node)}
             node.op, node.target, node.args, node.kwargs = "call_function", linear, operands, {}
-    erased = []
-    for node in sorted(before, key=places.__getitem__, reverse=True):
-        if not node.users and node not in kept:
+    erased = False
+    for node in reversed(graph.nodes) if before else ():
+        if node in before and not node.users and node not in kept:
             graph.erase_node(node)
-            erased.append(places[node])
+            erased = True
     return erased
 
 

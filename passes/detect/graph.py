@@ -12,7 +12,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
-from hexa_fx.capture.records import reached
+from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.operations import operation
 
 
@@ -74,12 +74,8 @@ def is_scored(node: torch.fx.Node) -> bool:
 
 def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
     """Values inside a submodule's call, other than its arguments and results."""
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    inside: set[torch.fx.Node] = set()
-    for call in captured.calls:
-        outputs = {*nodes_in(call.output)}
-        inside.update(node for node in order[call.start : call.end] if node not in outputs)
-    return frozenset(inside)
+    inside = nodes_by_call(captured.graph)
+    return frozenset().union(*({*inside[call.number]} - {*nodes_in(call.output)} for call in captured.calls))
 
 
 def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
+from hexa_fx.capture.records import nodes_by_call
 from hexa_fx.ir import Container, ContainerItem
 from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
@@ -28,9 +28,8 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
 
     Those whose results are of a class of the user's cannot.
     """
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    calls = calls_without(captured.calls, _places(order, products))
-    return {node for call in calls for node in order[call.start : call.end]}
+    inside = nodes_by_call(captured.graph)
+    return {node for call in calls_without(captured.calls, products) for node in inside[call.number]}
 
 
 def decided_anew(
@@ -44,28 +43,21 @@ def decided_anew(
     Args:
         roots: what the region is computed from.
     """
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    taken = _places(order, products)
+    taken, place = {*products}, {node: number for number, node in enumerate(captured.graph.nodes)}
+    last = max(map(place.__getitem__, taken))
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
-    inside: set[torch.fx.Node] = set()
+    inside, found = nodes_by_call(captured.graph), set[torch.fx.Node]()
     for call in calls_without(captured.calls, taken):
-        nodes = order[call.start : call.end]
-        if not gives_plain(call) and call.start <= taken[-1] and not needed.isdisjoint(nodes):
-            inside.update(nodes)
-    return inside
+        nodes = inside[call.number]
+        if not gives_plain(call) and not needed.isdisjoint(nodes) and place[nodes[0]] <= last:
+            found.update(nodes)
+    return found
 
 
-def _places(order: Iterable[torch.fx.Node], nodes: Iterable[torch.fx.Node]) -> list[int]:
-    """Of nodes, sorted."""
-    position = {node: index for index, node in enumerate(order)}
-    return sorted(position[node] for node in nodes)
-
-
-def calls_without(calls: Iterable[ModuleCall], taken: Sequence[int]) -> Iterator[ModuleCall]:
-    """Those that give results and inside of which no node lies at the places ``taken``, sorted ones."""
-    for call in calls:
-        if nodes_in(call.output) and bisect_left(taken, call.start) == bisect_left(taken, call.end):
-            yield call
+def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[torch.fx.Node]) -> Iterator[ModuleCall]:
+    """Those that give results and inside of which none of the nodes lies."""
+    taken = {number for node in nodes for number in record_of(node).calls}
+    return (call for call in calls if call.number not in taken and nodes_in(call.output))
 
 
 def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> tuple[StoredValue, ...]:
@@ -81,9 +73,8 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
                 f"the block returns a {type(result).__qualname__}, and what such an object holds is not followed; tensors, and "
                 "tuples, lists, dicts, namespaces or dataclasses of them can be returned"
             )
-    opaque = opaque_nodes(captured, products)
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}
+    opaque, inside = opaque_nodes(captured, products), nodes_by_call(captured.graph)
+    live = {call.path for call in captured.calls if opaque.issuperset(inside[call.number])}
     for changed in captured.changed:
         if all(is_within(scope, live) for scope in changed.scopes):
             continue

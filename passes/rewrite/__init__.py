@@ -268,9 +268,8 @@ class _Rewriter:
     def _removed(self, kept: KeptNodes) -> list[torch.fx.Node]:
         """Recorded nodes that have no counterpart, not even inside a call that is kept."""
         order = [node for node in self.match.captured.graph.nodes if node.op != "output"]
-        calls = [kept.calls[node] for node in kept.order if node in kept.calls]
-        inside = {node for call in calls for node in order[call.start : call.end]}
-        return [node for node in order if node not in self.new and node not in inside]
+        calls = {kept.calls[node].number for node in kept.order if node in kept.calls}
+        return [node for node in order if node not in self.new and calls.isdisjoint(record_of(node).calls)]
 
     def _added(self) -> list[torch.fx.Node]:
         outputs = {match.output for match in self.match.regions}

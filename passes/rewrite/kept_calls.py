@@ -7,11 +7,9 @@ form of what it gives tells the two apart.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch.fx
@@ -19,7 +17,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.capture.probes import LARGEST_LIMIT, limits_of
-from hexa_fx.capture.records import reached
+from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
@@ -70,17 +68,20 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
     wanted = [*roots, *nodes_in(captured.output)]
-    places = [position[node] for node in outputs]
-    calls = _candidates(captured, places)
+    inside = nodes_by_call(captured.graph)
+    usable = [call for call in calls_without((*captured.functions, *captured.calls), outputs) if inside[call.number]]
+    calls = _outermost(usable)
     while True:
         by_result = {node: call for call in calls for node in nodes_in(call.output)}
-        stand_ins, rereads = _writes_of_calls(calls, order, by_result)
-        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, stand_ins, rereads, outputs)
+        stand_ins, rereads = _writes_of_calls(calls, inside, by_result)
+        needed = _needed([*wanted, *_effects(captured, calls)], by_result, stand_ins, rereads, outputs)
         outside = needed - rereads.keys()
-        opened = [call for call in calls if _inner_needed(call, order, outside, by_result)]
-        torn = [call for call in opened if not _repeatable(_inner_needed(call, order, outside, by_result))]
+        within = {call.number: _inner_needed(call, inside, outside, by_result) for call in calls}
+        opened = [call for call in calls if within[call.number]]
+        torn = {call.number for call in opened if not _repeatable(within[call.number])}
         if torn:
-            calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, places)
+            inner = _outermost([call for call in usable if not torn.isdisjoint(call.around)])
+            calls = [call for call in calls if call.number not in torn] + inner
             continue
         unseen = [nodes_in(call.output)[0] for call in opened if not needed & set(nodes_in(call.output))]
         if not unseen:
@@ -103,6 +104,7 @@ def refuse_late_conditions(
         Refuse: something is, among what is emitted in this ``order`` before a condition.
     """
     written = drawn = False
+    by_call = nodes_by_call(order[0].graph) if order else {}
     for node in order:
         if node in conditions and (written or (drawn and _compares_with_limit(node))):
             raise Refuse(
@@ -111,7 +113,7 @@ def refuse_late_conditions(
                 node,
             )
         call = kept.calls.get(node)
-        inside = [node] if call is None else list(node.graph.nodes)[call.start : call.end]
+        inside = [node] if call is None else by_call[call.number]
         written = written or any(map(writes_outside, inside))
         drawn = drawn or any(map(draws, inside))
 
@@ -123,42 +125,21 @@ def _compares_with_limit(condition: torch.fx.Node) -> bool:
     return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
-def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """Calls with results that run no region, whose outputs are at ``places``; of two with the same nodes the outer one is later."""
-    calls = calls_without((*captured.functions, *captured.calls), sorted(places))
-    return [call for call in calls if call.end > call.start]
-
-
-def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """The outermost usable calls."""
-    return _outermost(_usable(captured, places))
-
-
-def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """The next level of calls, inside calls that cannot stay."""
-    usable = _usable(captured, places)
-    inside = ([c for c in usable[: usable.index(t)] if t.start <= c.start and c.end <= t.end] for t in torn)
-    return _outermost(list(chain.from_iterable(inside)))
-
-
 def _outermost(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-    """The calls that no other one covers, in one walk over where they start."""
-    spans = {(call.start, call.end): call for call in calls}  # the outer one of a wrapper and what it calls
-    outer, furthest = [], 0
-    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if end > furthest:
-            outer.append(spans[start, end])
-        furthest = max(furthest, end)
-    return outer
+    """The calls that lie in no other one of them."""
+    numbers = {call.number for call in calls}
+    return [call for call in calls if numbers.isdisjoint(call.around)]
 
 
 def _writes_of_calls(
-    calls: Sequence[ModuleCall], order: Sequence[torch.fx.Node], by_result: Mapping[torch.fx.Node, ModuleCall]
+    calls: Sequence[ModuleCall],
+    by_call: Mapping[int, list[torch.fx.Node]],
+    by_result: Mapping[torch.fx.Node, ModuleCall],
 ) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Reread]]:
     stand_ins, rereads = {}, {}
     for call in calls:
-        inside, result = set(order[call.start : call.end]), nodes_in(call.output)[0]
-        for node in order[call.start : call.end]:
+        inside, result = {*by_call[call.number]}, nodes_in(call.output)[0]
+        for node in by_call[call.number]:
             if node in by_result or not record_of(node).writes:
                 continue
             stand_ins[node] = result
@@ -208,19 +189,19 @@ def _needed(
 
 def opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:
     """Paths of the submodules that are called and of whose insides something is computed beside the call too."""
-    order = list(captured.graph.nodes)
-    inside = {node: call.path for call in kept.calls.values() for node in order[call.start : call.end]}
+    by_call = nodes_by_call(captured.graph)
+    inside = {node: call.path for call in kept.calls.values() for node in by_call[call.number]}
     return {inside[node] for node in kept.order if node in inside and node not in kept.calls and node.op != "get_attr"}
 
 
 def _inner_needed(
     call: ModuleCall,
-    order: Sequence[torch.fx.Node],
+    by_call: Mapping[int, list[torch.fx.Node]],
     needed: set[torch.fx.Node],
     by_result: Mapping[torch.fx.Node, ModuleCall],
 ) -> list[torch.fx.Node]:
     """Nodes inside a call, not its results, that are needed by name."""
-    return [node for node in order[call.start : call.end] if node in needed and by_result.get(node) is not call]
+    return [node for node in by_call[call.number] if node in needed and by_result.get(node) is not call]
 
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
@@ -228,24 +209,19 @@ def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
     return not any(ops.is_random(node) or record_of(node).writes for node in nodes)
 
 
-def _effects(
-    captured: CapturedBlock, calls: Sequence[ModuleCall], position: Mapping[torch.fx.Node, int]
-) -> list[torch.fx.Node]:
+def _effects(captured: CapturedBlock, calls: Sequence[ModuleCall]) -> list[torch.fx.Node]:
     """Writes to the block's state, without those that calls which stay calls will make."""
     found = []
     for node in effects(captured.graph):
-        holder = [call for call in calls if call.start <= position[node] < call.end]
+        holder = [call for call in calls if call.number in record_of(node).calls]
         found.extend(nodes_in(holder[0].output)[:1] if holder else [node])
     return found
 
 
 def replaced(captured: CapturedBlock, kept: KeptNodes) -> frozenset[str]:
     """Paths of the submodules of which the rewritten graph makes a call neither itself nor inside of another."""
-    spans = sorted({(kept.calls[node].start, kept.calls[node].end) for node in kept.order if node in kept.calls})
-    starts = [start for start, _ in spans]
-    ends = [*(end for _, end in spans), -1]
-    calls = captured.calls
-    return frozenset(call.path for call in calls if call.end > ends[bisect_right(starts, call.start) - 1])
+    numbers = {kept.calls[node].number for node in kept.order if node in kept.calls}
+    return frozenset(call.path for call in captured.calls if numbers.isdisjoint((call.number, *call.around)))
 
 
 def left_by_opened(
@@ -324,8 +300,8 @@ class Form:
         sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
         tokens = new[self.tokens], record_of(self.tokens).value.dtype
         results = tuple((call.path, result) for result, call in called.items())
-        order = list(self.tokens.graph.nodes)
-        forms = tuple(_form_of(call.output, bool(_decisions(order, call))) for call in called.values())
+        by_call = nodes_by_call(self.tokens.graph)
+        forms = tuple(_form_of(call.output, bool(_decisions(by_call[call.number]))) for call in called.values())
         graph.call_function(guards.require_routing, (tokens, sources, results, forms))
 
 
@@ -340,10 +316,9 @@ def _form_of(output: Any, decides: bool) -> Any:
     return None if output is None else guards.kind_of(value) if isinstance(value, torch.Tensor) else ""
 
 
-def _decisions(order: Sequence[torch.fx.Node], call: ModuleCall) -> list[torch.fx.Node]:
+def _decisions(inside: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
     """The decisions on data that the code of a call takes, by which it may give something of another form."""
-    inside = order[call.start : call.end]
-    return [n for n in inside if n.op != "output" and record_of(n).decision and depends_on_data(n)]
+    return [n for n in inside if record_of(n).decision and depends_on_data(n)]
 
 
 @dataclass(frozen=True)
@@ -383,9 +358,9 @@ def kept_routers(
     alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
     forms: dict[torch.fx.Node, list[Form]] = {}
     told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
-    by_storage, recorded = _by_storage(captured), list(captured.graph.nodes)
+    by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
     left_alone = [call for call in kept.calls.values() if call.path in alone]
-    deciding = {call.path: decision for call in left_alone for decision in _decisions(recorded, call)}
+    deciding = {call.path: decision for call in left_alone for decision in _decisions(by_call[call.number])}
     objects = {call.path for call in left_alone if call.is_object}
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
@@ -395,13 +370,15 @@ def kept_routers(
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
         last = _last(match, order)
-        if last is None or any(_changes_more(by_storage, kept, node) for node in order[: order.index(last) + 1]):
+        if last is None or any(
+            _changes_more(by_storage, by_call, kept, node) for node in order[: order.index(last) + 1]
+        ):
             if deciding:
                 raise Refuse(ON_DATA, next(iter(deciding.values())))
             counted |= routers
             continue
         at_once |= dict.fromkeys([*deciding, *objects], Form(_tokens(match), (), ()))
-        told |= {call.path for call in calls if _has_effects(captured, call)}
+        told |= {call.path for call in calls if _has_effects(captured, by_call, call)}
         forms.setdefault(last, []).append(_form(match))
     set_inside = {str(item.place) for item in captured.stored}
 
@@ -469,32 +446,36 @@ def _last(match: MoEMatch, order: Sequence[torch.fx.Node]) -> torch.fx.Node | No
     return order[max(places)] if len(places) == len(needed) else None
 
 
-def _by_storage(captured: CapturedBlock) -> dict[int | None, list[int]]:
-    """Places of the nodes whose values lie in a memory, without those of parameters and buffers."""
-    found: dict[int | None, list[int]] = {}
-    for place, node in enumerate(captured.graph.nodes):
+def _by_storage(captured: CapturedBlock) -> dict[int | None, list[torch.fx.Node]]:
+    """The nodes whose values lie in a memory, without those of parameters and buffers."""
+    found: dict[int | None, list[torch.fx.Node]] = {}
+    for node in captured.graph.nodes:
         if node.op != "output":
-            found.setdefault(record_of(node).storage, []).append(place)
+            found.setdefault(record_of(node).storage, []).append(node)
     for node in captured.graph.find_nodes(op="get_attr"):
         found.pop(record_of(node).storage, None)
     return found
 
 
-def _changes_more(by_storage: Mapping[int | None, list[int]], kept: KeptNodes, node: torch.fx.Node) -> bool:
+def _changes_more(
+    by_storage: Mapping[int | None, list[torch.fx.Node]],
+    by_call: Mapping[int, list[torch.fx.Node]],
+    kept: KeptNodes,
+    node: torch.fx.Node,
+) -> bool:
     """Whether something was drawn or written with ``node`` that answering calls of modules would not undo."""
     call = kept.calls.get(node)
     if call is None:
         return draws(node) or writes_outside(node)
-    inside = list(node.graph.nodes)[call.start : call.end]
+    inside = by_call[call.number]
     if call.function is not None:
         return any(draws(n) or writes_outside(n) for n in inside)
     written = {record_of(n).storage for n in inside if record_of(n).writes}
-    return any(not call.start <= place < call.end for storage in written for place in by_storage.get(storage, ()))
+    return any(call.number not in record_of(n).calls for storage in written for n in by_storage.get(storage, ()))
 
 
-def _has_effects(captured: CapturedBlock, call: ModuleCall) -> bool:
-    inside = list(captured.graph.nodes)[call.start : call.end]
+def _has_effects(captured: CapturedBlock, by_call: Mapping[int, list[torch.fx.Node]], call: ModuleCall) -> bool:
     noted = [scope for item in captured.stored for scope in item.scopes]
     noted += [scope for changed in captured.changed for scope in changed.scopes]
     keeps = any(is_within(scope, {call.path}) for scope in noted)
-    return keeps or any(draws(node) or writes_outside(node) for node in inside)
+    return keeps or any(draws(node) or writes_outside(node) for node in by_call[call.number])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
-from hexa_fx.capture.records import memory_of
+from hexa_fx.capture.records import memory_of, nodes_by_call
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.rewrite.region import leading_sizes
 
@@ -79,7 +79,7 @@ def test_left_alone(equation, why):
 
 
 def _operations(captured, call) -> list[str]:
-    nodes = [n for n in captured.graph.nodes if n.op != "output"][call.start : call.end]
+    nodes = nodes_by_call(captured.graph)[call.number]
     return [getattr(n.target, "__name__", n.target) for n in nodes if n.op not in ("get_attr", "placeholder")]
 
 
