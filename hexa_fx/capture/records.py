@@ -109,7 +109,7 @@ def nodes_by_call(graph: torch.fx.Graph) -> defaultdict[int, list[torch.fx.Node]
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A submodule's call inside the run: its arguments and results as graph nodes. Nodes say in the calls of which numbers they lie.
+    """A submodule's call inside the run: its number, with which nodes say that they lie in it, its arguments and results as nodes.
 
     Or the call of an `autograd.Function`, which then is ``function``. If what it gives ``is_object``, the output is what
     `hexa_fx.isolation.lookup.as_dict` makes of it. ``around``: numbers of the calls inside of which it lies.

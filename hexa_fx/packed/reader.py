@@ -44,9 +44,9 @@ class PackedReader(WeightReader):
     def stacked(self) -> QuantizedWeight:
         """As a call outside of a compiler."""
         packed = self._packed
-        if packed is None or not self._in_place(self._paths.tensors()):
+        if packed is None or not self._in_place(self.tensors()):
             with MOVING:
-                parameters, packed = self._paths.tensors(), self._packed
+                parameters, packed = self.tensors(), self._packed
                 if packed is None or not self._in_place(parameters):
                     packed = self._pack(parameters)
                     self._packed, self._held = packed, packed.held

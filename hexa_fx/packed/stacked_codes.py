@@ -48,8 +48,8 @@ class StackedCodes(PackedReader):
         self._seen_in_trace()
 
     def _seen_in_trace(self) -> list[Any]:
-        parameters: list[Any] = self._paths.tensors_in_trace()
-        for path, parameter in zip(self._paths.paths, parameters):
+        parameters: list[Any] = self.tensors_in_trace()
+        for path, parameter in zip(self.paths, parameters):
             state = getattr(parameter, "quant_state", None)
             if state is None or linear4bit.why_not(parameter) or getattr(state, "packing_format_for_cpu", False):
                 raise GuardMiss(f"{'.'.join(path)} is no 4-bit weight that is read as it is now")
@@ -62,10 +62,10 @@ class StackedCodes(PackedReader):
         )
 
     def _pack(self, parameters: Sequence[Any]) -> QuantizedWeight:
-        for path, parameter in zip(self._paths.paths, parameters):
+        for path, parameter in zip(self.paths, parameters):
             if not linear4bit.is_four_bit(parameter):
                 raise GuardMiss(f"{'.'.join(path)} is no longer a 4-bit weight")
-            linear4bit.in_rows(self._paths.owner_of(path))
+            linear4bit.in_rows(self.owner_of(path))
             if reason := linear4bit.why_not(parameter):
                 raise GuardMiss(f"{'.'.join(path)} is {reason}")
         parts, first = self.in_parts(parameters), parameters[0]

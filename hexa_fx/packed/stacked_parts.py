@@ -33,7 +33,7 @@ class StackedParts(PackedReader):
         self._lies: list[str] = []
 
     def _seen_in_trace(self) -> list[Any]:
-        return self._paths.tensors_in_trace()
+        return self.tensors_in_trace()
 
     def _kind(self, first: QuantizedWeight) -> tuple[str, torch.dtype, bool]:
         return first.format, first.dtype, first.transposed

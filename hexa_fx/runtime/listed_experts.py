@@ -59,11 +59,11 @@ class ListedExperts(WeightReader):
             GuardMiss: an expert or parameter was replaced by something that cannot be read so.
         """
         if is_compiling() or _traced():
-            tensors = self._paths.tensors_in_trace()
+            tensors = self.tensors_in_trace()
             self._check_kinds(tensors)
             in_place = not is_compiling() and _how_plain(tensors) != MOVED
             return self._listed(tensors, eager=False) if in_place else self._copy(tensors)
-        tensors = self._paths.tensors()
+        tensors = self.tensors()
         if not self._moved.holds(tensors):
             how = self._how(tensors)
             if how != MOVED:
@@ -78,15 +78,15 @@ class ListedExperts(WeightReader):
             GuardMiss: an expert was replaced or hooked, so that the original code has to run.
         """
         if is_compiling():
-            self._check_kinds([self._paths.first_in_trace()])
+            self._check_kinds([self.first_in_trace()])
             return
         self.check()
         if _traced():
-            self._check_kinds([self._paths.first_in_trace()])
+            self._check_kinds([self.first_in_trace()])
             return
-        first, last = self._paths.ends()  # what changes parameters changes all of them, and every read looks at each
+        first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
         if first is None or last is None or _kinds_of((first, last)) != self._ends or self._moved.has_lost(first, last):
-            tensors = self._paths.tensors()
+            tensors = self.tensors()
             if self._how(tensors) == MOVED:
                 self._moved.lay(self.in_parts(tensors), tensors)
 
@@ -125,7 +125,7 @@ class ListedExperts(WeightReader):
         return _how_plain(tensors)
 
     def _check_kinds(self, tensors: Sequence[torch.Tensor]) -> None:
-        for path, tensor in zip(self._paths.paths, tensors):
+        for path, tensor in zip(self.paths, tensors):
             if type(tensor) is nn.Parameter:
                 continue
             if isinstance(tensor, QuantizedWeight):  # by way of another block with these experts, perhaps

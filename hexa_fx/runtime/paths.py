@@ -38,21 +38,31 @@ MOVING = threading.RLock()
 """Held while parameters are moved into one storage, so that two first calls do not move them at once."""
 
 
-class ParameterPaths:
-    """Parameters of ``block`` by dotted path.
+class WeightReader:
+    """One stacked weight of a block. Calling it returns the current one.
 
-    The walk down the module tree is done once. `check` compares every module on the way with the one that was there:
-    an expert that was wrapped by an adapter (LoRA, say), or hooked, must not be read as if it were bare.
+    It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
+
+    The walk down the module tree to its parameters is done once. `check` compares every module on the way with the one that was
+    there: an expert that was wrapped by an adapter (LoRA, say), or hooked, must not be read as if it were bare.
 
     Args:
-        block: the module the paths start from; referenced weakly.
-        paths: e.g. ``experts.0.w1.weight``.
+        block: the user's module, referenced weakly because it owns this object.
+        weight: the parameters' paths relative to the block.
     """
 
-    def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
+    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._bind(block)
+
+    def _bind(self, block: nn.Module) -> None:
         self._block = weakref.ref(block)
-        self.paths = tuple(tuple(path.split(".")) for path in paths)
+        self.paths = tuple(tuple(path.split(".")) for part in self.weight.parts for path in part)
         self.see_through({})
+
+    def walk_anew(self) -> None:
+        """Reads the experts that are there now."""
+        self._bind(self.block)
 
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """Walks anew, and takes ``bases[id(module)]`` for a module that is there in place of a parameter's owner."""
@@ -65,7 +75,11 @@ class ParameterPaths:
         return referenced(self._block)
 
     def check(self) -> None:
-        """Raises `GuardMiss` if a module on the way was replaced or has a hook of its own."""
+        """Checks the module tree only.
+
+        Raises:
+            GuardMiss: an expert was replaced or hooked.
+        """
         if not self._ready:
             self._walk_once()
         elif not (
@@ -101,13 +115,13 @@ class ParameterPaths:
 
     def tensors_in_trace(self) -> list[torch.Tensor]:
         """As `tensors`, by plain attribute access all the way, which tracers can follow."""
-        return [self._in_trace(path) for path in self.paths]
+        return [self._found_by_tracer(path) for path in self.paths]
 
     def first_in_trace(self) -> torch.Tensor:
         """The first of `tensors_in_trace`."""
-        return self._in_trace(self.paths[0])
+        return self._found_by_tracer(self.paths[0])
 
-    def _in_trace(self, path: Sequence[str]) -> torch.Tensor:
+    def _found_by_tracer(self, path: Sequence[str]) -> torch.Tensor:
         *modules, name = path
         owner: Any = self.block
         for key in modules:
@@ -148,7 +162,7 @@ class ParameterPaths:
             listed: Any = owner._parameters if name in owner._parameters else owner._buffers
             self._owners.append(listed)
             self._names.append(name)
-        self._places = [place for place, _, _, _ in edges.values()]
+        self._passed = [place for place, _, _, _ in edges.values()]
         self._parents = [parent for _, parent, _, _ in edges.values()]
         self._keys = [key for _, _, key, _ in edges.values()]
         self._children = [child for _, _, _, child in edges.values()]
@@ -172,8 +186,8 @@ class ParameterPaths:
         owner = self.block.get_submodule(".".join(path[:-1]))
         return self._bases.get(id(owner), owner)
 
-    def are_elsewhere(self) -> bool:
-        """Whether another module is on the way than at the first walk."""
+    def reads_exchanged(self) -> bool:
+        """Whether an expert was replaced since the weight was first read."""
         if not self._ready:
             return False
         with MOVING:
@@ -181,45 +195,15 @@ class ParameterPaths:
         return [parent.get(key) for parent, key in zip(self._parents, self._keys)] != self._children
 
     def _said_of_exchanged(self) -> str:
-        edges = zip(self._places, self._parents, self._keys, self._children)
+        edges = zip(self._passed, self._parents, self._keys, self._children)
         place, now = next(
             ((place, parent.get(key)) for place, parent, key, child in edges if parent.get(key) is not child),
-            (self._places[0], None),  # as many as there were are no longer passed on the way
+            (self._passed[0], None),  # as many as there were are no longer passed on the way
         )
         if now is not None and base_of(now) is not now:
             kind = f"{type(now).__module__}.{type(now).__name__}"
             return f"{place!r} is under an adapter since the block was rewritten ({kind}); {ADAPTED}"
         return f"the submodule {place!r} was exchanged after the block was rewritten; {AGAIN}"
-
-
-class WeightReader:
-    """One stacked weight of a block. Calling it returns the current one.
-
-    It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
-
-    Args:
-        block: the user's module, referenced weakly because it owns this object.
-        weight: the parameters' paths relative to the block.
-    """
-
-    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
-        self.weight = weight
-        self._bind(block)
-
-    def _bind(self, block: nn.Module) -> None:
-        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
-
-    def see_through(self, bases: Mapping[int, nn.Module]) -> None:
-        """See `ParameterPaths.see_through`."""
-        self._paths.see_through(bases)
-
-    def reads_exchanged(self) -> bool:
-        """Whether an expert was replaced since the weight was first read."""
-        return self._paths.are_elsewhere()
-
-    def walk_anew(self) -> None:
-        """Reads the experts that are there now."""
-        self._bind(self._paths.block)
 
     def in_parts(self, tensors: Sequence[T]) -> list[Sequence[T]]:
         """What is in the order of the paths as parts of the weight, each of all experts."""
@@ -234,16 +218,8 @@ class WeightReader:
         """Counts what was written to parameters as written to what was read of them, if that is one tensor with a gradient."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"weight": self.weight, "block": self._paths.block}
+        return {"weight": self.weight, "block": self.block}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.weight = state["weight"]
         self._bind(state["block"])
-
-    def check(self) -> None:
-        """Checks the module tree only.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked.
-        """
-        self._paths.check()

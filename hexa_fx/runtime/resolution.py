@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import is_
 from types import FrameType, FunctionType, MappingProxyType
@@ -67,6 +68,9 @@ class StandIn:
 
 BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 
+_OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dtype is {}"
+_EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
+
 
 class Resolution:
     """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
@@ -91,10 +95,8 @@ class Resolution:
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
-        self.objects: list[tuple[Any, type]] = []
-        self.counted: list[tuple[Any, int]] = []
-        self.whole: list[tuple[Any, Any]] = []
-        self.slow: list[tuple[Any, Any, Any]] = []
+        self.others: list[tuple[Any, ...]] = []
+        """What else is checked: as text, with places for the objects that come after it."""
         self._bases, self._packed, self._other_names = bases, packed, other_names
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
@@ -108,9 +110,10 @@ class Resolution:
                 self._add_code(read.value)
             else:
                 self._add(read)
-        self.dtypes = [found for path, dtype in dtypes.items() if (found := self._of_dtype(path, dtype))]
+        for path, dtype in dtypes.items():
+            self._add_dtype(path, dtype)
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
-        lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
+        lists: list[list[Any]] = [self.dicts, self.owners, self.others]
         for entries in lists:
             entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
         # what stays keeps no module alive that is in no place itself
@@ -155,7 +158,7 @@ class Resolution:
         if isinstance(found.value, nn.Module) and path in self._packed:
             return
         if key == "__class__":
-            self.objects.append((holder, found.value))
+            self.others.append((_OF_CLASS, holder, found.value))
         self._enter_registry(holder)
         self._watch(holder, key, found, read.value)
         self._add_inside(read.value, value)
@@ -167,7 +170,7 @@ class Resolution:
         if found.owner is not None:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
-            self.slow.append((holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
+            self.others.append((_SLOWLY, holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value
@@ -175,13 +178,13 @@ class Resolution:
     def _add_inside(self, noted: Any, value: Any) -> None:
         """What the object at a place contains, or is."""
         if isinstance(value, nn.Module):
-            self.objects.append((value, type(value)))
+            self.others.append((_OF_CLASS, value, type(value)))
         elif isinstance(noted, Array):
-            self.slow.append((value, ..., noted))
+            self.others.append((_SLOWLY, value, ..., noted))
         elif isinstance(noted, Keys) and not isinstance(value, tuple):
-            self.counted.append((value, len(value)))
+            self.others.append((_OF_LENGTH, value, len(value)))
         elif type(value) in _COPIES:
-            self.whole.append((value, noted))
+            self.others.append((_EQUAL, value, noted))
 
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
         now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
@@ -189,23 +192,23 @@ class Resolution:
             raise _miss(read, now)
         self._enter_registry(module)
         if key != "__dict__":
-            self.counted.append((vars(module)[key], len(now)))
+            self.others.append((_OF_LENGTH, vars(module)[key], len(now)))
         else:
-            self.slow.append((module, "__dict__", read.value))
+            self.others.append((_SLOWLY, module, "__dict__", read.value))
 
-    def _of_dtype(self, path: str, dtype: torch.dtype) -> tuple[dict[str, Any], str, torch.dtype] | None:
-        """Where a parameter or buffer lies, and its dtype; nothing if it is no longer there, as under an adapter."""
+    def _add_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Of a parameter or buffer; nothing if it is no longer there, as under an adapter."""
         path_of_owner, _, name = path.rpartition(".")
         owner = self._modules.get(path_of_owner)
         registries = () if owner is None else (owner._parameters, owner._buffers, vars(owner))
         registry, now = next(((held, held[name]) for held in registries if held.get(name) is not None), ({}, None))
         if not isinstance(now, torch.Tensor):
-            return None
+            return
         if now.dtype != dtype:
             raise GuardMiss(
                 f"{path!r} is {now.dtype}; the block was recorded with {dtype}, which its code asks for; {AGAIN}"
             )
-        return registry, name, dtype
+        self.others.append((_OF_DTYPE, registry, name, dtype))
 
     def _enter_registry(self, holder: Any) -> None:
         if isinstance(holder, nn.Module) and rebuilds(holder):
@@ -345,12 +348,8 @@ def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     """A function of the block that says whether everything lies where it was found; it does not keep the block alive."""
     names = _Names()
     clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names, block)]
-    clauses += [f"type({names.of(value)}) is {names.of(kind)}" for value, kind in found.objects]
-    clauses += [f"{names.of(where)}[{key!r}].dtype is {names.of(dtype)}" for where, key, dtype in found.dtypes]
-    clauses += [f"len({names.of(value)}) == {count}" for value, count in found.counted]
     names.values |= {"equal": equal, "is_still": is_still}
-    clauses += [f"equal({names.of(value)}, {names.of(copy)})" for value, copy in found.whole]
-    clauses += [f"is_still({', '.join(map(names.of, each))})" for each in found.slow]
+    clauses += [text.format(*map(names.of, objects)) for text, *objects in found.others]
     check = f"return {' and '.join(clauses) or True}"
     return names.function(
         "block",
@@ -438,22 +437,34 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     return clauses + ([f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else [])
 
 
-def _of_dicts(entries: list[tuple[dict[Any, Any], Any, Any]], names: _Names) -> list[str]:
-    few, many = _few_and_many(entries)
-    clauses = [_of_dict(*entry, names) for entry in few]
+_Entries = list[tuple[Any, Any, Any]]
+
+
+def _of_dicts(entries: _Entries, names: _Names) -> list[str]:
+    def together(where: Any, keys: Any, values: Any) -> bool:
+        return all(map(is_, map(dict.get, where, keys, _NOTHING), values))
+
+    return _written(entries, lambda where, key, value: _of_dict(where, key, value, names), "dicts_are", together, names)
+
+
+def _of_owners(entries: _Entries, names: _Names, block: Any) -> list[str]:
+    def together(owners: Any, keys: Any, values: Any) -> bool:
+        return all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
+
+    return _written(
+        entries, lambda owner, key, value: _of_owner(owner, key, value, names, block), "owners_give", together, names
+    )
+
+
+def _written(
+    entries: _Entries, clause: Callable[..., str], name: str, together: Callable[..., bool], names: _Names
+) -> list[str]:
+    """A clause for each entry; if there are many, for those that have to do with the block itself, and one for all others."""
+    many = [entry for entry in entries if StandIn not in map(type, entry)] if len(entries) > _MOST else []
     if not many:
-        return clauses
-    where, keys, values = zip(*many)
-    names.values["dicts_are"] = lambda: all(map(is_, map(dict.get, where, keys, _NOTHING), values))
-    return ["dicts_are()", *clauses]
-
-
-def _few_and_many(entries: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], list[tuple[Any, Any, Any]]]:
-    """What is written out, as all is that has to do with the block itself, and what is compared in a loop."""
-    if len(entries) <= _MOST:
-        return entries, []
-    of_block = [StandIn in map(type, entry) for entry in entries]
-    return [e for e, own in zip(entries, of_block) if own], [e for e, own in zip(entries, of_block) if not own]
+        return [clause(*entry) for entry in entries]
+    names.values[name] = partial(together, *zip(*many))
+    return [f"{name}()", *(clause(*entry) for entry in entries if StandIn in map(type, entry))]
 
 
 def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:
@@ -463,16 +474,6 @@ def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:
     if value is MISSING:
         return f"{name} not in {names.of(where)}"
     return f"{names.of(where)}[{name}] is {names.of(value)}"
-
-
-def _of_owners(entries: list[tuple[Any, str, Any]], names: _Names, block: Any) -> list[str]:
-    few, many = _few_and_many(entries)
-    clauses = [_of_owner(*entry, names, block) for entry in few]
-    if not many:
-        return clauses
-    owners, keys, values = zip(*many)
-    names.values["owners_give"] = lambda: all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
-    return ["owners_give()", *clauses]
 
 
 def _of_owner(owner: Any, key: str, value: Any, names: _Names, block: Any) -> str:
