@@ -6,23 +6,21 @@ tensors that happen to hold the same numbers, the least surprising reading is pr
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.fx
 
-from hexa_fx import operations as ops
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor, literals
+from hexa_fx.passes.detect.graph import ancestors, is_float, literals
 from hexa_fx.passes.detect.routing_sources import (
     RoutingSource,
+    Search,
     counts_of_choices,
     covered,
     find_factor,
@@ -74,74 +72,6 @@ class Routing:
         return found + (self.capacity.nodes if self.capacity is not None else [])
 
 
-@dataclass(frozen=True)
-class Search:
-    """Where the routing of a region is looked for.
-
-    Args:
-        captured: the block.
-        tags: which experts its values depend on.
-        end: the combine: what it was computed from is looked at.
-        tokens, experts: how many there are.
-        replay: gives values in float64.
-        prefer_earliest: of equal readings, whether the earliest is taken, not the latest: what came in between may matter on other
-            inputs.
-    """
-
-    captured: CapturedBlock
-    tags: Mapping[torch.fx.Node, Tag]
-    end: torch.fx.Node
-    tokens: int
-    experts: int
-    replay: Replay
-    prefer_earliest: bool = False
-
-    @cached_property
-    def candidates(self) -> list[torch.fx.Node]:
-        """Tensors that do not depend on experts, and that the end was computed from, in order.
-
-        Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
-        """
-        # What lies on another device was moved to the result's before it could meet the experts' outputs.
-        device = record_of(self.end).value.device
-        behind = ancestors([self.end]) - {self.end}
-        return [n for n in self._routing_like(behind) if record_of(n).value.device == device]
-
-    @cached_property
-    def inner(self) -> frozenset[torch.fx.Node]:
-        """Values inside submodule calls, and those of one turn of a loop over what the device gave."""
-        turns = descendants(node for node in self.captured.graph.nodes if operation(node) == "unbind")
-        return inside_calls(self.captured) | turns
-
-    def asked_by_host(self) -> list[torch.fx.Node]:
-        """Tensors that the code turned into numbers before the end, as in ``experts[ids[t, k]]``, the latest first."""
-        before = itertools.takewhile(lambda node: node is not self.end, self.captured.graph.nodes)
-        asked = ancestors([node for node in before if record_of(node).decision and ops.gives_numbers(node)])
-        return self._routing_like(asked)[::-1]
-
-    def vectors(self) -> list[torch.fx.Node]:
-        """Parameters and buffers that hold one number for every expert, none of them zero."""
-        tags, behind, device = self.tags, ancestors([self.end]), record_of(self.end).value.device
-        reads = self.captured.graph.find_nodes(op="get_attr")
-        held = [n for n in reads if n in behind and tags[n].weight and not tags[n].experts]
-        numbers = [
-            n for n in held if record_of(n).value.shape == (self.experts,) and bool((record_of(n).value != 0).all())
-        ]
-        return [n for n in numbers if record_of(n).value.device == device]
-
-    def _routing_like(self, among: set[torch.fx.Node]) -> list[torch.fx.Node]:
-        return [
-            node
-            for node in self.captured.graph.nodes
-            if node in among
-            and is_tensor(node)
-            and not self.tags[node].experts
-            and not self.tags[node].weight
-            and record_of(node).value.numel()
-            and not ops.is_uninitialised(node)
-        ]
-
-
 def find_routing(pairs: Pairs, search: Search) -> Routing:
     """The routing by which pairs of tokens and experts came about.
 
@@ -170,22 +100,20 @@ def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
 
 
 def _find_routing(pairs: Pairs, search: Search) -> Routing:
-    tokens, experts, end, inner = search.tokens, search.experts, search.end, search.inner
-    in_order = search.candidates
-    known = in_order if search.prefer_earliest else in_order[::-1]
-    repeated = find_repeated(pairs, tokens, experts, sorted(known, key=inner.__contains__))
+    tokens, experts, end, in_order = search.tokens, search.experts, search.end, search.candidates
+    repeated = find_repeated(pairs, search)
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
-        index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
+        index, ids = repeated or find_index(active, search)
     except NoRouting:
         asked, dense = search.asked_by_host(), len(pairs.token) == tokens * experts
-        index, ids = find_index(active, tokens, experts, asked, asked, inner, end, dense)
+        index, ids = find_index(active, search, asked, dense)
     slots = Slots(ids, active, tokens, experts, search.replay.value, chosen_apart(index.nodes))
-    before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
+    before = find_factor(active.before, slots, search)
     given = [n for n in in_order[::-1] if _enters_experts(n, search.tags)] if search.prefer_earliest else []
     if search.prefer_earliest and not before:
         before = straight_through(slots, given, end)
-    after, constant = _find_after(active, slots, known, search, not covered(before, slots))
+    after, constant = _find_after(active, slots, search, not covered(before, slots))
     if search.prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
         after = straight_through(slots, [n for n in in_order[::-1] if n not in given], end)
     absent = slots.without_rows(pairs)
@@ -193,14 +121,14 @@ def _find_routing(pairs: Pairs, search: Search) -> Routing:
     capacity: Capacity | None = None
     if not covered((*before, *after), absent):
         try:
-            keep = (find_mask(absent, known, inner, end),)
+            keep = (find_mask(absent, search),)
         except Refuse:
             capacity = find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
             if capacity is None:
                 raise
             slots = slots.with_rows(pairs)
     if not covered((*before, *after, *keep), slots):
-        after = (*after, find_mask(slots, known, inner, end))
+        after = (*after, find_mask(slots, search))
     return Routing(ids.shape[1], index, before, after, keep, capacity, constant)
 
 
@@ -222,22 +150,21 @@ def _may_be_rows(node: torch.fx.Node) -> bool:
 
 
 def _find_after(
-    active: Pairs, slots: Slots, known: Sequence[torch.fx.Node], search: Search, covers_dropped: bool
+    active: Pairs, slots: Slots, search: Search, covers_dropped: bool
 ) -> tuple[tuple[RoutingSource, ...], float]:
     """The factors of the outputs: one tensor's, or also one number for every expert; or times a constant."""
-    end, inner = search.end, search.inner
     try:
-        sources = find_factor(active.after, slots, known, inner, end, covers_dropped)
-        return sources or (counts_of_choices(slots, known, end) if slots.apart else ()), 1.0
+        sources = find_factor(active.after, slots, search, covers_dropped)
+        return sources or (counts_of_choices(slots, search) if slots.apart else ()), 1.0
     except Refuse as refusal:
         for vector in search.vectors():
             numbers = slots.value(vector).reshape(-1)[active.expert]
             with suppress(Refuse):
-                sources = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
+                sources = find_factor(active.after / numbers, slots, search, covers_dropped)
                 return (*sources, RoutingSource((vector,), "expert")), 1.0
-        for constant in _constants(end, search.tags):
+        for constant in _constants(search.end, search.tags):
             with suppress(Refuse):
-                return find_factor(active.after / constant, slots, known, inner, end, covers_dropped), constant
+                return find_factor(active.after / constant, slots, search, covers_dropped), constant
         raise refusal from None
 
 
@@ -268,7 +195,7 @@ def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search
     # a table among the factors after the experts has what two choices of the same expert come to
     apart = chosen_apart(routing.index.nodes) and all(source.reading == "columns" for source in routing.after)
     slots = Slots(ids, pairs.taken(effective), search.tokens, search.experts, search.replay.value, apart)
-    return find_factor(wanted[effective], slots, search.candidates[::-1], search.inner, end, covers_dropped=False)
+    return find_factor(wanted[effective], slots, replace(search, prefer_earliest=False))
 
 
 Passing = Literal["chosen", "unrouted", "weighted"]

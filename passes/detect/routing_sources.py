@@ -3,18 +3,23 @@ outputs (or the tokens given to them) are multiplied by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.fx
 
-from hexa_fx.capture import record_of
+from hexa_fx import operations as ops
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, is_float
+from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.slots import TWICE, Pairs, Slots, is_factor
+from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 Reading = Literal[
@@ -45,6 +50,79 @@ class RoutingSource:
     nodes: tuple[torch.fx.Node, ...]
     reading: Reading = "token_slot"
     groups: bool = False
+
+
+@dataclass(frozen=True)
+class Search:
+    """Where the routing of a region is looked for.
+
+    Args:
+        captured: the block.
+        tags: which experts its values depend on.
+        end: the combine: what it was computed from is looked at.
+        tokens, experts: how many there are.
+        replay: gives values in float64.
+        prefer_earliest: of equal readings, whether the earliest is taken, not the latest: what came in between may matter on other
+            inputs.
+    """
+
+    captured: CapturedBlock
+    tags: Mapping[torch.fx.Node, Tag]
+    end: torch.fx.Node
+    tokens: int
+    experts: int
+    replay: Replay
+    prefer_earliest: bool = False
+
+    @cached_property
+    def candidates(self) -> list[torch.fx.Node]:
+        """Tensors that do not depend on experts, and that the end was computed from, in order.
+
+        Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
+        """
+        # What lies on another device was moved to the result's before it could meet the experts' outputs.
+        device = record_of(self.end).value.device
+        behind = ancestors([self.end]) - {self.end}
+        return [n for n in self._routing_like(behind) if record_of(n).value.device == device]
+
+    @property
+    def known(self) -> list[torch.fx.Node]:
+        """The candidates, the preferred first."""
+        return self.candidates if self.prefer_earliest else self.candidates[::-1]
+
+    @cached_property
+    def inner(self) -> frozenset[torch.fx.Node]:
+        """Values inside submodule calls, and those of one turn of a loop over what the device gave."""
+        turns = descendants(node for node in self.captured.graph.nodes if operation(node) == "unbind")
+        return inside_calls(self.captured) | turns
+
+    def asked_by_host(self) -> list[torch.fx.Node]:
+        """Tensors that the code turned into numbers before the end, as in ``experts[ids[t, k]]``, the latest first."""
+        before = itertools.takewhile(lambda node: node is not self.end, self.captured.graph.nodes)
+        asked = ancestors([node for node in before if record_of(node).decision and ops.gives_numbers(node)])
+        return self._routing_like(asked)[::-1]
+
+    def vectors(self) -> list[torch.fx.Node]:
+        """Parameters and buffers that hold one number for every expert, none of them zero."""
+        tags, behind, device = self.tags, ancestors([self.end]), record_of(self.end).value.device
+        reads = self.captured.graph.find_nodes(op="get_attr")
+        held = [n for n in reads if n in behind and tags[n].weight and not tags[n].experts]
+        numbers = [
+            n for n in held if record_of(n).value.shape == (self.experts,) and bool((record_of(n).value != 0).all())
+        ]
+        return [n for n in numbers if record_of(n).value.device == device]
+
+    def _routing_like(self, among: set[torch.fx.Node]) -> list[torch.fx.Node]:
+        return [
+            node
+            for node in self.captured.graph.nodes
+            if node in among
+            and is_tensor(node)
+            and not self.tags[node].experts
+            and not self.tags[node].weight
+            and record_of(node).value.numel()
+            and not ops.is_uninitialised(node)
+        ]
 
 
 def of_each_token(value: torch.Tensor, tokens: int, most: int) -> torch.Tensor | None:
@@ -104,12 +182,7 @@ def _by_expert(reading: Reading) -> bool:
 
 
 def find_factor(
-    wanted: torch.Tensor,
-    slots: Slots,
-    known: Sequence[torch.fx.Node],
-    inner: frozenset[torch.fx.Node],
-    end: torch.fx.Node,
-    covers_dropped: bool,
+    wanted: torch.Tensor, slots: Slots, search: Search, covers_dropped: bool = False
 ) -> tuple[RoutingSource, ...]:
     """Where the factors ``wanted`` of the pairs can be read; () if they are all 1."""
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
@@ -117,7 +190,7 @@ def find_factor(
         return ()
     best: tuple[tuple[bool, bool, bool, bool, int, int], RoutingSource] | None = None
     unlike = False
-    for place, node in enumerate(known):
+    for place, node in enumerate(search.known):
         if not is_float(node):
             continue
         for groups, reading, table in _readings(slots.value(node), slots):
@@ -127,13 +200,13 @@ def find_factor(
             if total and not _is_total(table, slots):
                 unlike = True
                 continue
-            total = total and is_factor(node, ancestors([end]))  # all that two slots of one expert come to
+            total = total and is_factor(node, ancestors([search.end]))  # all that two slots of one expert come to
             row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
             key = (
                 not total,
                 not _zero_when_dropped(table, reading, slots),
                 groups or row,
-                node in inner,
+                node in search.inner,
                 _RANK[reading],
                 place,
             )
@@ -143,14 +216,14 @@ def find_factor(
         return (best[1],)
     if constant:
         return ()
-    columns = _factor_columns(wanted, slots, known)
+    columns = _factor_columns(wanted, slots, search.known)
     if columns is None and unlike:
-        raise Refuse(TWICE, end)
+        raise Refuse(TWICE, search.end)
     if columns is None:
         raise Refuse(
             "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
             "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
-            end,
+            search.end,
         )
     return (RoutingSource(columns, "columns"),)
 
@@ -179,11 +252,11 @@ def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: 
     return bool(((got - wanted).abs() <= _TOLERANCE * wanted.abs().clamp(min=1e-3)).all())
 
 
-def counts_of_choices(slots: Slots, known: Sequence[torch.fx.Node], end: torch.fx.Node) -> tuple[RoutingSource, ...]:
+def counts_of_choices(slots: Slots, search: Search) -> tuple[RoutingSource, ...]:
     """A table that says how often a token chose an expert, one or two where two choices are the same, and is a factor as it is."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
-    behind = ancestors([end])
-    for node in known:
+    behind = ancestors([search.end])
+    for node in search.known:
         for groups, reading, table in () if record_of(node).value.is_complex() else _readings(slots.value(node), slots):
             by_expert = reading in ("token_expert", "expert_token") and not groups and _is_total(table, slots)
             if by_expert and _agrees(table.double(), reading, ones, slots) and is_factor(node, behind):
@@ -243,12 +316,10 @@ def covered(sources: Sequence[RoutingSource], slots: Slots) -> bool:
     return False
 
 
-def find_mask(
-    slots: Slots, known: Sequence[torch.fx.Node], inner: frozenset[torch.fx.Node], end: torch.fx.Node
-) -> RoutingSource:
+def find_mask(slots: Slots, search: Search) -> RoutingSource:
     """A 0/1 tensor that says which slots are kept."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
-    for node in sorted(known, key=lambda node: node in inner):
+    for node in sorted(search.known, key=search.inner.__contains__):
         if record_of(node).value.is_complex():
             continue
         for groups, reading, table in _readings(slots.value(node).double(), slots):
@@ -257,7 +328,7 @@ def find_mask(
     raise Refuse(
         "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
         "the weights by a mask of those that are kept",
-        end,
+        search.end,
     )
 
 
@@ -268,14 +339,13 @@ _STRAIGHT = (
 )
 
 
-def find_repeated(
-    pairs: Pairs, tokens: int, experts: int, known: Sequence[torch.fx.Node]
-) -> tuple[RoutingSource, torch.Tensor] | None:
+def find_repeated(pairs: Pairs, search: Search) -> tuple[RoutingSource, torch.Tensor] | None:
     """The first node with an id for every row, if an expert is given a token several times; None if none is."""
+    tokens, experts = search.tokens, search.experts
     wanted = torch.bincount(pairs.token * experts + pairs.expert, minlength=tokens * experts).reshape(tokens, experts)
     if int(wanted.max()) <= 1:
         return None
-    for node in known:
+    for node in sorted(search.known, key=search.inner.__contains__):
         for reading, ids in read_ids(record_of(node).value, tokens, experts):
             if torch.equal(_counts(ids, experts), wanted):
                 return RoutingSource((node,), reading), ids
@@ -283,19 +353,16 @@ def find_repeated(
 
 
 def find_index(
-    pairs: Pairs,
-    tokens: int,
-    experts: int,
-    known: Sequence[torch.fx.Node],
-    in_order: Sequence[torch.fx.Node],
-    inner: frozenset[torch.fx.Node],
-    end: torch.fx.Node,
-    dense: bool = False,
+    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None, dense: bool = False
 ) -> tuple[RoutingSource, torch.Tensor]:
     """The node with the ids of every token, and the ids as (T, k).
 
-    ``dense``: whether all experts run on every token, of which the pairs are those that count.
+    Args:
+        asked: where to look in place of the candidates.
+        dense: whether all experts run on every token, of which the pairs are those that count.
     """
+    tokens, experts, end = search.tokens, search.experts, search.end
+    known, in_order = (search.known, search.candidates) if asked is None else (asked, asked)
     flat = pairs.token * experts + pairs.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
@@ -308,7 +375,7 @@ def find_index(
                 extra = _extra_ids(ids, wanted)
                 if extra is None:
                     continue
-                key = (reading == "one_hot", ids.shape[1], extra, node in inner, place)
+                key = (reading == "one_hot", ids.shape[1], extra, node in search.inner, place)
                 if best is None or key < best[0]:
                     best = key, RoutingSource((node,), reading, groups), ids
         if best is not None:
