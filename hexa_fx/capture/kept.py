@@ -126,23 +126,17 @@ def stored_values(
         for name in again:
             if is_kept_constant(module.__dict__[name], before[name]):
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
-        for name in (*changed, *(name for name in again if _is_literal(before[name]))):
-            value = module.__dict__[name]
+        now = {name: module.__dict__[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
+        for name, value in (now | _exchanged_buffers(module, snapshot)).items():
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
             found, location = lifted(value, recorder), settings.locations.get((id(module), name))
             yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)
-        yield from _exchanged_buffers(path, module, snapshot, settings, recorder)
 
 
-def _exchanged_buffers(
-    path: str, module: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder
-) -> Iterator[StoredValue]:
+def _exchanged_buffers(module: nn.Module, snapshot: ModuleSnapshot) -> dict[str, Any]:
     """Buffers in whose place other tensors are, as after ``self.usage = 0.9 * self.usage + used``."""
-    before = snapshot.buffers(module)
-    for name in before:
-        if name in module._buffers and module._buffers[name] is not before[name]:
-            scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            yield StoredValue(ModuleAttribute(path, name), lifted(module._buffers[name], recorder), scopes)
+    before, now = snapshot.buffers(module), module._buffers
+    return {name: now[name] for name in before if name in now and now[name] is not before[name]}
 
 
 def is_kept_constant(now: Any, before: Any) -> bool:

@@ -7,8 +7,7 @@ were. The arithmetic is in float64, whatever the model's dtype, so that answers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,84 +42,15 @@ def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
     )
 
 
-def sharpened(
-    nodes: Sequence[torch.fx.Node],
-    execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
-    upcast: Callable[[torch.fx.Node], Any],
-    written: Collection[int | None],
-) -> dict[torch.fx.Node, Any]:
-    """Every computed value, recomputed in float64 from the parameters and inputs.
-
-    Values that come out differently keep what was recorded: choices that hinge on a rounding (top-k), and random numbers. Among
-    floating-point ones they are looked for in many at a time, since each look waits for a device; if one is found, everything is
-    computed anew and each value looked at before it is read.
-
-    Args:
-        nodes: of the recorded graph, in order.
-        execute: one node's call in float64 on the values so far.
-        upcast: its recorded value in float64.
-        written: the memory that the run writes to.
-    """
-    run = partial(_Run, nodes, execute, upcast, frozenset(written))
-    with torch.no_grad():
-        for together in (True, False):
-            with random_state_kept():
-                found = run(together).values()
-            if found is not None:
-                break
-    assert found is not None
-    return found
-
-
-class _Run:
-    """One computation of all values; ``together``: differences are looked for in many at a time."""
-
-    def __init__(
-        self,
-        nodes: Sequence[torch.fx.Node],
-        execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
-        upcast: Callable[[torch.fx.Node], Any],
-        written: frozenset[int | None],
-        together: bool,
-    ) -> None:
-        self._nodes, self._execute, self._upcast = nodes, execute, upcast
-        self._written, self._together = written, together
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def values(self) -> dict[torch.fx.Node, Any] | None:
-        """By node; None if one of those that were looked at together differs."""
-        values: dict[torch.fx.Node, Any] = {}
-        found: dict[torch.fx.Node, Any] = {}
-        for node in self._nodes:
-            if not node.op.startswith("call"):
-                continue
-            recorded, kept = self._upcast(node), record_of(node).storage not in self._written
-            if kept and not _is_float(recorded):  # as it was recorded, whether it comes out so or not
-                values[node] = found[node] = recorded
-            else:
-                values[node] = self._execute(node, values)
-                found[node] = values[node] if kept else with_tensors(_copied, values[node])  # before later writes
-                if not self._is_alike(found[node], recorded):
-                    values[node] = with_tensors(_copied, recorded)
-                    found[node] = values[node] if kept else with_tensors(_copied, recorded)
-        return found if self._are_near(self._unseen) else None
-
-    def _is_alike(self, value: Any, recorded: Any) -> bool:
-        """Whether they are near each other, as far as that is looked at now."""
-        if not (self._together and _can_wait(value, recorded)):
-            return _alike(value, recorded)
-        self._unseen.append((value, recorded))
-        return True
-
-    @staticmethod
-    def _are_near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        for batch in batches(pairs, lambda pair: pair[0].numel(), _TOGETHER):
-            values, recorded = map(list, zip(*batch))
-            scales, distances = largest_of(recorded), largest_of(_foreach_sub(values, recorded))
-            for pair, scale, distance in zip(batch, scales, distances):
-                if not (distance <= _NEAR * scale if math.isfinite(scale) else _is_near(*pair)):
-                    return False
-        return True
+def _are_near(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether all values are near what was recorded, a look at many at a time."""
+    for batch in batches(pairs, lambda pair: pair[0].numel(), _TOGETHER):
+        values, recorded = map(list, zip(*batch))
+        scales, distances = largest_of(recorded), largest_of(_foreach_sub(values, recorded))
+        for pair, scale, distance in zip(batch, scales, distances):
+            if not (distance <= _NEAR * scale if math.isfinite(scale) else _is_near(*pair)):
+                return False
+    return True
 
 
 def _can_wait(value: Any, recorded: Any) -> bool:
@@ -211,10 +141,46 @@ class Replay:
         """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
         if self._coarse:
             self._coarse = False  # what follows asks for recorded values
-            self._frozen |= sharpened(self._nodes, self._execute, self._recorded, self._written)
+            self._frozen |= self._sharpened()
         if node not in self._frozen:
             self._frozen[node] = self._recorded(node)
         return self._frozen[node]
+
+    def _sharpened(self) -> dict[torch.fx.Node, Any]:
+        """Every computed value, recomputed in float64 from the parameters and inputs.
+
+        Values that come out differently keep what was recorded: choices that hinge on a rounding (top-k), and random numbers. Among
+        floating-point ones they are looked for in many at a time, since each look waits for a device; if one is found, everything
+        is computed anew and each value looked at before it is read.
+        """
+        with torch.no_grad():
+            with random_state_kept():
+                found = self._recomputed(together=True)
+            if found is None:
+                with random_state_kept():
+                    found = self._recomputed(together=False)
+        assert found is not None
+        return found
+
+    def _recomputed(self, together: bool) -> dict[torch.fx.Node, Any] | None:
+        """By node; None if one of those that were looked at together differs."""
+        values, found = dict[torch.fx.Node, Any](), dict[torch.fx.Node, Any]()
+        unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for node in self._nodes:
+            if not node.op.startswith("call"):
+                continue
+            recorded, kept = self._recorded(node), record_of(node).storage not in self._written
+            if kept and not _is_float(recorded):  # as it was recorded, whether it comes out so or not
+                values[node] = found[node] = recorded
+                continue
+            values[node] = self._execute(node, values)
+            found[node] = values[node] if kept else with_tensors(_copied, values[node])  # before later writes
+            if together and _can_wait(found[node], recorded):
+                unseen.append((found[node], recorded))
+            elif not _alike(found[node], recorded):
+                values[node] = with_tensors(_copied, recorded)
+                found[node] = values[node] if kept else with_tensors(_copied, recorded)
+        return found if _are_near(unseen) else None
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
         """What the single call of ``node`` returns with some operands replaced."""

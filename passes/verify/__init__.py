@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,77 +86,71 @@ def verify_block(
         settings: see `VerifySettings`.
     """
     started = time.perf_counter()
-    settings = settings or VerifySettings()
-    widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
-    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), widths)
-    inputs.asked = _asked(block, rewritten, inputs)
-    cases: tuple[VerificationCase, ...] = ()
-    dtype = torch.float64
-    for subject in _subjects(block, settings):
-        dtype = subject.dtype
-        with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
-            experts = _expert_weights(subject.module, rewritten)
-            beside = _chosen_by_none(subject.module, rewritten)
-            comparison = Comparison(subject, forward, inputs, settings, experts, beside)
-            cases = comparison.cases()
-            if not _reason(cases):
-                backward = float64_bytes(subject.module) <= settings.many_bytes
-                cases += up_to_different(perturbed_cases(comparison, backward))
-        if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
-            break
-        log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
-    if not _reason(cases):
-        cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
-    reason = _reason(cases) or _too_little(cases, inputs, settings)
-    all_reached = not comparison.untried
-    if not reason and not all_reached:
-        reason = odd_expert(block)
-    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
+    return _Verification(block, rewritten, (args, dict(kwargs or {})), settings or VerifySettings()).result(started)
 
 
-def _asked(block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs) -> AskedGradients:
-    without = {guard.name for guard in rewritten.guards if guard.requires_grad is False}
-    names = argument_names(block, *inputs.example(torch.float64))
-    leaves = frozenset(number for number, name in enumerate(names) if name in without)
-    asked = gradients_asked(rewritten.reads)
-    return AskedGradients(None if asked is None else asked[0], leaves)
+class _Verification:
+    def __init__(
+        self, block: nn.Module, rewritten: RewrittenBlock, example: tuple[Any, Any], settings: VerifySettings
+    ) -> None:
+        self.block, self.rewritten, self.example, self.settings = block, rewritten, example, settings
+        widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
+        self.inputs = FreshInputs(*example, _num_experts(block, rewritten), widths)
+        self.inputs.asked = self._asked()
+        self.own = _own_dtype(block)
 
+    def result(self, started: float) -> VerificationResult:
+        """Of all cases. ``started``: when, by `time.perf_counter`."""
+        block, rewritten, settings = self.block, self.rewritten, self.settings
+        cases: tuple[VerificationCase, ...] = ()
+        for subject in _subjects(block, settings):
+            dtype = subject.dtype
+            with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
+                experts = _expert_weights(subject.module, rewritten)
+                beside = _chosen_by_none(subject.module, rewritten)
+                comparison = Comparison(subject, forward, self.inputs, settings, experts, beside)
+                cases = comparison.cases()
+                if not _reason(cases):
+                    backward = float64_bytes(subject.module) <= settings.many_bytes
+                    cases += up_to_different(perturbed_cases(comparison, backward))
+            if any(case.outcome != "skipped" for case in cases) or changes_itself(cases):
+                break
+            log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
+        cases += () if _reason(cases) else (self._kinds(),)
+        reason = _reason(cases) or _too_little(cases, self.inputs, settings)
+        all_reached = not comparison.untried
+        if not reason and not all_reached:
+            reason = odd_expert(block)
+        return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
 
-def _kinds(
-    block: nn.Module,
-    rewritten: RewrittenBlock,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    inputs: FreshInputs,
-    settings: VerifySettings,
-) -> VerificationCase:
-    """Runs the block as it is, since a lost cast does not show where everything is float64."""
-    own, name = _own_dtype(block), "the example in its own precision"
-    subject = Subject(block, own, own, as_it_is=True)
-    with _installed(block, rewritten) as forward:
-        found = Comparison(subject, forward, inputs, settings, ()).as_they_are(name, example)
-    if isinstance(found, VerificationCase):
-        return found
-    exact = partial(_exactly, block, rewritten, example, inputs, settings)
-    detail = unlike(*found) or lost_precision(*found, exact, block.parameters())
-    return VerificationCase(name, "different" if detail else "equal", detail=detail)
+    def _asked(self) -> AskedGradients:
+        without = {guard.name for guard in self.rewritten.guards if guard.requires_grad is False}
+        names = argument_names(self.block, *self.inputs.example(torch.float64))
+        leaves = frozenset(number for number, name in enumerate(names) if name in without)
+        asked = gradients_asked(self.rewritten.reads)
+        return AskedGradients(None if asked is None else asked[0], leaves)
 
+    def _kinds(self) -> VerificationCase:
+        """Runs the block as it is, since a lost cast does not show where everything is float64."""
+        name = "the example in its own precision"
+        subject = Subject(self.block, self.own, self.own, as_it_is=True)
+        with _installed(self.block, self.rewritten) as forward:
+            found = Comparison(subject, forward, self.inputs, self.settings, ()).as_they_are(name, self.example)
+        if isinstance(found, VerificationCase):
+            return found
+        detail = unlike(*found) or lost_precision(*found, self._exactly, self.block.parameters())
+        return VerificationCase(name, "different" if detail else "equal", detail=detail)
 
-def _exactly(
-    block: nn.Module,
-    rewritten: RewrittenBlock,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    inputs: FreshInputs,
-    settings: VerifySettings,
-) -> Outcome | None:
-    """What the block gives of the example in float64, or None if there can be no copy of it in float64."""
-    copied = float64_copy_or_none(block, settings.analysis_bytes, as_it_is=True)
-    if copied is None:
-        return None
-    subject = Subject(copied, torch.float64, _own_dtype(block))
-    raised = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
-    with _installed(copied, _for_dtype(rewritten, torch.float64)) as forward:
-        outcome = Comparison(subject, forward, inputs, settings, ()).original_of(raised)
-    return None if isinstance(outcome, Exception) else outcome
+    def _exactly(self) -> Outcome | None:
+        """What the block gives of the example in float64, or None if there can be no copy of it in float64."""
+        copied = float64_copy_or_none(self.block, self.settings.analysis_bytes, as_it_is=True)
+        if copied is None:
+            return None
+        subject = Subject(copied, torch.float64, self.own)
+        raised = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, self.example)
+        with _installed(copied, _for_dtype(self.rewritten, torch.float64)) as forward:
+            outcome = Comparison(subject, forward, self.inputs, self.settings, ()).original_of(raised)
+        return None if isinstance(outcome, Exception) else outcome
 
 
 def _own_dtype(block: nn.Module) -> torch.dtype:
