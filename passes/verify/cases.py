@@ -4,7 +4,7 @@ limits of a block's own code."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -157,11 +157,11 @@ class ByRows:
     poisoned: torch.Tensor | None = None
 
     def compared(self, original: Outcome, other: Outcome) -> tuple[Outcome, Outcome]:
-        """Both in units of the original's rows, with zeros for what does not count."""
+        """The values of both in units of the original's rows, with zeros for what does not count."""
         ones, twos = dict(original.values), dict(other.values)
         for name in ones.keys() & twos.keys():
             ones[name], twos[name] = self._in_units(ones[name], twos[name])
-        return replace(original, values=ones), replace(other, values=twos)
+        return Outcome(ones, {}, original.facts), Outcome(twos, {}, other.facts)
 
     def _in_units(self, one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if (one.shape, one.dtype) != (two.shape, two.dtype) or not one.numel():

@@ -241,7 +241,10 @@ class Comparison:
             return outcomes
         original, other = outcomes
         self.untried.see(original.gradients)
-        found = difference(original, other) if rows is None else difference(*rows.compared(original, other))
+        found = difference(original, other)
+        if rows is not None:
+            of_rows = difference(*rows.compared(original, other))
+            found = replace(of_rows, gradient=found.gradient, worst_gradient=found.worst_gradient)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient)
         call = repeated(self.forward.original, calls)
