@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.calls import written_at
@@ -97,7 +98,8 @@ class StructureCache:
     """
 
     def __init__(self, part: str = "") -> None:
-        self._known: dict[Hashable, list[BlockAnalysis]] = {}
+        self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
+        """With which of the tensors wanted a gradient, which counts only where the code asks."""
         self._part = part
 
     def within(self, part: str) -> StructureCache:
@@ -107,17 +109,20 @@ class StructureCache:
         return found
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
-        alike = self._known.get(_key(observation), ())
-        return next((known for known in alike if _holds(observation.module, known)), None)
+        alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
+        takes = (known for before, known in alike if before == wanted or not _asks_for_gradients(known))
+        return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:
         kept = dataclasses.replace(analysis, path=inside(self._part, analysis.path))
-        self._known.setdefault(_key(observation), []).append(kept)
+        self._known.setdefault(_key(observation), []).append((_wanted(observation), kept))
 
     def forget_runs(self) -> None:
         """Gives up the recorded runs, which hold the blocks and values that were computed. What was made of them stays."""
         for known in self._known.values():
-            known[:] = [dataclasses.replace(analysis, match=None, captured=None) for analysis in known]
+            known[:] = [
+                (wanted, dataclasses.replace(analysis, match=None, captured=None)) for wanted, analysis in known
+            ]
 
 
 def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
@@ -125,6 +130,16 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
     moved = analysis.with_form(lambda form: dataclasses.replace(form, path=path))
     refusal = moved.refusal and dataclasses.replace(moved.refusal, path=path)
     return dataclasses.replace(moved, path=path, refusal=refusal, seconds=0.0)
+
+
+def _wanted(observation: Observation) -> list[bool]:
+    leaves = tree_leaves((observation.args, observation.kwargs))
+    return [leaf.requires_grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _asks_for_gradients(analysis: BlockAnalysis) -> bool:
+    made = analysis.rewritten
+    return made is not None and any(guard.requires_grad is not None for guard in made.guards)
 
 
 def _holds(block: nn.Module, known: BlockAnalysis) -> bool:
@@ -158,7 +173,7 @@ def _hooks(module: nn.Module) -> tuple[bool, ...]:
 
 def _shape(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
+        return tuple(value.shape), value.dtype
     if isinstance(value, (tuple, list)):
         return tuple(_shape(item) for item in value)
     if isinstance(value, Mapping):

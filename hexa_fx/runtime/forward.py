@@ -20,6 +20,7 @@ from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, NoGlobals, OwnCodeOnly, SignatureOfOriginal, say_in_trace
+from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.runtime.readers import readers
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.specialisation import Specialisation
@@ -188,7 +189,7 @@ class HexaForward(InPlace):
 
     def reads_under(self) -> set[str]:
         """Names of attributes of the module under which stacked weights are read."""
-        return {name for each in self.specialisations for name in each.packed_names}
+        return {name for name, held in vars(self.module).items() if isinstance(held, WeightReader)}
 
     def add(self, block: RewrittenBlock) -> None:
         """Adds a specialisation, which the next call of its kind runs.
