@@ -92,6 +92,7 @@ def test_whatever_a_router_gives_its_results_in(kind: str) -> None:
     assert optimized.report.rewritten, str(optimized.report)
     before = optimized.router.calls
     for again in (optimized, pickle.loads(pickle.dumps(optimized)) if kind != "namespace" else optimized):
+        again(_x(7))  # which is analysed, if it was loaded
         assert operators_run(again, (_x(7),))
         found = compare(block, again, (_x(7),), train=True)
         assert found.within(1e-10), found
