@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -95,6 +95,25 @@ def _like(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     return value if other is None else value.to(other.dtype)
 
 
+@dataclass(frozen=True)
+class Call:
+    """How both are called in one case.
+
+    Args:
+        inputs: (args, kwargs).
+        override: a mode that forces what the router chooses.
+        gradients: whether backward runs too.
+        times: how often they are called on the same inputs.
+        rows: how results are compared where the inputs hold unusual numbers.
+    """
+
+    inputs: tuple[Any, Any]
+    override: TorchFunctionMode | None = None
+    gradients: bool = True
+    times: int = 1
+    rows: ByRows | None = None
+
+
 class Comparison:
     """Runs both forwards of a subject case by case, and puts its state back."""
 
@@ -125,24 +144,24 @@ class Comparison:
     def as_they_are(self, name: str, example: tuple[Any, Any]) -> tuple[Outcome, Outcome] | VerificationCase:
         """What both give of (args, kwargs), without gradients; or the finished case if that cannot be compared."""
         try:
-            return self._outcomes(name, example, None, gradients=False, calls=1)
+            return self._outcomes(name, Call(example, gradients=False))
         finally:
             self.state.restore()
 
     def original_of(self, inputs: tuple[Any, Any]) -> Outcome | Exception:
         """What the original gives of (args, kwargs), or the error that it raises. Its state is the caller's to restore."""
-        return tried(lambda: self._original(self.forward.original, inputs, None, gradients=False))
+        return tried(lambda: self._original(Call(inputs, gradients=False)))
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
-        yield self.case("the example", self.inputs.example(self.subject.dtype), spy)
+        yield self.case("the example", Call(self.inputs.example(self.subject.dtype), spy))
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
-            yield self.case("the example as it was given", given)
+            yield self.case("the example as it was given", Call(given))
         if self.forward.specialisations[0].stored:
             example = self.inputs.example(self.subject.dtype)
-            yield self.case(SECOND, example, calls=2)
+            yield self.case(SECOND, Call(example, times=2))
         yield from self._at_other_sizes(large)
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
@@ -162,13 +181,13 @@ class Comparison:
         dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             given = self.inputs.at(batch, sequence, dtype)
-            case = self.case(size(batch, sequence), given, gradients=number == 0 and not large)
+            case = self.case(size(batch, sequence), Call(given, gradients=number == 0 and not large))
             alone |= {(batch, None): None, (None, sequence): None} if case.raised else {}
             yield case
         for batch_or_none, sequence_or_none in alone:
             name = f"batch {batch_or_none}" if sequence_or_none is None else f"sequence {sequence_or_none}"
             given = self.inputs.at(batch_or_none, sequence_or_none, dtype)
-            yield self.case(f"{name} alone", given, gradients=False)
+            yield self.case(f"{name} alone", Call(given, gradients=False))
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
@@ -186,7 +205,7 @@ class Comparison:
             else:
                 yield from cases
                 return
-            case = self.case(f"{2 * needed} tokens", self.inputs.at(1, 2 * needed, self.subject.dtype))
+            case = self.case(f"{2 * needed} tokens", Call(self.inputs.at(1, 2 * needed, self.subject.dtype)))
             if case.outcome != "skipped":
                 yield case
                 return
@@ -205,7 +224,7 @@ class Comparison:
         overrides = (LogitsOverride(routing, experts, top_k, self._no_router), RoutingOverride(routing, experts))
         for override in overrides:
             if self.untried:
-                yield self.case(f"{routing.name}, by {override.forces}", inputs, override)
+                yield self.case(f"{routing.name}, by {override.forces}", Call(inputs, override))
 
     def _in_pieces(self) -> bool:
         return any(isinstance(weight, InPieces) for weight in self.experts)
@@ -215,28 +234,20 @@ class Comparison:
     ) -> VerificationCase:
         """Forces a routing: through the inputs if they contain it, else in the router inside the block."""
         if self.inputs.given_routing:
-            return self.case(name, make(self.subject.dtype, routing=routing), gradients=gradients)
+            return self.case(name, Call(make(self.subject.dtype, routing=routing), gradients=gradients))
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
             overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self._no_router))
         for override in overrides:
-            case = self.case(name, inputs, override, gradients)
+            case = self.case(name, Call(inputs, override, gradients))
             if override.forced:
                 return case
         return VerificationCase(name, "skipped", detail=NO_ROUTER)
 
-    def case(
-        self,
-        name: str,
-        inputs: tuple[Any, Any],
-        override: TorchFunctionMode | None = None,
-        gradients: bool = True,
-        calls: int = 1,
-        rows: ByRows | None = None,
-    ) -> VerificationCase:
-        """Compares both on the same inputs. ``rows``: how, where these hold unusual numbers."""
-        outcomes = self._outcomes(name, inputs, override, gradients, calls, rows)
+    def case(self, name: str, call: Call) -> VerificationCase:
+        """Compares what both do in a call."""
+        outcomes, rows = self._outcomes(name, call), call.rows
         if isinstance(outcomes, VerificationCase):
             return outcomes
         original, other = outcomes
@@ -247,32 +258,22 @@ class Comparison:
             found = replace(of_rows, gradient=found.gradient, worst_gradient=found.worst_gradient)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient)
-        call = repeated(self.forward.original, calls)
-        again = difference(original, self._original(call, inputs, override, gradients, rows is not None))
+        again = difference(original, self._original(call))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
-    def _outcomes(
-        self,
-        name: str,
-        inputs: tuple[Any, Any],
-        override: TorchFunctionMode | None,
-        gradients: bool,
-        calls: int,
-        rows: ByRows | None = None,
-    ) -> tuple[Outcome, Outcome] | VerificationCase:
+    def _outcomes(self, name: str, call: Call) -> tuple[Outcome, Outcome] | VerificationCase:
         """Outcomes of the original and the rewritten block, or the finished case if one of them raises.
 
         Where the original raises, say on no tokens at all, the rewritten block may do without what fails there.
         """
-        unusual, call, rewritten = rows is not None, self.forward.original, self.forward.rewritten
-        original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients, unusual))
+        original, rows = tried(lambda: self._original(call)), call.rows
         raises = f"the original raises {kind_and_line(original)}" if isinstance(original, Exception) else ""
         if isinstance(original, Exception) and (rows is None or not rows.finite or raised_by_user(original)):
             return VerificationCase(name, "skipped", detail=raises, raised=True)
-        other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients, None, unusual))
+        other = tried(lambda: self._run(self.forward.rewritten, call))
         if isinstance(other, GuardMiss) and not isinstance(
             other, RoutingMiss
         ):  # nothing has changed in the router here
@@ -288,40 +289,26 @@ class Comparison:
             return VerificationCase(name, "different", detail=detail, raised=True)
         return original, other
 
-    def _original(
-        self,
-        call: Callable[..., Any],
-        inputs: tuple[Any, Any],
-        override: TorchFunctionMode | None,
-        gradients: bool,
-        may_leave_range: bool = False,
-    ) -> Outcome:
+    def _original(self, call: Call) -> Outcome:
         """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
-        with sliced(self.experts, gradients) as slices:
-            return self._run(call, inputs, override, gradients, slices, may_leave_range)
+        with sliced(self.experts, call.gradients) as slices:
+            return self._run(self.forward.original, call, slices)
 
-    def _run(
-        self,
-        call: Callable[..., Any],
-        inputs: tuple[Any, Any],
-        override: TorchFunctionMode | None,
-        gradients: bool,
-        slices: WeightSlices | None = None,
-        may_leave_range: bool = False,
-    ) -> Outcome:
+    def _run(self, forward: Callable[..., Any], call: Call, slices: WeightSlices | None = None) -> Outcome:
         with ExitStack() as modes:
-            if may_leave_range or self._may_leave_range(inputs, override):
+            if call.rows is not None or self._may_leave_range(call):
                 modes.enter_context(no_device_asserts(self.subject.module))
             if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
                 modes.enter_context(InFloat64(self.subject.own))
-            if override is not None:
-                modes.enter_context(override)
-            return observe(call, self.state, inputs, gradients, slices, self.inputs.asked)
+            if call.override is not None:
+                modes.enter_context(call.override)
+            repeatedly = repeated(forward, call.times)
+            return observe(repeatedly, self.state, call.inputs, call.gradients, slices, self.inputs.asked)
 
-    def _may_leave_range(self, inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> bool:
+    def _may_leave_range(self, call: Call) -> bool:
         """Whether the block may index out of range: by choices that are no router's, and at sizes that it was not made for."""
-        forced = self.inputs.given_routing or isinstance(override, RoutingOverride)
-        return forced or not self.inputs.sized_like_example(inputs)
+        forced = self.inputs.given_routing or isinstance(call.override, RoutingOverride)
+        return forced or not self.inputs.sized_like_example(call.inputs)
 
     def _agree(self, found: Difference) -> bool:
         return not found.reason and max(found.forward, found.gradient) <= self.tolerance

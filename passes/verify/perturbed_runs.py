@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.verify.cases import MAGNITUDES, ByRows, VerificationCase
-from hexa_fx.passes.verify.comparison import Comparison
+from hexa_fx.passes.verify.comparison import Call, Comparison
 
 _MASKED = -1e4
 """Floats below it, of an argument without large positive ones, mark what is masked."""
@@ -142,7 +142,7 @@ def perturbed_cases(comparison: Comparison, gradients: bool) -> Iterator[Verific
         poisoned = ~changed.isfinite().flatten(0, -2).all(-1) if how.at == inputs.tokens_at() else None
         given = pytree.tree_unflatten(leaves, spec)
         try:
-            rows = ByRows(how.finite, poisoned)
-            yield comparison.case(how.name, given, gradients=gradients and how.gradients, rows=rows)
+            rows, backward = ByRows(how.finite, poisoned), gradients and how.gradients
+            yield comparison.case(how.name, Call(given, gradients=backward, rows=rows))
         finally:
             comparison.state.restore()
