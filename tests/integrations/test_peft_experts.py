@@ -120,7 +120,9 @@ def test_the_first_call_hands_over():
     """PEFT's own way wraps parameters, which a packed one does not let it do under a compiler."""
     _, optimized, ids = pair("optimize first")
     assert_lean(optimized, ids)
-    assert_lean(pickle.loads(pickle.dumps(optimized)), ids)
+    loaded = pickle.loads(pickle.dumps(optimized))
+    loaded(ids)  # analysed
+    assert_lean(loaded, ids)
     packed = peft.get_peft_model(hexa_fx.quantize_experts_(hexa_fx.optimize_(*made(), CONFIG), "nf4"), lora())
     assert_lean(packed, ids)
 
