@@ -86,6 +86,8 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
     Raises:
         InputError: they cannot be packed.
     """
+    if not forward.specialisations:
+        raise InputError(f"{path or 'the block'} has not been analysed yet, or not since it was loaded: call the model once")
     if not forward.takes_adapters():
         raise InputError(
             f"{path or 'the block'} does not run hexa::moe_ffn as it is (compute, an ablation, experts of an unusual form, "

@@ -378,8 +378,11 @@ class HexaForward(InPlace):
             logger.warning("%s ran its own code in %d of %d calls; %s", name, missed, missed + self.ran, _REMEDY)
 
     def takes_adapters(self) -> bool:
-        """Whether all that was made runs an operator that takes weights and their adapters apart."""
-        return len(self.specialisations) > 0 and all(each.takes_adapters() for each in self.specialisations)
+        """Whether all that was made runs an operator that takes weights and their adapters apart; before the first analysis, which
+        sees weights without adapters so, that is not known to be otherwise.
+        """
+        unknown = self.analyst is not None and not (self.refused or self.exhausted)
+        return (len(self.specialisations) > 0 or unknown) and all(e.takes_adapters() for e in self.specialisations)
 
     def never_small(self) -> None:
         """Has inputs of any size run the rewritten forwards."""
