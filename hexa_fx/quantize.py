@@ -86,7 +86,7 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
     Raises:
         InputError: they cannot be packed.
     """
-    if not forward.specialisations:
+    if not forward.specialisations and forward.takes_adapters():
         raise InputError(f"{path or 'the block'} has not been analysed yet, or not since it was loaded: call the model once")
     if not forward.takes_adapters():
         raise InputError(
