@@ -35,7 +35,7 @@ from hexa_fx.passes.preconditions.unreadable import in_same_memory, is_elsewhere
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
-from hexa_fx.runtime.readers import reads_codes
+from hexa_fx.runtime.listed_experts import reads_codes
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked

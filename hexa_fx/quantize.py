@@ -17,9 +17,9 @@ from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN
 from hexa_fx.runtime.install import installed_forward
+from hexa_fx.runtime.listed_experts import reader_of
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.preflight import check_module
-from hexa_fx.runtime.readers import reader_of
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import collecting, set_packed
@@ -87,7 +87,9 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
         InputError: they cannot be packed.
     """
     if not forward.specialisations and forward.takes_adapters():
-        raise InputError(f"{path or 'the block'} has not been analysed yet, or not since it was loaded: call the model once")
+        raise InputError(
+            f"{path or 'the block'} has not been analysed yet, or not since it was loaded: call the model once"
+        )
     if not forward.takes_adapters():
         raise InputError(
             f"{path or 'the block'} does not run hexa::moe_ffn as it is (compute, an ablation, experts of an unusual form, "

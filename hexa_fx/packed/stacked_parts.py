@@ -18,7 +18,7 @@ from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.quantized_weight import Place, QuantizedWeight
 from hexa_fx.packed.reader import PackedReader
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.own_storage import with_own_storage
+from hexa_fx.runtime.moved_stack import with_own_storage
 
 _names = count()
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)

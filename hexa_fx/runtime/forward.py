@@ -20,8 +20,8 @@ from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, NoGlobals, OwnCodeOnly, SignatureOfOriginal, say_in_trace
+from hexa_fx.runtime.listed_experts import readers
 from hexa_fx.runtime.paths import WeightReader
-from hexa_fx.runtime.readers import readers
 from hexa_fx.runtime.sampled_check import SampledCheck
 from hexa_fx.runtime.specialisation import Specialisation
 from hexa_fx.sources import peft

@@ -17,7 +17,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.runtime.forward import FORWARD, INSIDE_HOOK, REPLICATE, SMALL, Analyst, HexaForward, slot_of, take_off
 from hexa_fx.runtime.guards import OwnCodeOnly
-from hexa_fx.runtime.readers import readers
+from hexa_fx.runtime.listed_experts import readers
 
 
 def install(

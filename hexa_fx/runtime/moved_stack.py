@@ -22,7 +22,6 @@ from hexa_fx.jit.mapped_memory import MappedMemory
 from hexa_fx.ops.listed import separated, wanted_of
 from hexa_fx.ops.rows import contiguous_strides
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.own_storage import with_own_storage
 from hexa_fx.runtime.paths import MOVING
 from hexa_fx.torch_private import DisableTorchFunction, storage_behind
 
@@ -292,3 +291,17 @@ def _with_views(parts: Parts, stack: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Every parameter, with its place in the stack."""
     sizes = [part[0].shape[0] for part in parts]
     return zip((parameter for part in parts for parameter in part), separated(stack, sizes), strict=True)
+
+
+def with_own_storage(value: Tensor) -> Tensor:
+    """A tensor on the same memory, which it keeps alive, that has a storage for itself; on the meta device a view.
+
+    Whatever looks at storages takes tensors of one storage for one tensor under several names: accelerate saves the first of them
+    only, safetensors' ``save_model`` refuses them, and `torch.save` of one writes all.
+    """
+    if value.is_meta:
+        return value
+    start = value.storage_offset() * value.element_size()
+    with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
+        part: UntypedStorage = value.untyped_storage()[start : start + value.numel() * value.element_size()]
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(part, 0, value.shape, value.stride())

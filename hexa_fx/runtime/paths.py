@@ -11,10 +11,11 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
+from hexa_fx.isolation.lookup import tensors_in
 from hexa_fx.isolation.module_tree import rebuilds, referenced
 from hexa_fx.ops.listed import in_parts
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
@@ -223,3 +224,22 @@ class WeightReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.weight = state["weight"]
         self._bind(state["block"])
+
+
+def look_before_backward(result: Any, readers: Sequence[WeightReader]) -> None:
+    """Has ``readers`` look when a gradient arrives at a tensor in what a block returns and keeps.
+
+    What is written to weights between forward and backward raises torch's error there, as in the original: torch compares the
+    version of what an operator saved. Listed experts' parameters count their own versions, and operators save the tensor that they
+    lie in, which knows nothing of them until its reader looks.
+    """
+    if is_compiling() or not is_grad_enabled() or not any(reader.stands_in for reader in readers):
+        return
+
+    def look(_: Any) -> None:
+        for reader in readers:
+            reader.note_writes()
+
+    for node in {tensor.grad_fn for tensor in tensors_in([result])}:
+        if node is not None:
+            node.register_prehook(look)

@@ -19,11 +19,10 @@ from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
-from hexa_fx.runtime.listed_experts import ListedExperts
+from hexa_fx.runtime.listed_experts import ListedExperts, packed_names
+from hexa_fx.runtime.paths import look_before_backward
 from hexa_fx.runtime.program import Program
-from hexa_fx.runtime.readers import packed_names
 from hexa_fx.runtime.resolution import inputs_of
-from hexa_fx.runtime.written_weights import look_before_backward
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
 
