@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
+from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
@@ -22,6 +22,7 @@ from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import NEVER_SMALL, Refusal, RewrittenBlock
 from hexa_fx.isolation.contents import Sandbox
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_thread, random_state_kept, training_mode
 from hexa_fx.isolation.written_tensors import gradients_kept

@@ -213,7 +213,7 @@ class AutocastDtypes:
         off: whether it holds without autocast, too.
     """
 
-    results: Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]] = field(default_factory=dict)
+    results: Mapping[tuple[torch.dtype, ...], tuple[torch.dtype, ...]] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     off: bool = True
 

@@ -18,7 +18,7 @@ from torch import nn
 from hexa_fx.analysis import analyse_level
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import compiled_as_python
-from hexa_fx.capture.observe import Observation, with_ancestors
+from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
@@ -27,6 +27,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.contents import Sandbox
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.size import collections_are_cheap

@@ -29,7 +29,7 @@ from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_state import restored
-from hexa_fx.isolation.module_tree import modules_of, named_modules
+from hexa_fx.isolation.module_tree import modules_of, named_modules, with_ancestors
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.preflight import sharded_units
@@ -342,14 +342,6 @@ def _hooks(
     for path, before in versions.items():
         written = before != [tensor._version for tensor in given[path]]
         recorded[path] = replace(recorded[path], written=written)
-
-
-def with_ancestors(path: str) -> Iterator[str]:
-    """The dotted path of a module, then of everything that holds it, the model (an empty path) last."""
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 _LEVELS, _AROUND = 3, 6

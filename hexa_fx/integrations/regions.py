@@ -17,8 +17,8 @@ import torch.fx
 from torch import nn
 
 from hexa_fx import operations as ops
-from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.ops.listed import joined
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.torch_private import DisableTorchFunction, _assign_attr

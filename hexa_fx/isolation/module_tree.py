@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -100,3 +100,11 @@ def referenced(module: weakref.ref[nn.Module]) -> nn.Module:
 def inside(path: str, name: str) -> str:
     """Path of a module in a model, of which the part at ``path`` has it as ``name``."""
     return f"{path}.{name}".strip(".")
+
+
+def with_ancestors(path: str) -> Iterator[str]:
+    """The dotted path of a module, then of everything that holds it, the model (an empty path) last."""
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -107,7 +107,7 @@ def observe(
         before = [parameter._version for parameter in parameters.values()]
     with random_state_kept(SEED), torch.set_grad_enabled(gradients if asked.on is None else asked.on):
         with Bounded():
-            result = _unfolded(call(*args, **kwargs))
+            result = unfolded(call(*args, **kwargs))
         streams = random_states()
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
@@ -129,14 +129,14 @@ def observe(
     return Outcome(values, taken, facts, backward_error)
 
 
-def _unfolded(result: Any) -> Any:
-    """With dataclasses, namespaces and mappings as their classes and all that they hold."""
+def unfolded(result: Any) -> Any:
+    """A result with dataclasses, namespaces and mappings as their classes and all that they hold."""
     return pytree.tree_map(_opened, result, is_leaf=lambda value: held_in(value) is not None)
 
 
 def _opened(leaf: Any) -> Any:
     held = held_in(leaf)
-    return leaf if held is None else (type(leaf), [(name, _unfolded(value)) for name, value in held])
+    return leaf if held is None else (type(leaf), [(name, unfolded(value)) for name, value in held])
 
 
 @autocast_off()

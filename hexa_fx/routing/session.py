@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.errors import InputError
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.routing.calls import EndedReplay, ModelCall, in_backward, is_nested, read_call, recomputed
 from hexa_fx.routing.layers import Layer, check_fit, layers_of
 from hexa_fx.routing.log import RoutingLog, smallest_dtype

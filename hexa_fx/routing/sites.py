@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.capture.observe import Observation, with_ancestors
+from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.contents import Sandbox
 from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.isolation.torch_state import SEED, autocast_uncached, random_state_kept, training_mode
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.routing.trial import Reached, Trial

@@ -27,6 +27,7 @@ from hexa_fx.isolation.module_tree import (
     named_tensors,
     one_by_another,
     tensors_by_name,
+    with_ancestors,
 )
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
@@ -86,7 +87,7 @@ class AttributeGuards:
             read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
         )
         self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
-        self.packed = frozenset(above for path in packed for above in _ancestors(path))
+        self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
         under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
         paths = (path for path, _ in _read(block, "", under.union(called)))
@@ -281,12 +282,6 @@ def _is_forward(read: PythonRead) -> bool:
 def is_within(scope: str, paths: Collection[str]) -> bool:
     """Whether the module at ``scope`` is one of those at ``paths``, or in one."""
     return any(scope == path or scope.startswith(f"{path}.") for path in paths)
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _read(module: nn.Module, path: str, called: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
 from hexa_fx.isolation.lookup import attributes, held_in, is_own_sequence
+from hexa_fx.isolation.outcome import unfolded
 from hexa_fx.runtime.guards import GuardMiss
 
 _CASTING = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
@@ -55,7 +56,7 @@ def _may_be_on() -> bool:
 
 def dtypes_under_autocast(
     known: AutocastDtypes, guards: Sequence[InputGuard], bound: Callable[[], Mapping[str, Any]], block: nn.Module
-) -> tuple[torch.dtype | None, ...] | None:
+) -> tuple[torch.dtype, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
     Args:
@@ -81,33 +82,26 @@ def dtypes_under_autocast(
     return found
 
 
-def dtypes_of(result: Any) -> tuple[torch.dtype | None, ...]:
-    """The dtype of every tensor in a result, also in dataclasses, namespaces and mappings; None for other leaves."""
-    found: list[torch.dtype | None] = []
-    for leaf in pytree.tree_leaves(result, is_leaf=_is_opened):
-        held = held_in(leaf)
-        if held is not None:
-            found += dtypes_of([value for _, value in held])
-        else:
-            found.append(leaf.dtype if isinstance(leaf, torch.Tensor) else None)
-    return tuple(found)
+def dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
+    """The dtype of every tensor in a result, also in dataclasses, namespaces and mappings."""
+    leaves = pytree.tree_leaves(unfolded(result))
+    return tuple(leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def in_dtypes(result: Any, dtypes: Iterable[torch.dtype | None]) -> Any:
+def in_dtypes(result: Any, dtypes: Iterable[torch.dtype]) -> Any:
     """``result`` with its tensors in the given dtypes, in the order of `dtypes_of`. Objects in it, which are new, are changed."""
     return _in_next(result, iter(dtypes))
 
 
-def _in_next(result: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
-    leaves, structure = pytree.tree_flatten(result, is_leaf=_is_opened)
+def _in_next(result: Any, dtypes: Iterator[torch.dtype]) -> Any:
+    leaves, structure = pytree.tree_flatten(result, is_leaf=lambda value: held_in(value) is not None)
     return pytree.tree_unflatten([_leaf_in_next(leaf, dtypes) for leaf in leaves], structure)
 
 
-def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
+def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype]) -> Any:
     held = held_in(leaf)
     if held is None:
-        dtype = next(dtypes)
-        return leaf if dtype is None else leaf.to(dtype)
+        return leaf.to(next(dtypes)) if isinstance(leaf, torch.Tensor) else leaf
     if is_own_sequence(leaf):
         return type(leaf)(_in_next([value for _, value in held], dtypes))
     own = attributes(leaf)
@@ -118,10 +112,6 @@ def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype | None]) -> Any:
         if name in own:
             object.__setattr__(leaf, name, cast)
     return leaf
-
-
-def _is_opened(value: Any) -> bool:
-    return held_in(value) is not None
 
 
 class WithoutAutocast:

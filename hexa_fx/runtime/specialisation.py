@@ -119,7 +119,7 @@ class Specialisation:
 
     def meet(
         self, module: nn.Module, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], tuple[torch.dtype | None, ...] | None, LayerAdapters | None]:
+    ) -> tuple[list[Any], tuple[torch.dtype, ...] | None, LayerAdapters | None]:
         """The inputs of the program, the dtypes that autocast asks of its results, and the adapters that are active.
 
         Raises:

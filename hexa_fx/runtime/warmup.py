@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hexa_fx.isolation.lookup import tensors_in
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.ops import main_grad
@@ -77,7 +78,8 @@ def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         # what operators leave uninitialised may be made into indices
         stack.enter_context(no_device_asserts(block))
         stack.enter_context(torch.set_grad_enabled(block.training))
-        results = _floating(block(*(_leaf(a) for a in args), **{name: _leaf(a) for name, a in kwargs.items()}))
+        given = block(*(_leaf(a) for a in args), **{name: _leaf(a) for name, a in kwargs.items()})
+        results = [tensor for tensor in tensors_in([given]) if tensor.requires_grad]
         wanted = [p for p in block.parameters() if p.requires_grad]
         if block.training and results and wanted:
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
@@ -88,11 +90,3 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled():
         return value.detach().requires_grad_()
     return value
-
-
-def _floating(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [t for item in value for t in _floating(item)] if isinstance(value, list | tuple) else []

@@ -80,7 +80,7 @@ def _device_of(given: Any) -> str:
 
 def _dtypes(block: nn.Module, rewritten: RewrittenBlock, calls: Sequence[tuple[torch.dtype, _Call]]) -> AutocastDtypes:
     """The dtypes of results by `kind_of` the call. Kinds in which the block raises an error are left out."""
-    found: dict[Any, tuple[torch.dtype | None, ...]] = {}
+    found: dict[Any, tuple[torch.dtype, ...]] = {}
     before, parameters = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
     for dtype, (args, kwargs) in calls:
         try:
