@@ -18,8 +18,8 @@ from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.packed import packed_weights
-from hexa_fx.passes.kernel_requests import device_of
 from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.warmup import device_of
 
 Ranks = Mapping[tuple[int, str], int]
 

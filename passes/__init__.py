@@ -45,7 +45,7 @@ from hexa_fx.passes.block_analysis import BlockAnalysis, mode_of, refused
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.cover.complete import detect_all
 from hexa_fx.passes.detect import MoEMatch
-from hexa_fx.passes.detect.dropouts import expert_dropouts
+from hexa_fx.passes.detect.free import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels

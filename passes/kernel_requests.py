@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.fx
-from torch import nn
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.contexts import set_to
 from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
 from hexa_fx.ops.table_layers import OPERANDS, MoeFfn, static_of
 from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls, rewritten_values
+from hexa_fx.runtime.warmup import device_of
 
 if TYPE_CHECKING:
     from hexa_fx.cuda.kernel_set import FfnLayer
@@ -74,11 +73,6 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
                 log.debug("no kernels are built ahead for %s: %s", rewritten.path, error)
                 continue
             jit.builder().request(found)
-
-
-def device_of(block: nn.Module) -> torch.device | None:
-    """The CUDA device of a module's parameters; None if none is on one."""
-    return next((p.device for p in named_tensors(block, "_parameters").values() if p.is_cuda), None)
 
 
 def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.isolation.lookup import tensors_in
+from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
 from hexa_fx.ops import main_grad
@@ -38,7 +39,7 @@ def request_kernels_of_steps(model: nn.Module, examples: Mapping[str, Example]) 
         How many kernels the blocks launch; 0 if none of them is on a CUDA device.
     """
     blocks = [(model.get_submodule(path), example) for path, example in examples.items()]
-    blocks = [(block, example) for block, example in blocks if _device(block) is not None]
+    blocks = [(block, example) for block, example in blocks if device_of(block) is not None]
     if not blocks:
         return 0
     from hexa_fx import jit
@@ -54,8 +55,9 @@ def request_kernels_of_steps(model: nn.Module, examples: Mapping[str, Example]) 
     return len(set(specs))
 
 
-def _device(block: nn.Module) -> torch.device | None:
-    return next((p.device for p in block.parameters() if p.device.type == "cuda"), None)
+def device_of(block: nn.Module) -> torch.device | None:
+    """The CUDA device of a module's parameters; None if none is on one."""
+    return next((p.device for p in named_tensors(block, "_parameters").values() if p.is_cuda), None)
 
 
 def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:

@@ -26,9 +26,8 @@ from hexa_fx.ir import RUNS_ALREADY, Refusal
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
-from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.explain import explained, refuse_merged_weights, without_products
-from hexa_fx.passes.detect.free import NotFree, detect_free
+from hexa_fx.passes.detect.free import INSIDE, NotFree, detect_free, has_idle
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import (

@@ -23,7 +23,7 @@ from torch import Tensor
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.dropouts import probability
+from hexa_fx.passes.detect.free import probability
 from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.steps import (
