@@ -32,7 +32,7 @@ from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.preconditions.unreadable import in_same_memory, is_elsewhere, why_hidden, why_not_parted
+from hexa_fx.passes.preconditions import in_same_memory, is_elsewhere, why_hidden, why_not_parted
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport

@@ -40,7 +40,7 @@ from hexa_fx.passes.options.fp8_compute import (
     in_fp8,
     is_fixed,
 )
-from hexa_fx.passes.preconditions.unreadable import is_elsewhere
+from hexa_fx.passes.preconditions import is_elsewhere
 from hexa_fx.passes.rewrite import in_own_dtypes
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites

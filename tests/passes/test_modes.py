@@ -11,7 +11,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture
-from hexa_fx.passes.preconditions.host_rules import depends_on_mode
+from hexa_fx.passes.preconditions import depends_on_mode
 from tests.detect.mixture import D, Mixture
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.integrations.tiny_models import tiny_model
-from hexa_fx.passes.preconditions.unreadable import why_not_finite, why_unreadable
+from hexa_fx.passes.preconditions import why_not_finite, why_unreadable
 from tests.runtime.handmade import D, ListMoE
 
 hooks = pytest.importorskip("accelerate.hooks")

@@ -1,1 +1,0 @@
-"""What a block must allow before its run says anything: weights and code that can be read, and hosts that leave traces."""
