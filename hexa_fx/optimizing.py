@@ -30,8 +30,7 @@ from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.options.ablations import switch_off
-from hexa_fx.passes.options.fp8_compute import (
+from hexa_fx.passes.options import (
     NOT_FIXED,
     SAID,
     added_error,
@@ -39,6 +38,7 @@ from hexa_fx.passes.options.fp8_compute import (
     fix_order,
     in_fp8,
     is_fixed,
+    switch_off,
 )
 from hexa_fx.passes.preconditions import is_elsewhere
 from hexa_fx.passes.rewrite import in_own_dtypes

@@ -35,7 +35,7 @@ from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.memory.bounded import NO_MEMORY
+from hexa_fx.passes.memory import NO_MEMORY
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss

@@ -50,7 +50,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
-from hexa_fx.passes.memory.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
+from hexa_fx.passes.memory import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.preconditions import depends_on_mode, refusal_of_host, why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast

@@ -31,7 +31,7 @@ from hexa_fx.passes.detect.decisions import is_count, sizes_asked
 from hexa_fx.passes.detect.explain import odd_expert
 from hexa_fx.passes.detect.graph import descendants, literals
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
-from hexa_fx.passes.memory.float64_copy import float64_copy_or_none
+from hexa_fx.passes.memory import float64_copy_or_none
 from hexa_fx.passes.verify.cases import (
     SECOND,
     Subject,

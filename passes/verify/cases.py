@@ -20,7 +20,7 @@ from hexa_fx.isolation.module_tree import named_tensors
 from hexa_fx.isolation.outcome import Outcome, largest_of, wide
 from hexa_fx.isolation.size import FEW_TOKENS, InPieces, is_out_of_memory
 from hexa_fx.passes.detect.graph import is_float, literals
-from hexa_fx.passes.memory.bounded import room
+from hexa_fx.passes.memory import room
 
 _has_limit = ops.of(
     "clamp clamp_min clamp_max minimum maximum max min hardtanh relu6 hardsigmoid hardswish threshold softplus softshrink "

@@ -179,7 +179,7 @@ def test_in_float64_it_runs_exactly(caplog):
 
 
 def test_an_unusual_error_is_said(caplog, monkeypatch):
-    monkeypatch.setattr(hexa_fx.passes.options.fp8_compute, "UNUSUAL", 0.001)
+    monkeypatch.setattr(hexa_fx.passes.options, "UNUSUAL", 0.001)
     with caplog.at_level(logging.WARNING):
         made(Stacked)
     assert "FP8 changes its outputs by" in caplog.text

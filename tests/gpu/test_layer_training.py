@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.ops import moe_ffn_autograd
-from hexa_fx.passes.options.ablations import moe_ffn_without_esfk
+from hexa_fx.passes.options import moe_ffn_without_esfk
 from tests.gpu.test_layer import BF16, F32, Layer, replays
 
 SMALL = (400, 2, 4, 256, 128)

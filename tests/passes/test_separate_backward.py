@@ -7,7 +7,7 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.observers import listening
 from hexa_fx.ops import program
 from hexa_fx.ops.table_layers import static_of
-from hexa_fx.passes.options.ablations import moe_ffn_without_esfk
+from hexa_fx.passes.options import moe_ffn_without_esfk
 from tests.ops.reference import NAMES, Layer, layer
 
 SPECS = (FfnSpec("silu", "concat"), FfnSpec("silu", "split", "kn", "kn"), FfnSpec("gelu", recompute_h=True))

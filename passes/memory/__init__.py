@@ -1,1 +1,0 @@
-"""Keeps the analysis of a block within its memory."""

@@ -1,1 +1,0 @@
-"""What `HexaConfig` asks of finished blocks: their `hexa::moe_ffn` nodes become other operators or take other arguments."""
