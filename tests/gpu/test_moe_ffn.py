@@ -85,6 +85,17 @@ def test_values_and_gradients(spec: FfnSpec, dtype: torch.dtype, bias: bool) -> 
     assert_equal_to(expert.step(), expert.reference(), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("spec", SPECS[1:4], ids=str)
+def test_second_derivatives(spec: FfnSpec) -> None:
+    expert, found = Expert(spec, torch.float32, True), []
+    wide = in_float64(expert.record._replace(top_k_index=expert.index))
+    for o, run in ((expert.record, expert.run), (wide, lambda: loop(wide))):
+        leaves = [getattr(o, name).requires_grad_() for name in (*expert.operands, "top_k_weights")]
+        first = torch.autograd.grad(run().square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    assert_equal_to(*found, 1e-3)
+
+
 def test_no_host_synchronisation() -> None:
     expert = Expert(SPECS[0], torch.bfloat16, True)
     expert.step()
