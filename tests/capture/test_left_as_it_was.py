@@ -17,6 +17,7 @@ from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.torch_state import training_mode
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo.compare import operators_run
 
@@ -271,6 +272,9 @@ class InBlock(Block):
 def test_weights_that_a_first_call_or_a_mode_folds_factors_into(way: str) -> None:
     model = nn.Sequential(Folding(way), InBlock("train")).double()
     x, other = torch.randn(20, D, dtype=torch.float64), copy.deepcopy(model)
+    with training_mode(model, False):
+        pass
+    torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
     hexa_fx.optimize_(model, x)
     for mode in (True, False, True):
         torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
