@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -188,17 +187,6 @@ def test_a_block_that_mostly_runs_its_own_code_says_so_once(caplog: pytest.LogCa
     said = [r.getMessage() for r in caplog.records if "ran its own code in 100 of 100 calls" in r.getMessage()]
     assert len(said) == 1
     assert "model.report" in said[0]
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("called", [True, False])
-def test_copies_of_a_model(again: Any, called: bool) -> None:
-    model, opt = made()
-    if called:
-        opt(tokens())
-    copied = again(opt)
-    torch.testing.assert_close(copied(tokens()), model(tokens()))
-    assert all(isinstance(layer.forward, HexaForward) for layer in copied.layers)
 
 
 @pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy])
