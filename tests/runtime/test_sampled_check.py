@@ -59,7 +59,7 @@ def test_a_difference_is_said_and_the_original_runs(caplog: pytest.LogCaptureFix
 def test_strict_raises() -> None:
     model, x = made(check_every=1, strict=True)
     break_it(model)
-    with pytest.raises(DiffersInUse, match="a check of one call in 1 found .* off by"):
+    with pytest.raises(DiffersInUse, match=r"a check of one call in 1 found .* off by"):
         model(x)
 
 
