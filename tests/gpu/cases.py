@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from hexa_fx.ops.activations import activation_backward, activation_forward
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank
+
+Result = TypeVar("Result")
 
 DEVICE = "cuda"
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 4e-6, torch.float64: 1e-13}
@@ -185,6 +187,14 @@ def check_esfk(run: Run, o: Esfk, r: Routing, *tile: object, factor: float = 1.0
     if o.has_bias:
         assert_close(db, sums(o.g, r), o.x.dtype, factor)
     return db  # type: ignore[no-any-return]
+
+
+def graph_of(run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A call as a graph, and what its replays write to."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 @contextmanager

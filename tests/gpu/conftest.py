@@ -43,6 +43,13 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def hopper() -> None:
+    """Of kernels for sm_90."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+
+
+@pytest.fixture
 def four_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As far as grids know: there are a few persistent blocks, each of which takes several tiles."""
     from hexa_fx.cuda import choosing as cuda_choosing

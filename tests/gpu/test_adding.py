@@ -9,7 +9,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.ir import FfnSpec
-from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, reference_estmm, row_error, sums
+from tests.gpu.cases import ROUTINGS, graph_of, make_routing, randn, reference_esmm, reference_estmm, row_error, sums
 from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -164,9 +164,7 @@ def test_a_captured_step_adds_at_every_replay() -> None:
             backward(expert)
     torch.cuda.synchronize()
     once = {name: t.main_grad / 2 for name, t in named.items()}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        backward(expert)
+    graph, _ = graph_of(lambda: backward(expert))
     for t in named.values():
         t.main_grad.zero_()
     for _ in range(STEPS):

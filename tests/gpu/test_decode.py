@@ -1,5 +1,6 @@
 """A layer of few tokens in three launches against float64: tiles, layouts, epilogues, ids of no expert, graphs, two streams."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,17 +18,14 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.table_layers import MoeFfn
 from tests.cuda.cards import any_number_of_rows  # noqa: F401
-from tests.gpu.cases import DEVICE, ROUTINGS, make_routing, randn, row_error
+from tests.gpu.cases import DEVICE, ROUTINGS, graph_of, make_routing, randn, row_error
 from tests.ops.reference import in_float64, loop, operands
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, F16: 1e-3}
 """a, rows and results are rounded, each once."""
 EXPERTS = 12
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
-pytestmark = [hopper, pytest.mark.usefixtures("any_number_of_rows")]
+pytestmark = pytest.mark.usefixtures("hopper", "any_number_of_rows")
 
 
 choose_summed = decode.choose_summed
@@ -132,9 +130,7 @@ def test_sums(monkeypatch: pytest.MonkeyPatch, shape: str, bias: bool) -> None:
             o = routed(made, make_routing(kind, tokens, top_k, EXPERTS).index)
             check(o)
             first = run(o)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = run(o)
+            graph, y = graph_of(partial(run, o))
             for _ in range(5):
                 y.fill_(float("nan"))
                 graph.replay()
@@ -172,10 +168,7 @@ def test_a_cuda_graph_of_layers_follows_its_operands() -> None:
         return y
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = graph_of(step)
     for kind in ("random", "sentinels", "none_routed", "duplicates"):
         x.copy_(randn(5, 256, dtype=BF16))
         ids.copy_(make_routing(kind, 5, 3, EXPERTS).index)

@@ -1,13 +1,12 @@
 """The kernels of FP8 block compute beside their reference in plain torch, on the same operands; then whole layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.formats.fp8_scaling import first_groups, quantize_groups, read_bytes, read_groups, read_rows, read_weight
 from hexa_fx.ops import library
 from hexa_fx.ops.table_fp8 import weight_sizes
@@ -20,16 +19,7 @@ WIDTHS = [(384, 256, 450), (200, 136, 150), (1024, 128, 1300)]
 """D, I and tokens: several tiles, widths that are filled up, and more steps than stages."""
 
 
-@pytest.fixture(autouse=True)
-def four_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As far as the grid knows, so that a block takes several tiles."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("FP8 products need an sm_90")
-    card = cuda_choosing.device_card(0)
-    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card._replace(multiprocessors=4))
-    cuda_choosing.forget_choices()
-    yield
-    cuda_choosing.forget_choices()
+pytestmark = pytest.mark.usefixtures("hopper", "four_multiprocessors")
 
 
 def route(kind: str, tokens: int) -> Routing:

@@ -18,6 +18,7 @@ from tests.gpu.cases import (
     check_esmm_act,
     check_esmm_act_backward,
     check_estmm,
+    graph_of,
     make_routing,
     randn,
     stacked,
@@ -65,10 +66,7 @@ ACTIVATED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 device")
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
@@ -234,9 +232,7 @@ def test_queue_returns_to_zero() -> None:
         again = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     torch.cuda.synchronize()
     assert torch.equal(first, again)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
+    graph, captured = graph_of(lambda: sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk")))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(2):
             captured.fill_(float("nan"))

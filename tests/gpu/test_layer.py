@@ -12,7 +12,7 @@ from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct
 from hexa_fx.ops.table_layers import parameters, static_of
-from tests.gpu.cases import make_routing, randn
+from tests.gpu.cases import graph_of, make_routing, randn
 from tests.ops.reference import operands
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -167,10 +167,7 @@ def test_replays_of_a_graph_see_other_inputs(recorded: bool) -> None:
         layer.run()
         if recorded:
             layer.run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = [layer.run() for _ in range(2)]
+        graph, captured = graph_of(lambda: [layer.run() for _ in range(2)])
         for kind in ("random", "sentinels", "none_routed", "duplicates"):
             layer.route(kind)
             for y in captured:

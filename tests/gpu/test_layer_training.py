@@ -10,6 +10,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.ops import moe_ffn_autograd
 from hexa_fx.passes.options import moe_ffn_without_esfk
+from tests.gpu.cases import graph_of
 from tests.gpu.test_layer import BF16, F32, Layer, replays
 
 SMALL = (400, 2, 4, 256, 128)
@@ -155,10 +156,7 @@ def test_a_step_in_a_graph_sees_other_inputs(recorded: bool) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):  # a leaf's gradient waits for the stream where it was first asked for
         for _ in range(3 if recorded else 1):
             layer.step(dy)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer.step(dy)
+    graph, captured = graph_of(lambda: layer.step(dy))
     for kind in ("random", "sentinels", "none_routed", "duplicates"):
         layer.route(kind)
         dy.normal_()

@@ -18,9 +18,7 @@ SIZES = (
 
 
 @pytest.fixture(autouse=True)
-def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 device")
+def any_number_of_rows(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(low_rank_sm90, "MOST_ROWS", 1 << 30)
     monkeypatch.setattr(low_rank_sm90, "_MOST_LAUNCHES", dict.fromkeys(low_rank_sm90._MOST_LAUNCHES, (16, 16)))
     calls._plans.clear()

@@ -11,7 +11,7 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.table_layers import PARAMETERS
-from tests.gpu.cases import make_routing, no_waiting, randn
+from tests.gpu.cases import graph_of, make_routing, no_waiting, randn
 from tests.ops.reference import in_float64, loop, operands
 
 T, K, E, D, H = 250, 2, 6, 128, 96
@@ -111,9 +111,7 @@ def test_a_training_step_replays_in_a_cuda_graph_with_fresh_inputs_and_routing()
         for _ in range(2):
             expert.step()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = expert.step()
+    graph, captured = graph_of(expert.step)
     for kind in ("random", "all_to_one", "none_routed", "sentinels"):
         with torch.no_grad():
             expert.operands["x"].copy_(torch.randn(T, D, device="cuda"))

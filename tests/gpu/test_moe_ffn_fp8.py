@@ -9,6 +9,7 @@ from torch import Tensor
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, moe_ffn_fp8
 from hexa_fx.ops.table_fp8 import MoeFfnFp8
+from tests.gpu.cases import graph_of
 from tests.ops import test_moe_ffn_fp8 as cases
 
 SIZES = [(136, 72), (256, 128), (512, 384)]
@@ -55,14 +56,12 @@ def test_gradients_go_to_main_grad() -> None:
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """The graph of a call, after one outside it."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    return graph_of(run)[0]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -6,7 +6,7 @@ import torch
 from hexa_fx.cuda import packed_rows
 from hexa_fx.formats import FORMATS
 from hexa_fx.ir import FfnSpec
-from tests.gpu.cases import no_waiting
+from tests.gpu.cases import graph_of, no_waiting
 from tests.ops import test_moe_ffn_sources as cases
 
 SIZES = [cases.RAGGED, (64, 48, 16)]
@@ -119,9 +119,7 @@ def test_packed_weights_without_synchronisation_and_in_a_cuda_graph(
         step()
     with no_waiting():
         step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = graph_of(step)
     with torch.no_grad():
         given["x"].copy_(torch.randn_like(given["x"]))
         given["top_k_index"].copy_(torch.randint_like(given["top_k_index"], 0, cases.E))

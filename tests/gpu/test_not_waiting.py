@@ -12,6 +12,7 @@ from hexa_fx.cuda.kernel_set import kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import builder, kernel
 from hexa_fx.ops.moe_ffn import moe_ffn
+from tests.gpu.cases import graph_of
 
 SPEC = FfnSpec("silu", "concat")
 
@@ -36,9 +37,8 @@ def test_torch_first_and_kernels_when_they_are_built(monkeypatch: pytest.MonkeyP
 
     expected = step()
     assert builder().left()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        captured = moe_ffn(x, index, gates, w1, None, None, None, w2, None, SPEC)
+    with torch.no_grad():
+        graph, captured = graph_of(lambda: moe_ffn(x, index, gates, w1, None, None, None, w2, None, SPEC))
     graph.replay()
     assert_alike(captured, expected[0])
     experts = layer_of(SPEC, experts=4, top_k=2, hidden=32, inner=32)

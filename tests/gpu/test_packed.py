@@ -13,7 +13,7 @@ from hexa_fx.cuda.packed import PackedProduct, Streamed
 from hexa_fx.formats import FP8_BLOCK, INT8_ROWS, MXFP4, NF4
 from hexa_fx.ops.table import Esmm, EsmmAct
 from tests.gpu import cases
-from tests.gpu.cases import ROUTINGS, check_esmm_act, make_routing, randn, reference_esmm, row_error
+from tests.gpu.cases import ROUTINGS, check_esmm_act, graph_of, make_routing, randn, reference_esmm, row_error
 
 pytestmark = pytest.mark.usefixtures("four_multiprocessors")
 BF16, F16 = torch.bfloat16, torch.float16
@@ -125,9 +125,7 @@ def test_a_cuda_graph_follows_the_routing() -> None:
     x, v, offs = randn(20, 768, dtype=BF16), r.v.clone(), r.offs.clone()
     operands = product(x, w, None, v, offs, 4)
     packed.esmm(operands)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = packed.esmm(operands)
+    graph, y = graph_of(lambda: packed.esmm(operands))
     for kind in ("all_to_one", "sentinels", "random"):
         other = make_routing(kind, 20, 4, EXPERTS)
         v.copy_(other.v), offs.copy_(other.offs)

@@ -70,9 +70,7 @@ GRADIENT_TILES = {
     "pp2": replace(SQUARE, stages=4, cluster=2),
     "low": PINGPONG,
 }
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
-)
+hopper = pytest.mark.usefixtures("hopper")
 
 
 def routing(top_k: int = TOP_K) -> Routing:
