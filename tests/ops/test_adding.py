@@ -88,23 +88,6 @@ def test_an_indexed_sum_with_weights():
     assert_added(into, before, sums(g[v.long() // K].double() * scale.reshape(-1, 1)[v.long()], offs), 1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_small_gradients_lose_nothing(layout):
-    """By way of bfloat16 each of the 64 would be off by 2e-3, their sum by some 2e-4."""
-    into, want = torch.zeros(weight_shape(layout)), 0
-    into_bias, want_sums = torch.zeros(E, N), 0
-    for _ in range(64):
-        _, _, offs = routing()
-        x, g = torch.rand(T * K, D).bfloat16(), (1e-3 * torch.rand(T * K, N)).bfloat16()
-        want, want_sums = want + product(x, g, offs, layout), want_sums + sums(g, offs)
-        ops.estmm_add(into, x, g, None, None, offs, 1, layout)
-        ops.ess_add(into_bias, g, None, offs, 1)
-    others = [e for e in range(E) if e != EMPTY]
-    assert row_error(into[others], want[others]) < 2e-6
-    assert row_error(into_bias[others], want_sums[others]) < 2e-6
-    assert not into[EMPTY].any()
-
-
 def test_a_functional_compiler_sees_what_is_written():
     v, _, offs = routing()
     x, g = torch.randn(T, D).bfloat16(), torch.randn(T * K, N).bfloat16()

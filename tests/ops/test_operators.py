@@ -137,44 +137,9 @@ def test_wrong_shapes_are_named():
         Layer(one.index, (random(T, D + 1), *one.operands[1:]), one.spec).run()
 
 
-def saved_bytes(spec: FfnSpec) -> int:
-    held: dict[int, int] = {}
-    one = made(spec)
-    weights = {t.untyped_storage().data_ptr() for t in one.operands[2:] if t is not None}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        one.run()
-    return sum(held.values())
-
-
-def test_only_x_h_and_routing_are_saved():
-    x, h, routing = T * D * 8, T * K * 2 * H * 8, T * K * 8 + 2 * T * K * 4 + (E + 1) * 4
-    assert saved_bytes(FfnSpec("silu", "concat")) <= x + h + routing + 64
-    assert saved_bytes(FfnSpec("silu", "concat", recompute_h=True)) <= x + routing + 64
-
-
-def rows() -> tuple[Tensor, Tensor, Tensor]:
-    return hexa.reindex(ids("sentinels"), E)
-
-
 def test_reindex_is_a_stable_sort():
     index = ids("sentinels")
     v, inv, offs = hexa.reindex(index, E)
     assert torch.equal(v.long(), index.flatten().argsort(stable=True))
     assert torch.equal(inv[v.long()], torch.arange(T * K, dtype=torch.int32))
     assert torch.equal(offs.diff().long(), index.flatten().bincount(minlength=E + 1)[:E])
-
-
-def test_esfk_is_its_parts():
-    x, g, w = random(T, D), random(T * K, H), random(E, H, D)
-    v, _, offs = rows()
-    dx, dw, db = hexa.esfk(x, g, w, v, offs, K, "nk", True)
-    torch.testing.assert_close(dx, hexa.esmm(g, w, None, None, offs, 1, "kn"))
-    torch.testing.assert_close(dw, hexa.estmm(x, g, v, None, offs, K, "nk"))
-    torch.testing.assert_close(db, hexa.ess(g, None, offs, 1, None))
