@@ -233,18 +233,6 @@ class Rows(Loop):
         return torch.zeros_like(x).index_copy(0, keep, super().forward(x[keep]))
 
 
-class RowsAfterRouting(Loop):
-    def forward(self, x: Tensor, m: Any = None) -> Tensor:
-        w, i = self.gate(x).softmax(-1).topk(K, -1)
-        keep = m.nonzero().squeeze(-1)
-        rows, w, i = x[keep], w[keep], i[keep]
-        y = torch.zeros_like(rows)
-        for e in range(E):
-            t, k = torch.where(i == e)
-            y.index_add_(0, t, self.experts[e](rows[t]) * w[t, k, None])
-        return torch.zeros_like(x).index_copy(0, keep, y)
-
-
 class KeptOfExpert(Loop):
     def forward(self, x: Tensor, m: Any = None) -> Tensor:
         out = torch.zeros_like(x)
@@ -257,7 +245,7 @@ class KeptOfExpert(Loop):
         return out
 
 
-MASKS |= {"rows_after_routing": (RowsAfterRouting, BOOL), "rows": (Rows, BOOL), "kept_of_expert": (KeptOfExpert, BOOL)}
+MASKS |= {"rows": (Rows, BOOL), "kept_of_expert": (KeptOfExpert, BOOL)}
 
 
 def judged(
