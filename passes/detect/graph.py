@@ -56,10 +56,10 @@ def descendants(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] | None = None
 ) -> set[torch.fx.Node]:
     """The roots and all that is computed from them, but not from nodes at which to ``stop``."""
-    return reached(roots, lambda node: () if stop is not None and stop(node) else node.users)
+    return reached(roots, _users_of if stop is None else lambda node: () if stop(node) else node.users)
 
 
-_inputs_of = operator.attrgetter("all_input_nodes")
+_inputs_of, _users_of = operator.attrgetter("all_input_nodes"), operator.attrgetter("users")
 
 
 def is_chosen(node: torch.fx.Node) -> bool:
