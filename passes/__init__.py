@@ -243,14 +243,14 @@ def _checked(
     config: HexaConfig,
 ) -> BlockAnalysis:
     """Compares what was rewritten with the original. What differs becomes a refusal."""
-    captured, rewritten, block = found.captured, found.rewritten, observation.module
-    assert captured is not None
+    match, rewritten, block = found.match, found.rewritten, observation.module
+    assert match is not None
     assert rewritten is not None
-    settings = settings_of(captured, config, unlike(observation.given, example))
+    settings = settings_of(match.captured, config, unlike(observation.given, example))
     with announced("verify", rewritten.graph) as done, muted(), torch_operators():
         check = verify_block(block, rewritten, *example, settings)
         done.note = check.reason or "equal"
     if check.ok:
         return replace(found, check=check)
-    refusal = Refusal(observation.path, why_refused(check, captured), settled=changes_itself(check.cases))
+    refusal = Refusal(observation.path, why_refused(check, match), settled=changes_itself(check.cases))
     return replace(found, check=check, rewritten=None, refusal=refusal)

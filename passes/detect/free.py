@@ -105,13 +105,22 @@ class _FreeSearch:
         self.weights = self.family.weights
 
     def match(self) -> MoEMatch:
-        """The match at the earliest end from which on the code is linear in the expert outputs."""
+        """The match at the earliest end from which on the code is linear in the expert outputs.
+
+        Ends of matrices come first; where there are others only, the refusal of the standard form says more.
+        """
         self.stored = stored_outside_calls(self.captured, self.runs.readers)
-        return first_match(partial(self._match_at, end) for end in self.runs.ends)
+        try:
+            return first_match(partial(self._match_at, end) for end in self.runs.ends)
+        except Refuse:
+            if record_of(self.runs.ends[0][0]).value.dim() > 2:
+                raise NotFree from None
+            raise
 
     @experiments()
     def _match_at(self, end: Column) -> MoEMatch:
         captured, experts = self.captured, experts_of(end, self.tags)
+        lead = record_of(end[0]).value.dim() - 1
         inside = [[n for n in ancestors([last]) if in_one_expert(n, self.tags)] for last in end]
         everything = [node for nodes in inside for node in nodes]
         refuse_randomness(everything)
@@ -134,6 +143,7 @@ class _FreeSearch:
             experts=experts,
             tokens=tokens.rows,
             count=count,
+            lead=lead,
             sources=tuple(self._sources(end, tokens.node)),
             factor=lambda wanted: find_row_factor(wanted, pairs, routed.routing, routed.search),
         )
@@ -161,11 +171,11 @@ class _FreeSearch:
 
     def _tokens(self, end: Column) -> _Tokens:
         """The token of every row, read off the operands of the runs or off what these are computed from."""
-        lengths = tuple(len(record_of(node).value) for node in end)
+        lengths = tuple(record_of(node).value.shape[:-1].numel() for node in end)
         frontier = self._given(end)
         for _ in range(6):
             for column in frontier:
-                found = self._as_tokens(column, lengths)
+                found = self._as_tokens(column, lengths, record_of(end[0]).value.dim())
                 if found is not None:
                     return found
             frontier = [operands for column in frontier for operands in _operands(column)]
@@ -188,13 +198,13 @@ class _FreeSearch:
                     found.setdefault(operands)
         return list(found)
 
-    def _as_tokens(self, column: Column, lengths: tuple[int, ...]) -> _Tokens | None:
-        values = [self.replay.value(n) for n in column]
-        if not all(is_float(n) for n in column) or any(v.dim() < 2 for v in values):
+    def _as_tokens(self, column: Column, lengths: tuple[int, ...], dims: int) -> _Tokens | None:
+        if not all(is_float(n) and record_of(n).value.dim() == dims for n in column):
             return None
+        values = [self.replay.value(n).flatten(0, -2) for n in column]
         if any(len(value) != length for value, length in zip(values, lengths)):
             return None
-        if values[0].dim() != 2 or len({value.shape[1] for value in values}) != 1:
+        if len({value.shape[1] for value in values}) != 1:
             return None
         for source in token_sources(self.runs.readers[0], values[0].shape[1], self.captured, self.tags):
             whole = self.replay.value(source)
@@ -230,7 +240,9 @@ class _FreeSearch:
         stored = self.weights.table(bases[0])
         assert stored is not None
         inner = [width_of(role.data) for role in products if role.data not in tokens] or [width_of(output)]
-        body = FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0], reader.columns)
+        body = FreeBody(
+            roles, output, experts, width_of(tokens[0]), max(inner), stored[0], reader.columns, lead=reader.lead
+        )
         drawn = [reader.columns[node] for node in body.dropouts]
         return replace(body, slots_first=draws_slots_first(drawn, reader.experts, reader.tokens))
 
@@ -290,17 +302,18 @@ def refuse_mixing(reader: StepReader) -> None:
     for parity in (0, 1):
         replace: dict[torch.fx.Node, torch.Tensor] = {}
         for node in {n for column in given for n in column}:
-            value = reader.replay.value(node).clone()
+            recorded = reader.replay.value(node)
+            value = recorded.flatten(0, reader.lead - 1).clone()
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value.device)
             value[parity::2] = noise[parity::2]
-            replace[node] = value
+            replace[node] = value.view_as(recorded)
         wanted = [n for node in steps for n in reader.columns[node]]
         answers = reader.replay.run(replace, wanted)
         expected = reader.replay.run({n: reader.replay.value(n) for n in replace}, wanted)
         for node in sorted(steps, key=order.__getitem__):
             for member in reader.columns[node]:
-                before, after = expected[member], answers[member]
-                if before.dim() and not _same(before[1 - parity :: 2], after[1 - parity :: 2]):
+                before, after = (found[member].flatten(0, reader.lead - 1) for found in (expected, answers))
+                if not _same(before[1 - parity :: 2], after[1 - parity :: 2]):
                     raise Refuse(f"{operation(node)} inside the experts mixes rows of different tokens", node)
 
 

@@ -13,7 +13,7 @@ import torch.fx
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
-from hexa_fx.capture.replay import Replay
+from hexa_fx.capture.replay import CannotReplay, Replay
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, descendants, einsum_of, is_tensor
 from hexa_fx.passes.detect.projections import Contraction, feature_size
@@ -38,8 +38,16 @@ def segment_of(first: Iterable[Contraction], second: Contraction) -> list[torch.
 def row_orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, torch.Tensor]]:
     """For every pair, by node, the rows (R,) that those of the second product come from; -1 where that does not show.
 
-    The nodes are the first products and what the second is given. One whose rows lie as the second product's is left out.
+    The nodes are the first products and what the second is given. One whose rows lie as the second product's is left out, and so
+    are all where code between the products fails on other numbers, or chooses by them how many rows it keeps.
     """
+    try:
+        return _orders(pairs, replay)
+    except CannotReplay:
+        return [{} for _ in pairs]
+
+
+def _orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, torch.Tensor]]:
     found: list[dict[torch.fx.Node, torch.Tensor]] = [{} for _ in pairs]
     if len({len(first) for first, _ in pairs}) != 1:
         return found
@@ -108,6 +116,9 @@ def _origins(
     def run(replace: Mapping[torch.fx.Node, torch.Tensor]) -> list[torch.Tensor]:
         shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in replace.items()}
         answers = replay.run(shaped, ends)
+        odd = next((end for end in ends if answers[end].shape != record_of(end).value.shape), None)
+        if odd is not None:
+            raise CannotReplay(odd)
         return [_rows(answers[end], end) for end in ends]
 
     before = run({**fixed, **{start: one.expand_as(rows) for start, rows, (one, _) in zip(starts, given, two)}})

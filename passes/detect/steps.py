@@ -114,6 +114,7 @@ class FreeBody:
         form: how the first expert parameter is stored.
         runs: the nodes of all runs that do the step.
         slots_first: whether an expert's rows come in the order of the slots that chose it, and then of tokens; else of tokens.
+        lead: how many dimensions hold an expert's rows in the code, such as batch and sequence.
     """
 
     steps: Mapping[torch.fx.Node, Role]
@@ -124,6 +125,11 @@ class FreeBody:
     form: Form
     runs: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
     slots_first: bool = False
+    lead: int = 1
+
+    def row_shape(self, node: torch.fx.Node) -> tuple[int, ...]:
+        """Of what a step has for every row."""
+        return tuple(record_of(node).value.shape[self.lead :])
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -168,7 +174,7 @@ class AlikeRuns:
     """Runs of experts that do the same thing.
 
     Args:
-        ends: columns at which the runs may end, earliest first.
+        ends: columns at which the runs may end: of matrices the earliest first, then of what has more dimensions.
         readers: the nodes that take an expert's parameter as an operand.
     """
 
@@ -192,8 +198,9 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
     runs = len(classes[signature[readers[0]]])
     if runs < 2 or any(len(classes[signature[reader]]) != runs for reader in readers):
         return None
-    ends = tuple(tuple(column) for column in classes.values() if len(column) == runs and _may_end(column, readers))
-    return AlikeRuns(ends, readers) if ends else None
+    ends = [tuple(column) for column in classes.values() if len(column) == runs and _may_end(column, readers)]
+    ends.sort(key=lambda end: record_of(end[0]).value.dim())
+    return AlikeRuns(tuple(ends), readers) if ends else None
 
 
 def experts_of(column: Column, tags: Mapping[torch.fx.Node, Tag]) -> tuple[int, ...]:
@@ -216,9 +223,9 @@ def _reads_expert(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> boo
 
 
 def _may_end(column: list[torch.fx.Node], readers: tuple[torch.fx.Node, ...]) -> bool:
-    """Whether a node is a matrix of rows that every use of an expert's parameter leads to."""
+    """Whether a node holds rows that every use of an expert's parameter leads to: a matrix, or one a sequence."""
     values = [record_of(node).value for node in column]
-    if not is_float(column[0]) or any(value.dim() != 2 for value in values):
+    if not is_float(column[0]) or len({value.dim() for value in values}) > 1 or values[0].dim() < 2:
         return False
     return ancestors(column).issuperset(readers)
 
@@ -265,6 +272,7 @@ class StepReader:
         rows, experts: number of rows, and expert, of each run.
         tokens: the token (R,) of every row of each run.
         count: number of tokens.
+        lead: how many dimensions hold a run's rows.
         sources: tensors with a row for every token.
         factor: finds a number per row among the routing's tensors; raises `Refuse` if it is not there.
     """
@@ -278,6 +286,7 @@ class StepReader:
     experts: tuple[int, ...]
     tokens: tuple[torch.Tensor, ...]
     count: int
+    lead: int
     sources: tuple[torch.fx.Node, ...]
     factor: Callable[[torch.Tensor], tuple[RoutingSource, ...]]
     roles: dict[torch.fx.Node, Role] = field(default_factory=dict)
@@ -342,16 +351,20 @@ class StepReader:
         node = column[self.run]
         if not is_tensor(node):
             return
-        shapes = [record_of(n).value.shape for n in column]
-        if any(not shape or shape[0] != rows for shape, rows in zip(shapes, self.rows)):
+        if not all(self._is_of(n, rows) for n, rows in zip(column, self.rows)):
             of_rows = any(n.op == "placeholder" for n in ancestors([node]))
             mixed = f"{operation(node)} inside the experts does not keep their rows apart"
             raise Refuse(mixed if of_rows else MIXED_WEIGHT, node)
 
+    def _is_of(self, node: torch.fx.Node, rows: int) -> bool:
+        """Whether a tensor holds something for each of so many rows."""
+        shape = record_of(node).value.shape
+        return len(shape) >= self.lead and shape[: self.lead].numel() == rows
+
     def _product(self, column: Column) -> Product:
         node = column[self.run]
         data = [n for n in node.all_input_nodes if is_tensor(n) and not self.tags[n].weight]
-        if len(data) != 1 or record_of(data[0]).value.dim() != 2 or record_of(node).value.dim() != 2:
+        if len(data) != 1 or {record_of(n).value.dim() for n in (*data, node)} != {self.lead + 1}:
             raise Refuse("an expert product is not one of rows with a matrix", node)
         operands = expert_operands(node, self.tags)
         bases = [next(iter(self.tags[n].bases)) for n in operands if len(self.tags[n].bases) == 1]
@@ -363,7 +376,7 @@ class StepReader:
         values = [self.replay.call(n, {}) for n in column]
         for base in bases:
             bias = next((other for other in bases if other != base), None)
-            for reading in self.weights.matrices(base, values[0].shape[1], record_of(data[0]).value.shape[1]):
+            for reading in self.weights.matrices(base, values[0].shape[-1], width_of(data[0])):
                 if reading.part == "whole" and self._explains(values, rows, reading.matrices, bias):
                     return Product(data[0], base, bias, reading.layout)
         raise Refuse("an expert product is not one with the expert's whole matrix and bias", node)
@@ -452,7 +465,7 @@ class StepReader:
             return RowFactor(sources)
         node = column[self.run]
         same = len({self.twin[n] for n in column}) == 1  # a mask over features, say, that every run inverts anew
-        if same and any(record_of(node).value.shape[:1] != (rows,) for rows in self.rows):
+        if same and not all(self._is_of(node, rows) for rows in self.rows):
             return Outside()
         if node.op in ("get_attr", "placeholder") or not all(n.all_input_nodes for n in column) or not is_float(node):
             raise Refuse("the experts compute with a tensor that is neither their tokens' nor shared by all", node)
@@ -462,8 +475,10 @@ class StepReader:
         return self._copy(column)
 
     def _token_rows(self, column: Column) -> torch.fx.Node | None:
-        values = [self.replay.value(n) for n in column]
-        if not is_float(column[0]) or any(v.dim() < 2 or len(v) != len(t) for v, t in zip(values, self.tokens)):
+        if not is_float(column[0]) or record_of(column[0]).value.dim() <= self.lead:
+            return None
+        values = [self.replay.value(n).flatten(0, self.lead - 1) for n in column]
+        if any(len(v) != len(t) for v, t in zip(values, self.tokens)):
             return None
         for source in self.sources:
             whole = self.replay.value(source)
@@ -477,7 +492,7 @@ class StepReader:
 
     def _row_factor(self, column: Column) -> tuple[RoutingSource, ...] | None:
         values = [self.replay.value(n) for n in column]
-        if any(v.numel() != len(t) or v.shape[:1] != t.shape for v, t in zip(values, self.tokens)):
+        if any(v.numel() != rows or not self._is_of(n, rows) for v, n, rows in zip(values, column, self.rows)):
             return None
         try:
             sources = self.factor(torch.cat([value.double().flatten() for value in values]))

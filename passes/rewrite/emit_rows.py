@@ -146,7 +146,7 @@ class RowEmitter:
         source = next(role.source for role in self.body.steps.values() if isinstance(role, TokenRows))
         own, values = record_of(source).value.dtype, [record_of(node).value for node in drops]
         kinds = [
-            (tuple(v.shape[1:]), None if v.dtype == own else v.dtype, probability(n)) for n, v in zip(drops, values)
+            (self.body.row_shape(n), None if v.dtype == own else v.dtype, probability(n)) for n, v in zip(drops, values)
         ]
         like = self.as_rows(source)
         masks = self._call(kept_rows, like, self._v, self._offs, self._top_k, self.body.slots_first, kinds)
@@ -181,7 +181,11 @@ class RowEmitter:
         if self._only_in_products(node):
             return tokens
         token = self._v if self._top_k == 1 else self._call(operator.floordiv, self._v, self._top_k)
-        return self._routed_only(self._method("index_select", tokens, 0, token), value.dim())
+        return self._routed_only(self._method("index_select", tokens, 0, token), self._dims(node))
+
+    def _dims(self, node: Node) -> int:
+        """Of what stands for a recorded node, whose rows lie in one dimension here."""
+        return 1 + len(self.body.row_shape(node))
 
     def _only_in_products(self, node: Node) -> bool:
         steps = self.body.steps
@@ -195,7 +199,7 @@ class RowEmitter:
 
     def _row_factor(self, node: Node, sources: Sequence[RoutingSource]) -> Node:
         factor, value = self.factor(sources), record_of(node).value
-        shape = (-1, *[1] * (value.dim() - 1))
+        shape = (-1, *[1] * len(self.body.row_shape(node)))
         if factor is None:
             some = next(n for n in self._new.values())
             return self._method("new_ones", some, (self._method("size", self._v, 0), *shape[1:]))
@@ -203,7 +207,7 @@ class RowEmitter:
         recorded = record_of(sources[0].nodes[0]).value
         if recorded.dtype != value.dtype:
             flat = self._method("to", flat, value.dtype)
-        return self._routed_only(self._method("view", flat, *shape), value.dim())
+        return self._routed_only(self._method("view", flat, *shape), len(shape))
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +254,7 @@ class RowEmitter:
 
     def _operand(self, operand: Node, reader: Node) -> Node:
         if isinstance(self.body.steps[operand], (OfExpert, FromExpert)):
-            return self._of_parameter(operand, record_of(reader).value.dim())
+            return self._of_parameter(operand, self._dims(reader))
         return self._new[operand]
 
     def _of_parameter(self, node: Node, dims: int) -> Node:
@@ -277,7 +281,7 @@ class RowEmitter:
 
     def _prelu(self, node: Node) -> Node:
         data, slope = node.all_input_nodes
-        x, dims = self._new[data], record_of(node).value.dim()
+        x, dims = self._new[data], self._dims(node)
         role = self.body.steps[slope]
         assert isinstance(role, OfExpert)
         per_channel = OfExpert(role.base, (*role.shape, *[1] * (dims - 2)))

@@ -12,6 +12,7 @@ import hexa_fx
 from hexa_fx.inspection.advice import advice
 from tests.detect.test_what_strangers_write import Mixture
 from tests.zoo.agree import tokens
+from tests.zoo.bodies import PreNormExpert
 from tests.zoo.common import MLP, TopKGate
 from tests.zoo.variant import D, E, I
 
@@ -104,6 +105,22 @@ class Gumbel(Mixture):
         return sum(weights[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
 
 
+class Headed(PreNormExpert):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(x.shape[0], x.shape[1], 2, -1).softmax(-1).flatten(2))
+
+
+class OnSequences(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Headed() for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        share = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights)
+        return sum(share[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
+
+
 class Cached(Mixture):
     """Keeps a tensor for every size that it has met."""
 
@@ -145,6 +162,7 @@ class Groups(Mixture):
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
         (ExpertsChooseInEach, "every expert takes 6 of them, and some tokens are taken more often than others"),
         (Gumbel, "its gradient reaches experts that were not chosen too, so that all have to run"),
+        (OnSequences, "the experts are given whole sequences, and count dimensions or sizes of them"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
     ],

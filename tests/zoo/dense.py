@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.zoo.bodies import PreNormExpert, ResidualExpert
 from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
@@ -253,6 +254,21 @@ VARIANTS = (
     variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),
     variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
     variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)", make_expert=MLP, bias=False),
+    variant(
+        "dense_linear_on_sequences",
+        ComputeAllGather,
+        "one matrix an expert, on (B, S, D)",
+        make_expert=nn.Linear,
+        in_features=D,
+        out_features=D,
+    ),
+    variant("dense_norm_on_sequences", MaskTimesExpert, "experts with norms, on (B, S, D)", make_expert=PreNormExpert),
+    variant(
+        "dense_residual_on_sequences",
+        ComputeAllGather,
+        "experts of three matrices, likewise",
+        make_expert=ResidualExpert,
+    ),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
     variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
     variant(

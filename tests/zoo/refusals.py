@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, Mixture, SwiGLU, experts
-from tests.zoo.dense import TokensThenExperts
+from tests.zoo.dense import MaskTimesExpert, TokensThenExperts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
 
@@ -294,6 +294,9 @@ VARIANTS = (
     variant("refuse_self_attention", Mixture, "attention inside the expert", REFUSED, make_expert=SelfAttentionExpert),
     variant("refuse_reversed", Mixture, "order of the tokens reversed", REFUSED, make_expert=ReversedTokens),
     variant("refuse_rolled", Mixture, "neighbour in the queue mixed in", REFUSED, make_expert=RolledTokens),
+    variant(
+        "refuse_rolled_sequences", MaskTimesExpert, "the next sequence mixed in", REFUSED, make_expert=RolledTokens
+    ),
     variant("refuse_queue_position", Mixture, "place in the queue added", REFUSED, make_expert=PositionInQueue),
     variant("refuse_count_scaled", Mixture, "divided by the number of tokens", REFUSED, make_expert=CountScaled),
     variant("refuse_centering_matrix", CenteringMatrix, "centred by a matrix product over tokens", REFUSED),
