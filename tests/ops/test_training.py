@@ -280,17 +280,6 @@ def test_expanded_and_transposed_gradients():
     )
 
 
-def test_slices_of_a_larger_weight():
-    """A device's share of the intermediate size, as the model-centric partition passes it."""
-    one = layer(FfnSpec("gelu", "none"), inner=12)
-    x, weights, w1, _, _, _, w2, _ = (None if t is None else t.detach() for t in one.operands)
-    parts = [
-        ops.moe_ffn(x, one.index, weights, w1[:, s], None, None, None, w2[:, :, s], None, one.spec)
-        for s in (slice(0, 5), slice(5, 12))
-    ]
-    torch.testing.assert_close(sum(parts), one.loop().detach())
-
-
 def test_a_master_of_another_shape_is_refused():
     one = layer(tokens=40)
     w1 = one.operands[2]
