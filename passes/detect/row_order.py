@@ -102,22 +102,16 @@ def _origins(
     fixed: Mapping[torch.fx.Node, torch.Tensor],
     replay: Replay,
 ) -> list[torch.Tensor | None]:
-    """For every start and its end, the row (R,) that each row of the end follows from; None if it is the same one, or several.
-
-    None, too, where the values of rows decide how many the end has.
-    """
+    """For every start and its end, the row (R,) that each row of the end follows from; None if it is the same one, or several."""
     given = [_rows(replay.value(start), start) for start in starts]
     two = [(_row(start, replay), _row(start, replay, 1)) for start in starts]
 
-    def changed(bit: int, wanted: bool) -> list[torch.Tensor | None]:
+    def changed(bit: int, wanted: bool) -> list[torch.Tensor]:
         replace = {**fixed}
         for start, rows, (one, other) in zip(starts, given, two):
             numbers = torch.arange(len(rows), device=rows.device)
             replace[start] = torch.where((((numbers >> bit) & 1) == wanted)[:, None], other, one)
-        return [
-            (now - then).abs().amax(1) > _NEAR * then.abs().amax(1) if len(now) == len(then) else None
-            for now, then in zip(run(replace), before)
-        ]
+        return [(now - then).abs().amax(1) > _NEAR * then.abs().amax(1) for now, then in zip(run(replace), before)]
 
     def run(replace: Mapping[torch.fx.Node, torch.Tensor]) -> list[torch.Tensor]:
         shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in replace.items()}
@@ -130,18 +124,14 @@ def _origins(
     before = run({**fixed, **{start: one.expand_as(rows) for start, rows, (one, _) in zip(starts, given, two)}})
     origins = [torch.zeros(len(rows), dtype=torch.long, device=rows.device) for rows in before]
     follows, single = ([torch.ones_like(o, dtype=torch.bool) for o in origins] for _ in range(2))
-    varying: set[int] = set()
     for bit in range(max(1, max(map(len, given)) - 1).bit_length()):
         for number, (with_bit, without) in enumerate(zip(changed(bit, True), changed(bit, False))):
-            if with_bit is None or without is None:
-                varying.add(number)
-                continue
             origins[number] += with_bit.long() << bit
             follows[number] &= with_bit | without
             single[number] &= ~(with_bit & without)
     return [
-        _if_other(torch.where(f, origin, -1), len(rows)) if number not in varying and bool(s.all()) else None
-        for number, (origin, f, s, rows) in enumerate(zip(origins, follows, single, given))
+        _if_other(torch.where(f, origin, -1), len(rows)) if bool(s.all()) else None
+        for origin, f, s, rows in zip(origins, follows, single, given)
     ]
 
 
