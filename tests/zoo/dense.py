@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.bodies import PreNormExpert, ResidualExpert
+from tests.zoo.bodies import PreNormExpert, three_layers
 from tests.zoo.common import MLP, Mixture, TopKGate, experts
 from tests.zoo.variant import D, E, I, K, variant, weight
 
@@ -264,10 +264,10 @@ VARIANTS = (
     ),
     variant("dense_norm_on_sequences", MaskTimesExpert, "experts with norms, on (B, S, D)", make_expert=PreNormExpert),
     variant(
-        "dense_residual_on_sequences",
+        "dense_deep_on_sequences",
         ComputeAllGather,
         "experts of three matrices, likewise",
-        make_expert=ResidualExpert,
+        make_expert=three_layers,
     ),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
     variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
