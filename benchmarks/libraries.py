@@ -97,11 +97,15 @@ def judge(block: LibraryBlock) -> Row:
 
 def _made(block: LibraryBlock) -> nn.Module:
     torch.manual_seed(0)
-    with stand_ins(block.stand_ins):
-        module = block.make()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # what is left as it comes is NaN, not what was in memory
+    try:
+        with stand_ins(block.stand_ins):
+            module = block.make()
+    finally:
+        torch.use_deterministic_algorithms(False)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in module.parameters():  # zeros, or whatever was in memory
+        for parameter in module.parameters():
             usable = bool(parameter.isfinite().all()) and 1e-3 < float(parameter.abs().max()) < 1e3
             if parameter.is_floating_point() and not usable:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))

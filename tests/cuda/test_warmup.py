@@ -53,7 +53,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(cuda_choosing, "collect", collect)
     monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
-    monkeypatch.setattr(cuda_warmup, "_device", lambda block: torch.device("cpu"))
+    monkeypatch.setattr(cuda_warmup, "device_of", lambda block: torch.device("cpu"))
     return runs
 
 
