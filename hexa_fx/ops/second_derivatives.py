@@ -19,7 +19,8 @@ from hexa_fx.ops.table_layers import OPERANDS, MoeFfnBackward
 from hexa_fx.torch_private import without_autocast
 
 _OPS = torch.ops.hexa
-_SAVED = ("dy", *OPERANDS, "v", "inv", "offs")
+_GIVEN = ("dy", *OPERANDS)
+_SAVED = (*_GIVEN, "v", "inv", "offs")
 _tensors = MoeFfnBackward.pick(*_SAVED)
 
 
@@ -39,7 +40,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
         )
     again = torch.is_grad_enabled()
     with torch.enable_grad(), without_autocast():
-        given = {name: each.view_as(each) for name in _SAVED[:-3] if (each := getattr(o, name)) is not None}
+        given = {name: each.view_as(each) for name in _GIVEN if (each := getattr(o, name)) is not None}
         needed = [given[name] for name, need in zip(OPERANDS, o.needs, strict=True) if need]
         first = torch.autograd.grad(_layer(o._replace(**given)), needed, given["dy"], create_graph=True)
         asked = [

@@ -29,10 +29,14 @@ _turns = ops.of(
 
 
 def segment_of(first: Iterable[Contraction], second: Contraction) -> list[torch.fx.Node]:
-    """Nodes between first products and the second."""
-    start = {contraction.node for contraction in first}
-    between = (descendants(start) & ancestors([second.data])) - start
+    """Nodes between first products and the second, in order."""
+    between = _between(first, second)
     return [node for node in second.node.graph.nodes if node in between]
+
+
+def _between(first: Iterable[Contraction], second: Contraction) -> set[torch.fx.Node]:
+    start = {contraction.node for contraction in first}
+    return (descendants(start) & ancestors([second.data])) - start
 
 
 def row_orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, torch.Tensor]]:
@@ -52,14 +56,14 @@ def _orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, t
     if len({len(first) for first, _ in pairs}) != 1:
         return found
     given, ends = [second.data for _, second in pairs], [second.node for _, second in pairs]
-    inside = {node for first, second in pairs for node in segment_of(first, second)}
+    moved = any(_may_reorder(node) for first, second in pairs for node in _between(first, second))
     alike: list[torch.Tensor | None] = [None] * len(pairs)
     turned = _origins(given, ends, {}, replay) if any(map(_may_reorder, ends)) else alike
     _note(found, given, turned)
     firsts = list(zip(*([contraction.node for contraction in first] for first, _ in pairs)))
     for starts in firsts:
         origins = alike
-        if any(map(_may_reorder, inside)):
+        if moved:
             others = (node for column in firsts if column is not starts for node in column)
             fixed = {node: _row(node, replay).expand_as(_rows(replay.value(node), node)) for node in others}
             origins = _origins(starts, given, fixed, replay)
