@@ -12,14 +12,18 @@ the slowest rank's median in milliseconds, and the largest allocation of any ran
     data, model, fsdp, auto  the partition over all GPUs, everything else under FSDP2; fsdp is FSDP2 as a plan has it
     data_graphed, model_graphed  the same steps by ``model.partition.graphed``; how many were replays is said, and no peak: what a
                        graph holds is not counted among allocations
-    mesh_data, mesh_model   the partition over pairs, FSDP2 over the pairs and, for what is not expert, over all (4 GPUs or more)
+    mesh_data, mesh_model   the partition over pairs (of two GPUs, the only one), FSDP2 over these and, but for experts, over all
     ep_grouped_mm, ep_hexa  transformers' expert parallelism by all-to-all, everything else under FSDP2
 
-``--zipf`` has routers choose by Zipf's law with this exponent, the popular experts anywhere; ``fullest`` is then what the fullest
-rank has to compute under expert parallelism, over the mean. ``--dtype float32`` is float32 weights under bf16 autocast.
+Set-ups, one a launch: ``--zipf`` has routers choose by Zipf's law with this exponent, the popular experts anywhere; ``--trained``
+is the model after so many steps on text. Of both, ``fullest`` is what the fullest rank has to compute under expert parallelism,
+over the mean. ``--dtype float32`` is float32 weights under bf16 autocast. ``--lora`` is adapters of this rank on experts and
+queries, all else frozen. ``--trainer`` is so many steps of transformers' Trainer with DDP, and their losses, of the rows
+fsdp2_hexa and fsdp2_grouped_mm.
 
 A row that fails has the reason, and so has one that would begin later than ``--seconds`` after the start. What a rank does alone
-ends the job after a minute; rows before it are kept, and another start with the same FILE goes on behind it.
+ends the job after a minute. Rows before it are kept; another start with the same FILE goes on behind it, and takes rows that were
+too late.
 `--shrink 32 --tokens 64` tries the script over Gloo without a GPU.
 """
 
@@ -48,11 +52,14 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import hexa_fx  # noqa: E402
 from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.mesh_set_ups import adapt, by_trainer, fullest, skew, text, train_on_text  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 from hexa_fx.errors import kind_and_line  # noqa: E402
 
 ROWS = "fsdp2_hexa auto fsdp2_grouped_mm data_graphed model_graphed ep_grouped_mm data model ep_hexa mesh_data mesh_model fsdp"
+SET_UP = ("zipf", "trained", "lora", "trainer", "dtype")
+LATE = "not begun"
 SEQUENCE = 2048
 GIB = 2.0**30
 
@@ -64,11 +71,15 @@ def shard(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter] | None 
     fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 
-def fsdp2(model: nn.Module, ids: Tensor, implementation: str, device: str) -> Callable[[], None]:
+def implement(model: nn.Module, ids: Tensor, implementation: str) -> None:
     if implementation == "hexa":
         hexa_fx.optimize_(model, {"input_ids": ids[:1, :64]})
     else:
         model.set_experts_implementation(implementation)
+
+
+def fsdp2(model: nn.Module, ids: Tensor, implementation: str, device: str) -> Callable[[], None]:
+    implement(model, ids, implementation)
     shard(model, init_device_mesh(device, (dist.get_world_size(),)))
     return lambda: None
 
@@ -139,8 +150,21 @@ def measured(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     per_rank = tokens // dist.get_world_size()
     ids = tokens_of(o.device, per_rank).view(-1, min(SEQUENCE, per_rank))
     model = make(name, o.device, o.shrink, o.layers).to(o.dtype).train()
-    said: Row = skew(model, ids, o.zipf) if o.zipf else {}
+    said: Row = {}
+    if o.zipf:
+        skew(model, o.zipf)
+    if o.trained:
+        train_on_text(model, name, o.trained)
+        ids = text(per_rank, 1, seed=1 + dist.get_rank())[0].to(o.device).view_as(ids)
+    if o.zipf or o.trained:
+        said["fullest"] = fullest(model, ids)
+    if o.lora:
+        adapt(model, o.lora)
     prepare, how = KINDS[row]
+    if o.trainer:
+        implement(model, ids, how)
+        return by_trainer(model, tokens, o.trainer, o.device)
+
     combine = prepare(model, ids, how, o.device)
 
     def step(ids: Tensor) -> None:
@@ -167,38 +191,6 @@ def measured(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     return {"ms": milliseconds, **said, "row_seconds": round(time.perf_counter() - began, 1)}
 
 
-def skew(model: nn.Module, ids: Tensor, exponent: float) -> Row:
-    """Has every router draw experts by Zipf's law: the first channel carries each one's popularity, the others the draw.
-
-    Embeddings are made so large that layers hardly change their direction.
-    """
-    embedded = model.get_input_embeddings().weight
-    draw = torch.Generator(embedded.device).manual_seed(2)
-    embedded.data.normal_(0.0, 8.0, generator=draw)
-    embedded.data[:, 0] = 0.8 * embedded.shape[1] ** 0.5
-    first = 0.1 * embedded.shape[1] ** 0.5  # of a normalised row, nearly
-    chosen: list[Tensor] = []
-
-    def note(_: nn.Module, __: Any, output: Any) -> None:
-        chosen.append(next(each for each in output if not each.is_floating_point()))
-
-    routers = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
-    for router in routers:
-        experts, width = router.weight.shape
-        popular = torch.arange(1.0, experts + 1, device=ids.device) ** -exponent
-        router.weight.data.normal_(0.0, 1.3 / width**0.5, generator=draw)
-        places = torch.randperm(experts, generator=draw, device=ids.device)
-        router.weight.data[:, 0] = (popular.log()[places] / first).to(router.weight.dtype)
-    hooks = [router.register_forward_hook(note) for router in routers]
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    ranks = dist.get_world_size()
-    loads = [torch.bincount(ids.flatten(), minlength=experts).view(ranks, -1).sum(1) for ids in chosen]
-    return {"fullest": round(statistics.mean(float(load.max() * ranks / load.sum()) for load in loads), 2)}
-
-
 def timed(step: Callable[[], None], rounds: int) -> tuple[float, float]:
     """Median of the slowest rank, and the largest peak."""
     if torch.cuda.is_available():
@@ -218,10 +210,8 @@ def timed(step: Callable[[], None], rounds: int) -> tuple[float, float]:
 
 
 def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
-    if row.startswith("mesh") and dist.get_world_size() < 4:
-        return {"reason": "needs 4 GPUs"}
     if is_late(o):
-        return {"reason": f"not begun within {o.seconds} s"}
+        return {"reason": f"{LATE} within {o.seconds} s"}
     try:
         return measured(name, tokens, row, o)
     except Exception as error:  # the same on every rank, or the job hangs until its limit
@@ -256,6 +246,8 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--zipf", type=float, default=0.0)
+    for name in ("trained", "lora", "trainer"):
+        parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", type=lambda name: getattr(torch, name))
     o = parser.parse_args()
     o.began = time.perf_counter()
@@ -265,17 +257,23 @@ def main() -> None:
     dist.init_process_group("nccl" if o.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     cases = [(name, int(tokens)) for name in o.models.split(",") for tokens in o.tokens.split(",")]
     found: list[Row] = json.loads(o.json.read_text())["rows"] if o.json and o.json.exists() else []
-    wide = o.dtype == torch.float32
-    alike = (row for row in found if (row.get("zipf", 0.0), "dtype" in row) == (o.zipf, wide))
+    found = [row for row in found if not row.get("reason", "").startswith(LATE)]
+    given = {name: value for name in SET_UP[:-1] if (value := getattr(o, name))}
+    given |= {"dtype": "float32, autocast"} if o.dtype == torch.float32 else {}
+    alike = (row for row in found if {key: row[key] for key in SET_UP if key in row} == given)
     done = {(row["model"], row["tokens"], row["row"]) for row in alike}
     dist.barrier()  # everyone has read it
     for row in o.rows.split(","):  # of every case, before the next: what matters most comes first, should time be short
         for name, tokens in cases:
             if (name, tokens, row) in done:
                 continue
-            head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
-            head |= {"zipf": o.zipf} if o.zipf else {}
-            head |= {"dtype": "float32, autocast"} if wide else {}
+            head = {
+                "gpus": dist.get_world_size(),
+                "model": name,
+                "layers": o.layers,
+                "tokens": tokens,
+                "row": row,
+            } | given
             note([*found, head | {"reason": "ended the job"}], o)
             found.append(head | attempt(name, tokens, row, o))
             note(found, o)

@@ -15,6 +15,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "partition_speed.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MODES = ("local", "data", "model", "model-paper", "ep", "fsdp2")
+SET_UPS = {
+    "zipf": "Zipf {:g}",
+    "trained": "trained for {} steps",
+    "lora": "LoRA of rank {}",
+    "trainer": "Trainer, {} steps",
+    "dtype": "{}",
+}
 PAPER = {"data": "13.2 and 25.3 %", "model": "6.3 and 11.9 %"}
 
 
@@ -156,7 +163,7 @@ def unequal(runs: Runs) -> str:
 
 
 def mesh(folder: Path) -> str:
-    """Steps of whole models beside each other: a table of dense routers in bf16, and what skew and mixed precision change."""
+    """Steps of whole models beside each other: a table of even routers in bf16, what other set-ups change, and Trainer's losses."""
     paths = [path for n in (2, 4) if (path := folder / f"mesh_h200x{n}.json").exists()]
     found = [row for path in paths for row in json.loads(path.read_text())["rows"]]
     by: dict[tuple[Any, ...], dict[str, Record]] = {}
@@ -173,13 +180,28 @@ def mesh(folder: Path) -> str:
     parts = [
         _steps(plain, ["GPUs", "model", "tokens"]),
         _steps(other, ["GPUs", "model", "tokens", "set-up"]) if other else "",
+        *(_losses(case, rows) for case, rows in other.items()),
     ]
     return "\n\n".join([*filter(None, parts), *(["\n".join(sorted(said))] if said else [])])
 
 
 def _set_up(row: Record) -> str:
-    skewed = f"Zipf {row['zipf']:g}, fullest rank {row['fullest']:.2f}" if "fullest" in row else ""
-    return skewed or str(row.get("dtype", "bf16"))
+    fullest = f", fullest rank {row['fullest']:.2f}" if "fullest" in row else ""
+    for name, said in SET_UPS.items():
+        if name in row:
+            return said.format(row[name]) + fullest
+    return "bf16"
+
+
+def _losses(case: tuple[Any, ...], by: dict[str, Record]) -> str:
+    """How far losses of Trainer's steps lie apart; empty without."""
+    found = [row["losses"] for row in by.values() if "losses" in row]
+    if len(found) < 2:
+        return ""
+    apart = max(abs(a / b - 1) for a, b in zip(*found, strict=True))
+    ends = " and ".join(f"{losses[-1]:.3f}" for losses in found)
+    within = f"losses of all steps within {100 * apart:.2f} % of each other"
+    return f"{case[1]}, {case[0]} GPUs, {case[3]}: {within}, {found[0][0]:.3f} at first, {ends} at the end."
 
 
 def _steps(by: dict[tuple[Any, ...], dict[str, Record]], head: list[str]) -> str:

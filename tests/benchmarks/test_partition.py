@@ -132,9 +132,16 @@ def test_steps_of_whole_models_beside_each_other(tmp_path: Path) -> None:
     skewed = head | {"row": "auto", "ms": 9.0, "peak_gib": 2.0, "modes": ["fsdp"], "zipf": 1.2, "fullest": 1.5}
     failed = head | {"row": "ep_hexa", "reason": "out of memory"}
     (tmp_path / "mesh_h200x4.json").write_text(json.dumps({"rows": [*rows, graphed, skewed, failed]}))
+    learned = head | {"gpus": 2, "ms": 8.0, "trainer": 2}
+    losses = {"fsdp2_hexa": [5.0, 4.0], "fsdp2_grouped_mm": [5.0, 4.02]}
+    found = [learned | {"row": row, "losses": each} for row, each in losses.items()]
+    (tmp_path / "mesh_h200x2.json").write_text(json.dumps({"rows": found}))
     said = docs.mesh(tmp_path).splitlines()
     assert said[2] == "| 4 | olmoe | 8192 | 12.0, 3.0 | 11.0, 3.0 | 10.0, 3.0 | 10.5, 3.0 | 6.0 | - | 1.05 | 2.00 |"
-    assert "| 4 | olmoe | 8192 | Zipf 1.2, fullest rank 1.50 | 9.0, 2.0 (fsdp) | 1.00 | - |" in said
+    assert "| 4 | olmoe | 8192 | Zipf 1.2, fullest rank 1.50 | - | - | 9.0, 2.0 (fsdp) | 1.00 | - |" in said
+    assert "| 2 | olmoe | 8192 | Trainer, 2 steps | 8.0 | 8.0 | - | - | 1.00 |" in said
+    apart = "losses of all steps within 0.50 % of each other, 5.000 at first, 4.000 and 4.020 at the end."
+    assert f"olmoe, 2 GPUs, Trainer, 2 steps: {apart}" in said
     assert said[-1] == "* olmoe, 8192, bf16, ep_hexa: out of memory"
 
 
