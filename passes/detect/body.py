@@ -121,7 +121,7 @@ def _are_near(instances: Sequence[Instance], stack: Stack, replay: Replay) -> bo
             sizes.append(len(data))
     if not off:
         return True
-    scale = torch.stack(scales).clamp(min=1e-12).repeat_interleave(torch.tensor(sizes, device=off[0].device))
+    scale = torch.stack(scales).repeat_interleave(torch.tensor(sizes, device=off[0].device))
     return bool(((joined(off).abs() <= 1e-5 * scale[:, None]).all(1) | ~joined(real)).all())
 
 
@@ -147,7 +147,7 @@ def _check_inner_bias(instances: list[Instance], replay: Replay, weights: Weight
             constant = constant[instance.token >= 0]
             vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
             expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
-            if not torch.allclose(constant, expected, rtol=1e-5, atol=1e-6):
+            if not torch.allclose(constant, expected, rtol=1e-5, atol=0.0):
                 raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
 
 
