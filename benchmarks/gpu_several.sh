@@ -49,17 +49,19 @@ rows() { # share, options; a row that ends the job is left out by the next launc
 }
 
 mesh() { # share
-  two=qwen3-30b,mixtral-8x7b six=fsdp2_hexa,auto,fsdp2_grouped_mm,data_graphed,model_graphed,ep_grouped_mm
-  skewed=auto,ep_grouped_mm,fsdp2_hexa,ep_hexa
+  two=qwen3-30b,mixtral-8x7b skewed=auto,ep_grouped_mm,fsdp2_hexa,ep_hexa
+  graphed=fsdp2_grouped_mm,data_graphed,model_graphed,ep_grouped_mm
   [ -z "${RESUME:-}" ] || cp "$RESUME" "$work/mesh.json"
-  rows "$1" --models $two --tokens $few,$some --rows $six
-  rows "$1" --models $two --tokens $some --rows $skewed --zipf 1.2
-  rows "$1" --models qwen3-30b --tokens $few,$some --rows fsdp2_hexa,auto,fsdp2_grouped_mm,data,model --dtype float32
+  rows "$1" --models $two --tokens $few,$some --rows fsdp2_hexa,auto
   rows "$1" --models qwen3-30b --tokens $some --rows $skewed --trained $steps
-  rows "$1" --models $two --tokens $few,$some --rows mesh_data,mesh_model,data,model,ep_hexa
+  rows "$1" --models qwen3-30b --tokens $few,$some --rows fsdp2_hexa,auto,fsdp2_grouped_mm,data,model --dtype float32
+  rows "$1" --models $two --tokens $few,$some --rows mesh_data,mesh_model
   rows "$1" --models qwen3-30b --tokens $few,$some --rows fsdp2_hexa,fsdp2_grouped_mm --lora 16
   rows "$1" --models qwen3-30b --tokens $few --rows fsdp2_hexa,fsdp2_grouped_mm --trainer 20
-  rows "$1" --models olmoe --tokens $few,$some --rows $six
+  rows "$1" --models $two --tokens $few,$some --rows $graphed
+  rows "$1" --models $two --tokens $some --rows $skewed --zipf 1.2
+  rows "$1" --models $two --tokens $few,$some --rows data,model,ep_hexa
+  rows "$1" --models olmoe --tokens $few,$some --rows fsdp2_hexa,auto,$graphed
   rows "$1" --models $two,olmoe --tokens $many --rows fsdp2_hexa,auto,fsdp2_grouped_mm,ep_grouped_mm
   [ ! -s "$work/mesh.json" ] || cp "$work/mesh.json" "$out/mesh_h200x$gpus.json"
 }

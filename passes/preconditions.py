@@ -39,7 +39,7 @@ QUANTISED = (
 )
 UNIT = (
     "{} is a unit of FSDP2 of its own, which cannot be copied to compare it; apply fully_shard to a module around the block, or "
-    "optimize the model before it is sharded"
+    "optimize the model before it is sharded; where a plan made it one, strategy data and model take calls of other kinds"
 )
 SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
