@@ -19,6 +19,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
@@ -250,7 +251,19 @@ class RowEmitter:
     def _as_recorded(self, node: Node, operand: Callable[[Node], Node]) -> Node:
         copy = self.graph.node_copy(node, operand)
         copy.meta = {"from": node.name, "location": record_of(node).location}
+        self._count_dims(copy, _PLACE_OF_DIM.get(operation(node), 0))
         return copy
+
+    def _count_dims(self, copy: Node, place: int) -> None:
+        """Counts dimensions of what a row has from the one dimension that rows lie in here. ``place``: that of ``dim``, or 0."""
+
+        def counted(dim: Any) -> Any:
+            return dim - self.body.lead + 1 if isinstance(dim, int) and dim >= self.body.lead else dim
+
+        if "dim" in copy.kwargs:
+            copy.update_kwarg("dim", map_aggregate(copy.kwargs["dim"], counted))
+        if 0 < place < len(copy.args):
+            copy.update_arg(place, map_aggregate(copy.args[place], counted))
 
     def _operand(self, operand: Node, reader: Node) -> Node:
         if isinstance(self.body.steps[operand], (OfExpert, FromExpert)):
@@ -297,6 +310,10 @@ class RowEmitter:
     def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         return self.graph.call_method(name, args, kwargs)
 
+
+_REDUCE = "sum mean max min amax amin var std logsumexp softmax log_softmax cumsum glu"
+_SHAPE = "cat stack squeeze unsqueeze flatten unflatten flip size"
+_PLACE_OF_DIM = dict.fromkeys(f"{_REDUCE} {_SHAPE}".split(), 1) | dict.fromkeys("chunk split normalize norm".split(), 2)
 
 _SPECIAL: dict[str, Callable[[RowEmitter, Node], Node]] = {
     "layer_norm": RowEmitter._norm,

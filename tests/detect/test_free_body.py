@@ -196,6 +196,30 @@ def between(step: Callable[[torch.Tensor], torch.Tensor]) -> type[Expert]:
     return type("Other", (Expert,), {"between": lambda self, h: step(h)})
 
 
+class OnSequences(Experts):
+    """Each expert on all of (1, T, D), times the weights of the tokens that chose it."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        chosen = (weights[:, None] * (ids[:, None] == torch.arange(len(self.experts))[:, None])).sum(2)
+        return sum(expert(x[None])[0] * chosen[:, number, None] for number, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda h: h.softmax(dim=2) - h.mean(2, keepdim=True) + F.normalize(h, 2, 2),
+        lambda h: torch.cat([part * h.size(2) for part in h.chunk(2, dim=2)], 2),
+        lambda h: h.unflatten(2, (2, -1)).cumsum(3).flatten(2) - h.sum((2,)).unsqueeze(2),
+    ],
+)
+def test_dimensions_of_rows_are_counted_from_the_front_too(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    model = OnSequences(between(step)).double()
+    opt = hexa_fx.optimize(model, routing(9, 4))
+    assert "esmm" in code(opt)
+    assert compare(model, opt, routing(7, 4, seed=3)).within(1e-10)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
