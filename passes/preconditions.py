@@ -15,12 +15,12 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.module_tree import inside, modules_of, named_modules, named_tensors
+from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
 from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH, WEIGHT
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
-from hexa_fx.runtime.preflight import is_offloaded, is_unit_of_fsdp
+from hexa_fx.runtime.preflight import is_offloaded
 from hexa_fx.sources import linear4bit
 
 OFFLOADED = (
@@ -38,8 +38,8 @@ QUANTISED = (
     "hexa_fx.optimize_"
 )
 UNIT = (
-    "{} is a unit of FSDP2 of its own, which cannot be copied to compare it; apply fully_shard to a module around the block, or "
-    "optimize the model before it is sharded; where a plan made it one, strategy data and model take calls of other kinds"
+    "{!r} is a unit of FSDP2 inside of the block, whose weights are not there when the block is called; apply fully_shard to the "
+    "block or around it, or optimize the model before it is sharded"
 )
 SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
@@ -59,9 +59,9 @@ def why_unreadable(block: nn.Module) -> str:
     """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
     if hidden := why_hidden(block):
         return hidden
-    unit = next((path for path, module in named_modules(block) if is_unit_of_fsdp(module)), None)
+    unit = next((path for path, module in named_modules(block) if path and is_unit_of_fsdp(module)), None)
     if unit is not None:
-        return UNIT.format(repr(unit) if unit else "the block")
+        return UNIT.format(unit)
     devices = {parameter.device for parameter in named_tensors(block, "_parameters").values()}
     if any(device.type == "meta" for device in devices):
         return OFFLOADED

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
-from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.module_tree import is_unit_of_fsdp, named_modules
 
 Copied = TypeVar("Copied")
 
@@ -54,16 +54,17 @@ def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
 def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
     """Puts copies of a tree's modules into ``memo``. `copy` rebuilds each as an object, and so each of its dicts of hooks."""
     modules = [module for _, module in named_modules(root)]
-    plain = {kind for kind in {*map(type, modules)} if _is_plain(kind)}
+    plain = {kind for kind in {*map(_kind_of, modules)} if _is_plain(kind)}
     made: list[tuple[nn.Module, nn.Module]] = []
     for module in modules:
-        if id(module) not in memo and type(module) in plain:
-            memo[id(module)] = module.__new__(type(module))
+        kind = _kind_of(module)
+        if id(module) not in memo and kind in plain:
+            memo[id(module)] = kind.__new__(kind)
             made.append((module, memo[id(module)]))
     # Inner ones first: the copy of a module under torch.compile looks at that of the module in it.
     for module, copied_module in reversed(made):
         own = copied_module.__dict__
-        for name, held in module.__dict__.items():
+        for name, held in (module.__dict__ if type(module) in plain else _without_fsdp(module, memo)).items():
             if name == "_compiled_call_impl":  # of `Module.compile`: it calls the module that it was made for
                 continue
             if type(held) in _ATOMS:
@@ -74,6 +75,29 @@ def _copy_modules(root: nn.Module, memo: dict[int, Any]) -> None:
                     own[name][key] = memo[id(item)] if id(item) in memo else copy.deepcopy(item, memo)
             else:
                 own[name] = copy.deepcopy(held, memo)
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module's copy. In a call of a unit of FSDP2, whose weights are gathered, that from before `fully_shard`."""
+    gathered = is_unit_of_fsdp(module) and not any(type(p.data).__name__ == "DTensor" for p in module.parameters())
+    return type(module).__bases__[1] if gathered else type(module)
+
+
+def _without_fsdp(module: nn.Module, memo: dict[int, Any]) -> dict[str, Any]:
+    """What a unit of FSDP2 holds but for FSDP2's state, and the hooks by which it gathers and frees weights."""
+    found = {
+        name: type(held)((key, hook) for key, hook in held.items() if not _is_of_fsdp(hook))
+        if type(held) in _DICTS
+        else held
+        for name, held in module.__dict__.items()
+        if not name.startswith("__composable_api_state_key")
+    }
+    memo.setdefault(id(memo), []).append(found)  # as `copy` does: ids in a memo are of what lives
+    return found
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _is_plain(cls: type[nn.Module]) -> bool:

@@ -108,3 +108,8 @@ def with_ancestors(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
+
+
+def is_unit_of_fsdp(module: nn.Module) -> bool:
+    """Whether torch's `fully_shard` was applied to this module itself. Asks without an import of torch.distributed.fsdp."""
+    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in type(module).__mro__)

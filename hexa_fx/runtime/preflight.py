@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hexa_fx.errors import InputError
-from hexa_fx.isolation.module_tree import named_modules, named_tensors
+from hexa_fx.isolation.module_tree import is_unit_of_fsdp, named_modules, named_tensors
 from hexa_fx.runtime.install import is_installed
 
 
@@ -86,11 +86,6 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
             nested |= {id(p) for p in own}
             found += [module] if any(type(p.data).__name__ == "DTensor" for p in own) else []
     return found
-
-
-def is_unit_of_fsdp(module: nn.Module) -> bool:
-    """Whether torch's `fully_shard` was applied to this module itself. Asks without an import of torch.distributed.fsdp."""
-    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
 
 
 def _check_parameters(model: nn.Module) -> None:
