@@ -8,7 +8,7 @@
 #   use:MODELS:LAYERS  bench_use.py of these models in all its set-ups; `few` instead of `use` in those of 8 tokens, `main` in six
 #
 # Behind @, the seconds that a part may take; what it has measured by then is kept, but for a training. OUT gets
-# PART_GPU_NUMBER.json and models_GPU.log. SMOKE=1: the same tiny, on a CPU.
+# PART_GPU_NUMBER.json and models.log. SMOKE=1: the same tiny, on a CPU.
 set -u
 cd "$(dirname "$0")/.."
 out=$1 seconds=$2
@@ -47,8 +47,8 @@ queue() { # GPU, parts
 
 gpu=0
 for parts in "$@"; do
-  queue "$gpu" "$parts" >"$out/models_$gpu.log" 2>&1 &
+  queue "$gpu" "$parts" >>"$out/models.log" 2>&1 &
   gpu=$((gpu + 1))
 done
 wait
-grep -hE '^\{|^==|Error' "$out"/models_*.log | cut -c1-260
+grep -hE '^\{|^==|Error' "$out/models.log" | cut -c1-260
