@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import sysconfig
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.kept_rows import Row, synchronize, wait_for_kernels
-from examples.train_small_moe import batches, corpus
 
 LENGTH, TRAINED_ON = 256, 4096
 """Tokens of a text, and of a step of `train_on_text`."""
@@ -63,7 +64,12 @@ def train_on_text(model: nn.Module, name: str, steps: int) -> None:
 
 def text(tokens: int, steps: int, seed: int = 0) -> list[Tensor]:
     """Bytes of Python's standard library as ids (tokens / length, length) of every step."""
-    return batches(corpus(1 << 24), tokens, min(LENGTH, tokens), steps, seed)
+    files, length = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), min(LENGTH, tokens)
+    found = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    starts = torch.randint(
+        len(found) - length, (steps, tokens // length, 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return [found[each + torch.arange(length)].long() for each in starts]
 
 
 def fullest(model: nn.Module, ids: Tensor) -> float:
