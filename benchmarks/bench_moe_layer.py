@@ -5,6 +5,7 @@
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is what `hexa_fx.optimize_` makes of
 transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`, ``hexa-fp8`` with `compute="fp8_block"`,
 ``hexa-fp8-step`` likewise, weights quantised anew in every call, as after a step of an optimizer (`hexa-fp8` quantises them once),
+``hexa-lists`` what it makes of experts in a list, each with matrices of its own,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger`` and ``scatter`` other packages where they are installed (peers.py); one
 followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its own sustained clock: it
@@ -31,6 +32,8 @@ from common import LARGE, SHAPES, MoeShape, load, steady
 from kept_rows import keep, options_of
 from layers import (
     MIB,
+    ExpertList,
+    ListLayer,
     LoopExperts,
     Weights,
     activate,
@@ -40,6 +43,7 @@ from layers import (
     layer,
     make_routing,
     make_weights,
+    optimized,
     optimized_experts,
     training,
     transformers_experts,
@@ -56,7 +60,7 @@ def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float
     torch.cuda.reset_peak_memory_stats()
     out = run()
     saved = torch.cuda.memory_allocated() - before
-    grads = torch.autograd.grad(out, list(p.leaves.values()), dy)
+    grads = torch.autograd.grad(out, run.leaves if isinstance(run, ListLayer) else list(p.leaves.values()), dy)
     torch.cuda.synchronize()
     own = sum(g.numel() * g.element_size() for g in grads)
     return {"saved_mib": saved / MIB, "peak_mib": (torch.cuda.max_memory_allocated() - before - own) / MIB}
@@ -116,6 +120,7 @@ def implementations(shape: MoeShape, p: Weights, names: list[str], ours: nn.Modu
         "hexa-invariant": lambda: layer(optimized_experts(shape, p, HexaConfig(batch_invariant=True)), p),
         "hexa-fp8": lambda: layer(optimized_experts(shape, p, HexaConfig(compute="fp8_block")), p),
         "hexa-fp8-step": lambda: of_new_weights(optimized_experts(shape, p, HexaConfig(compute="fp8_block")), p),
+        "hexa-lists": lambda: ListLayer(optimized(ExpertList(shape, p), p), p),
         "loop": lambda: layer(LoopExperts(shape, p), p),
     }
     for name, implementation in {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}.items():
@@ -171,7 +176,7 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             row["forward_ratio"], row["train_ratio"] = ms_f[key] / ms_f["dense"], ms_b[key] / ms_b["dense"]
             if impl in runs[kind]:
                 row |= memory(runs[kind][impl], case, dy)
-                if options.errors:
+                if options.errors and impl != "hexa-lists":
                     row["errors"] = errors(shape, runs[kind][impl], case, dy)
             rows.append(row)
             print(line(row), flush=True)

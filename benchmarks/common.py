@@ -59,6 +59,7 @@ SHAPES = {
     "swin-256-k2": MoeShape(31360, 2, 8, 256, 1024, torch.float16, gated=False, bias=True),
     **{f"qwen3-30b-t{t}": MoeShape(t, 8, 128, 2048, 768) for t in (1, 8, 64)},
     **{f"mixtral-t{t}": MoeShape(t, 2, 8, 4096, 14336) for t in (1, 8, 64)},
+    **{f"dsv3-t{t}": MoeShape(t, 8, 256, 7168, 2048) for t in (1, 8, 64)},
 }
 LARGE = ("mixtral", "qwen3-30b", "olmoe", "dsv3", "granite-fine", "sonic-7b", "sonic-30b")
 

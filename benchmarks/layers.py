@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,40 @@ class LoopExperts(nn.Module):
         return out
 
 
+class ExpertList(nn.Module):
+    """The same of experts in a list, each a module with matrices of its own, as models had before weights were stacked."""
+
+    class Expert(nn.Module):
+        def __init__(self, shape: MoeShape, w1: Tensor, w2: Tensor) -> None:
+            super().__init__()
+            gate, up = w1.chunk(2)
+            self.gate_proj, self.up_proj, self.down_proj = (_linear(each) for each in (gate, up, w2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """(n, D) of (n, D)."""
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+    def __init__(self, shape: MoeShape, p: Weights) -> None:
+        super().__init__()
+        if not shape.gated or shape.bias:
+            raise NotImplementedError("gated experts without bias only")
+        self.experts = nn.ModuleList(self.Expert(shape, *each) for each in zip(p.w1.detach(), p.w2.detach()))
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """Of tokens (T, D), expert ids and routing weights (T, k): (T, D)."""
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * gates[token, slot, None])
+        return out
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    made = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    made.weight = nn.Parameter(weight.clone())
+    return made
+
+
 def transformers_experts(shape: MoeShape, p: Weights, implementation: str) -> nn.Module:
     """transformers' Qwen3-MoE experts on the same parameters."""
     from transformers import Qwen3MoeConfig
@@ -106,6 +141,11 @@ def optimized_experts(shape: MoeShape, p: Weights, config: hexa_fx.HexaConfig | 
         RuntimeError: they were not rewritten; the message is the report.
     """
     original = transformers_experts(shape, p, "eager") if shape.gated and not shape.bias else LoopExperts(shape, p)
+    return optimized(original, p, config)
+
+
+def optimized(original: nn.Module, p: Weights, config: hexa_fx.HexaConfig | None = None) -> nn.Module:
+    """As `optimized_experts`, of experts at hand."""
     experts = hexa_fx.optimize_(original, (p.x.detach()[:256], p.ids[:256], p.gates.detach()[:256]), config)
     if not experts.report.rewritten:
         raise RuntimeError(str(experts.report))
@@ -144,6 +184,20 @@ def layer(experts: nn.Module, p: Weights) -> Callable[[], Tensor]:
     return lambda: experts(p.x, p.ids, p.gates)  # type: ignore[no-any-return]
 
 
+class ListLayer(NamedTuple):
+    """The same of experts in a list, whose parameters are no leaves of the data."""
+
+    experts: nn.Module
+    p: Weights
+
+    def __call__(self) -> Tensor:
+        return self.experts(self.p.x, self.p.ids, self.p.gates)  # type: ignore[no-any-return]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.p.x, self.p.gates, *self.experts.parameters()]
+
+
 def dense_layer(shape: MoeShape, p: Weights) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same FLOPs as plain matmuls: forward, forward + backward."""
     rows = torch.randn(shape.rows, shape.model, device="cuda", dtype=shape.dtype)
@@ -166,8 +220,10 @@ def dense_layer(shape: MoeShape, p: Weights) -> tuple[Callable[[], object], Call
 
 
 def training(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> Callable[[], None]:
+    leaves = run.leaves if isinstance(run, ListLayer) else list(p.leaves.values())
+
     def step() -> None:
-        torch.autograd.grad(run(), list(p.leaves.values()), dy)
+        torch.autograd.grad(run(), leaves, dy)
 
     return step
 

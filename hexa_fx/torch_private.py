@@ -101,6 +101,14 @@ except ImportError:
 
 
 try:
+    from torch import _foreach_copy_
+except ImportError:
+
+    def _foreach_copy_(into: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:  # type: ignore[no-redef, misc]
+        return [one.copy_(value) for one, value in zip(into, values)]
+
+
+try:
     from torch import _debug_has_internal_overlap
 except ImportError:
 
@@ -123,12 +131,6 @@ _is_amx_fp16_supported: Callable[[], bool] = getattr(torch.cpu, "_is_amx_fp16_su
 
 
 _AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-
-
-def storage_behind(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of which there is a weak reference; None if it is gone."""
-    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return found
 
 
 def without_autocast() -> _ExcludeDispatchKeyGuard:

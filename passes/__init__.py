@@ -50,7 +50,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
-from hexa_fx.passes.memory import check_recorded, refusal_of_layout, with_few_enough_tokens
+from hexa_fx.passes.memory import check_recorded, with_few_enough_tokens
 from hexa_fx.passes.preconditions import depends_on_mode, refusal_of_host, why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
@@ -232,7 +232,7 @@ def _rewrite(
     captured, block = match.captured, observation.module
     mode = bool(block.training) if depends_on_mode(captured, called_in(rewritten.graph)) else None
     rewritten = replace(rewritten, changed=captured.changed_parameters, training=mode)
-    refusal = refusal_of_host(block, captured, rewritten) or refusal_of_layout(captured, rewritten)
+    refusal = refusal_of_host(block, captured, rewritten)
     return refusal or (match, under_this_autocast(block, rewritten, args, kwargs))
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -76,21 +76,35 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
 
 
 def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:
-    from hexa_fx.cuda.kernel_set import FfnLayer
+    from hexa_fx.cuda.kernel_set import FfnLayer, listed_without_data
 
-    given, cast = dict(call.operands), _cast.get()
+    given: dict[str, Any] = dict(call.operands)
+    cast = _cast.get()
     weights = given.keys() - {"x", "top_k_index", "top_k_weights"}
+    parts = {weight.name: len(weight.parts) for weight in rewritten.packed}
+    listed = set()
     for name in ("x", *weights):
-        if cast is not None and given[name].dtype != torch.float64:
-            given[name] = given[name].to(cast)
+        if cast is not None and given[name].dtype not in (torch.float64, cast):
+            given[name] = given[name].to(cast)  # of lists a stack
+        elif given[name].dim() == 3 and (source := _read_by(call, name)) in parts:
+            given[name] = listed_without_data(given[name], parts[source])
+            listed.add(name)
     trained = {name: _parameters(call, name, captured, rewritten) for name in weights}
     return FfnLayer(
         MoeFfn(*map(given.get, MOE_FFN), *static_of(call.spec)),  # type: ignore[arg-type]
         grads=frozenset(n for n in OPERANDS if any(p.requires_grad for p in trained.get(n, ())) or n not in trained),
         added=frozenset(
-            n for n, found in trained.items() if any(isinstance(getattr(p, NAME, None), torch.Tensor) for p in found)
+            name
+            for name, found in trained.items()
+            if name not in listed and any(isinstance(getattr(p, NAME, None), torch.Tensor) for p in found)
         ),
     )
+
+
+def _read_by(call: FfnCall, operand: str) -> str:
+    """The name of a weight that an operand is, if it is one as it is read."""
+    node = call.node.args[MOE_FFN.index(operand)]
+    return str(node.target) if isinstance(node, torch.fx.Node) and node.op == "call_module" else ""
 
 
 def _parameters(call: FfnCall, operand: str, captured: CapturedBlock, rewritten: RewrittenBlock) -> list[torch.Tensor]:

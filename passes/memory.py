@@ -25,7 +25,7 @@ from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.records import memory_of
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
-from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.ir import Refusal
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
 from hexa_fx.isolation.size import (
     FEW_TOKENS,
@@ -36,8 +36,6 @@ from hexa_fx.isolation.size import (
     raises_in_pieces,
     whole_bytes,
 )
-from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.listed_experts import ListedExperts
 
 NO_MEMORY = "there is not enough memory"
 """How a refusal begins that may not hold later."""
@@ -114,24 +112,6 @@ def _float64_bytes(captured: CapturedBlock, writes: bool) -> Iterator[int]:
     for leaf in pytree.tree_leaves(list(values)):
         if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in weights:
             yield 8 * leaf.numel()
-
-
-def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
-    """Lays listed experts' weights side by side, as the rewritten block reads them; a refusal if there is no room for it.
-
-    Done before a large block is verified, so that one tensor over all experts is a view there too.
-    """
-    if captured.whole_bytes is None or not rewritten.packed:
-        return None
-    collect()  # what experiments held of the weights
-    graphs = [captured.graph] if captured.as_recorded is None else [captured.graph, captured.as_recorded]
-    try:
-        with following(graphs, captured.block.parameters()):
-            for weight in rewritten.packed:
-                ListedExperts(captured.block, weight).refresh()
-    except GuardMiss as miss:
-        return Refusal(captured.path, str(miss))
-    return None
 
 
 def _released(reason: str) -> None:

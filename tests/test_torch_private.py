@@ -72,6 +72,7 @@ REPLACED = {
     "_get_tracing_state": (),
     "_disable_dynamo": (None,),
     "_foreach_sub": ([X], [X]),
+    "_foreach_copy_": ([X.clone()], [X]),
     "_debug_has_internal_overlap": (X.as_strided((2, 2), (1, 1)),),  # 2: it may overlap
 }
 FROM_TORCH = {

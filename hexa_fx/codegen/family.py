@@ -98,6 +98,9 @@ class Args:
         return tuple(given.get(f.name) for f in self.fields if f.code == "P"), layout.pack(*values)
 
 
+PLACES = Args("P own, up; i part")
+"""hexa::MatrixPlaces, which follows the argument struct of a kernel with the option ``listed``."""
+
 NEWEST_ARCH = 90
 """The newest compute capability that kernels have run on. On later ones torch's operators run (docs/scope.md)."""
 

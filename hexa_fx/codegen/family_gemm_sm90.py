@@ -209,7 +209,7 @@ def gemm_shape(spec: KernelSpec) -> SimpleNamespace:
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``experts`` (room in the tables), ``swapped`` (see
     mma/swapped_sm90.cuh), ``once`` (of these, weights leave L2 first), ``low_rank`` (row tiles add a second product, of which a
-    step has so many parts of 16).
+    step has so many parts of 16), ``listed`` (experts' matrices lie apart, see types/places.cuh).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")

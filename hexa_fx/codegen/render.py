@@ -114,6 +114,11 @@ def flag(value: object) -> str:
     return "true" if value else "false"
 
 
+def params(name: str, spec: KernelSpec) -> str:
+    """The argument struct of a kernel, where the experts of a weight may be listed."""
+    return f"hexa::Listed<{name}>" if spec.option("listed") else name
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -127,6 +132,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["cxx"] = cxx
     environment.filters["cuda"] = cuda
     environment.filters["flag"] = flag
+    environment.filters["params"] = params
     return environment
 
 

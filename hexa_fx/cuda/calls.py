@@ -23,6 +23,7 @@ from hexa_fx.cuda.tune import autotuning, tune
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.listed import Listed, dense
 
 R = TypeVar("R")
 TileOf = Callable[[ProductKey], AnyTile]
@@ -61,6 +62,12 @@ def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
             tensors.append(a)
             addresses.append(at)
             kind.append((a.dtype, a.shape, a.stride()))
+        elif type(a) is Listed:
+            assert a.places is not None, "see hexa_fx.cuda.places"
+            address, table, step = a.places
+            tensors += (a.tensors[0] if a.tensors else table, table)
+            addresses += (address, table.data_ptr())
+            kind.append((a.dtype, a.shape, a.turned, step, table.shape))
         else:
             kind.append(tuple(a) if isinstance(a, list) else a)
     kind.append(tuple([at & 15 for at in addresses]) if low & 15 else 0)
@@ -80,6 +87,10 @@ def planned(function: Callable[..., Any], args: Sequence[Any], card: Card, tile_
         if isinstance(a, Tensor):
             given.append(planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15))
             return given[-1]
+        if type(a) is Listed:
+            made = planning.listed(a)
+            given.extend(one for one in (made, made.table) if one is not None)
+            return made
         return [*map(stand_in, a)] if isinstance(a, list) else a
 
     operands = [stand_in(a) for a in args]
@@ -112,14 +123,14 @@ def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
             if described_card() is not None:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             if falls_back_for_good(name):
-                return generic(name)(*args)  # type: ignore[no-any-return]
+                return generic(name)(*map(dense, args))  # type: ignore[no-any-return]
             try:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
             except KernelError as error:
                 record_fallback(name, error)
-            return generic(name)(*args)  # type: ignore[no-any-return]
+            return generic(name)(*map(dense, args))  # type: ignore[no-any-return]
 
         return kernel
 

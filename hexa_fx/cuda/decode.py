@@ -40,7 +40,7 @@ from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
-from hexa_fx.cuda.planning import launch, planning_of
+from hexa_fx.cuda.planning import launch, listed, parts_of, places_of, planning_of
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu, Layout
@@ -62,6 +62,7 @@ class DecodeKey(NamedTuple):
         weights: type of the weights of slots, where rows are summed.
         summed: columns that a block gives of all tokens, which it sums; 0 where rows are not summed.
         beside: a block of the second product has a place beside one of this product on each multiprocessor.
+        listed: experts' matrices lie apart (`hexa_fx.cuda.places`).
     """
 
     card: Card
@@ -80,6 +81,7 @@ class DecodeKey(NamedTuple):
     weights: str = "f32"
     summed: int = 0
     beside: bool = False
+    listed: bool = False
 
     def problem(self) -> Problem:
         op = "combine" if self.summed else "esmm"
@@ -111,6 +113,7 @@ class DecodeKey(NamedTuple):
         spec = KernelSpec(family, op, self.card.arch, DTYPES[self.dtype], stages=tile.stages, layout=self.layout)
         spec = replace(spec, bias=self.bias)
         spec = spec.with_options(experts=room(EXPERTS, self.experts), id=self.ids, weights=self.weights)
+        spec = spec.with_options(listed=True) if self.listed else spec
         if isinstance(tile, DownTile):
             return spec.with_options(tiles=tile.tiles, dependent=True, slots=room(SUMMED_SLOTS, self.slots))
         spec = replace(spec, activation=self.activation, glu=self.glu)
@@ -194,6 +197,8 @@ def _takes(card: Card, o: EsmmAct, slots: DecodeSlots) -> bool:
     if not aligned(x, *weights) or any(t.stride()[-1] != 1 for t in (x, *weights)):
         return False
     alike = all((w.stride(), w.shape) == (o.w1.stride(), o.w1.shape) for w in weights)
+    if parts_of(o.w1) > 1 and (o.glu, o.layout) != ("concat", "nk"):
+        return False  # halves of a tile are of one matrix each
     both = o.w3 is None or (o.b1 is None) == (o.b3 is None)
     pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w1.shape[1:], o.inner))
     tile = choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
@@ -233,7 +238,8 @@ def _down(o: EsmmAct, slots: DecodeSlots, summed: int = 0, weights: Tensor | Non
 def _key(o: EsmmAct, slots: DecodeSlots) -> DecodeKey:
     sizes = (slots.bucket, slots.experts, slots.rows, columns_of(o.w1, flip(o.layout)), columns_of(o.w1, o.layout))
     ids, card, has_bias = ID_TYPES[slots.ids.dtype], planning_of(o.x).card, o.b1 is not None
-    return DecodeKey(card, o.x.dtype, *sizes, o.layout, ids, False, o.activation, o.glu, has_bias)
+    key = DecodeKey(card, o.x.dtype, *sizes, o.layout, ids, False, o.activation, o.glu, has_bias)
+    return key._replace(listed=bool(listed(o.w1)))
 
 
 def _product(
@@ -263,7 +269,7 @@ def _product(
         most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
     constants = constants_of(o.activation, o.params)
-    launch(o.x, spec, (blocks, 1, 1), **pointers, **strides, **sizes, act_params=constants)
+    launch(o.x, spec, (blocks, 1, 1), *places_of(o.w1, o.w3), **pointers, **strides, **sizes, act_params=constants)
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:

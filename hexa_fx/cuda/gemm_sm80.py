@@ -28,7 +28,7 @@ from hexa_fx.cuda.operands import (
     division,
     has_few_rows,
 )
-from hexa_fx.cuda.planning import Piece, planning_of
+from hexa_fx.cuda.planning import Piece, listed, places_of, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
@@ -133,7 +133,8 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     else:
         dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
     static: dict[str, Any] = {"layout": stored_layout, "gather": o.x_index is not None, "fit": aligned(x, g, stored)}
-    static |= {"bias": o.has_bias, "accumulate": into is not None, "options": (("transpose", layout == "nk"),)}
+    options = ("transpose", layout == "nk"), *listed(stored)
+    static |= {"bias": o.has_bias, "accumulate": into is not None, "options": options}
     kernel, bm, bn = _kernel("esfk", g, (n, experts, k, columns), **static)
     given = {"a": g, "b": stored, "d": dx, "offs": o.offs, "rows": n, "n": k, "k": columns, "experts": experts}
     strides = {"a_stride": g.stride()[0], "b_stride": stored.stride()[1], "b_expert": stored.stride()[0], "d_stride": k}
@@ -141,7 +142,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     of_weight = _by_rows(o.to(Estmm, x=x, g=g, layout=layout))
     weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
     row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
-    pieces = (rows, _weight_piece(of_weight, dw), ((db,), b""))
+    pieces = (rows, *places_of(stored), _weight_piece(of_weight, dw), ((db,), b""))
     planning_of(x).launch(kernel, (row_tiles + weight_tiles, 1, 1), pieces)
     return dx, dw, db
 
@@ -164,7 +165,7 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
         "fit": halves_fit and aligned(x, first, second),
     }
     static |= {"activation": activation, "glu": glu, "bias": bias is not None}
-    static |= {} if act is None else {"options": (("keep_h", d is not None),)}
+    static |= {"options": (*(() if act is None else (("keep_h", d is not None),)), *listed(first))}
     kernel, bm, bn = _kernel("esmm", x, (rows, experts, k, inner if glu == "none" else 2 * inner), **static)
     grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
     pointers = {"a": x, "b": first, "b2": second, "bias": bias, "bias2": bias_up, "d": d, "act": act, "a_index": v}
@@ -172,7 +173,7 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
     strides |= {"d_stride": 0 if d is None else d.shape[1], "act_stride": inner}
     sizes = {"rows": n if last else 0, "n": inner, "k": k, "experts": experts, "top_k": divisor(o.top_k)}
     piece = GEMM.piece(**pointers, **strides, **sizes, offs=offs, act_params=constants_of(activation, params))
-    planning_of(x).launch(kernel, grid, (piece,))
+    planning_of(x).launch(kernel, grid, (piece, *places_of(first, second)))
 
 
 def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any) -> tuple[Kernel, int, int]:

@@ -35,7 +35,8 @@ from hexa_fx.codegen.spec import Option
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.kernel import Kernel
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
-from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
+from hexa_fx.cuda.places import MOST
+from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, listed, part_of, parts_of, places_of, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
@@ -98,7 +99,11 @@ def added_maps(
 
 
 def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
-    """(E, 2 I, K) in boxes of 8 gate columns, their 8 up columns, the next 8 gate columns, ... : 128 x a line."""
+    """(E, 2 I, K) in boxes of 8 gate columns, their 8 up columns, the next 8 gate columns, ...: 128 x a line. Gate and up of listed
+    experts lie at any distance: in boxes of 8 columns.
+    """
+    if listed(weight):
+        return weight_map(weight, "nk", 8, fetch)
     experts, columns, inner = weight.shape
     by_expert, by_row, _ = weight.stride()
     shape, strides = (inner, 8, 2, columns // 16, experts), (by_row, columns // 2 * by_row, 8 * by_row, by_expert)
@@ -108,10 +113,13 @@ def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
 
 def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128, inner: int | None = None) -> TensorMap:
     """(E, N, K) in boxes of `columns` lines; (E, K, N) in boxes of 64 lines. `fetch`: bytes that come to L2 at a time. `inner`: of
-    the contraction that a box holds, a line's elements or fewer.
+    the contraction that a box holds, a line's elements or fewer. Of listed experts the last dimension counts steps to their
+    matrices, see `hexa_fx.cuda.places`.
     """
     inner = inner or line(weight)
     experts, rows, width = weight.shape
+    if listed(weight):
+        experts, rows = MOST, part_of(weight)
     by_expert, by_row, _ = weight.stride()
     box = (inner, columns, 1) if layout == "nk" else (line(weight), inner, 1)
     swizzle = box[0] * weight.element_size()
@@ -165,12 +173,14 @@ class Sm90Key(GemmKey):
 def takes(o: Any) -> bool:
     """Whether this family computes a product of `hexa_fx.ops.table`, and is the faster one for it."""
     if isinstance(o, Esmm):
-        return _takes(o.offs, (o.columns,), o.x, o.weight, *(_second_of(o) or ()), *_stored(o.bias))
+        boxes = _in_whole_boxes(o.weight, _MOST_LINES if o.layout == "nk" else line(o.x))
+        return boxes and _takes(o.offs, (o.columns,), o.x, o.weight, *(_second_of(o) or ()), *_stored(o.bias))
     if isinstance(o, Estmm):
         both = o.x_index is not None and o.g_index is not None
         return not both and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g)
     if isinstance(o, Esfk):
-        some = o.g.shape[0] and o.weight.numel()
+        boxes = _in_whole_boxes(o.weight, line(o.x) if o.layout == "nk" else _MOST_LINES)
+        some = o.g.shape[0] and o.weight.numel() and boxes
         return bool(some) and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight)
     if o.activation in ONLY_OTHERS or (o.activation, o.glu) == ("none", "none"):
         return False
@@ -180,6 +190,15 @@ def takes(o: Any) -> bool:
     if not swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
         return False
     return _takes(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *second)
+
+
+_MOST_LINES = 128
+"""Lines of a weight that a box may hold."""
+
+
+def _in_whole_boxes(weight: Tensor, lines: int) -> bool:
+    """Whether no box of so many lines holds some of gate and some of up, where these are matrices of their own."""
+    return parts_of(weight) == 1 or part_of(weight) % lines == 0
 
 
 def _takes(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
@@ -234,7 +253,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     if not o.rows:
         return
     bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
-    options = (*(() if act is None else (("store_h", o.keep_h),)), *_low_rank(added))
+    options = (*(() if act is None else (("store_h", o.keep_h),)), *_low_rank(added), *listed(w1))
     sizes, static = (rows, w1.shape[0], x.shape[1], o.width), (layout, o.v is not None)
     epilogue = {"activation": o.activation, "glu": o.glu, "bias": bias is not None, "options": options}
     (key, tile), halves = _tiled(op, x, *sizes, *static, **epilogue), 1 if o.glu == "none" else 2
@@ -259,7 +278,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
         "bias_ld": bias_ld,
         "act_params": constants_of(o.activation, o.params),
     }
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
+    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
 
 @product
@@ -278,7 +297,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
     sizes, glu = (rows, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
-    epilogue = {"activation": o.activation, "glu": glu, "options": _low_rank(added)}
+    epilogue = {"activation": o.activation, "glu": glu, "options": (*_low_rank(added), *listed(weight))}
     key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, **epilogue)
     parts = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32) if dots is None else dots
     weights = weight_map(weight, o.layout, tile.bn // 2, tile.fetch)
@@ -288,7 +307,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
     more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
+    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
     if dots is not None:
         return dh, a, dots
     return dh, a, parts.sum(0) if parts.shape[0] > 1 else parts[0]
@@ -340,12 +359,12 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         dx = g.new_empty((0, rows))
         if into is not None:
             return dx, into.weight, into.bias
-        return dx, weight.new_zeros(weight.shape), g.new_zeros((experts, columns)) if has_bias else None
+        return dx, g.new_zeros(weight.shape), g.new_zeros((experts, columns)) if has_bias else None
     turned = stored == "nk"
     p, q = x, g
     if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
         p, q, turned = g, x, not turned
-    static = {"accumulate": into is not None, "options": (("transpose", turned),)}
+    static = {"accumulate": into is not None, "options": (("transpose", turned), *listed(weight))}
     key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
     if tile.split and not has_bias:
         dx = esmm(Esmm(g, weight, None, None, o.offs, 1, flipped))
@@ -364,7 +383,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         grad=_gradient(dw, p, turned),
     )
     sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
-    _launch(key, tile, maps, v, o.offs, o.top_k, out=dx, p=p, dw=dw, db=db, **sizes)
+    _launch(key, tile, maps, v, o.offs, o.top_k, *places_of(weight), out=dx, p=p, dw=dw, db=db, **sizes)
     return dx, dw, db
 
 
@@ -389,10 +408,10 @@ def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[Sm90Key, Til
 
 
 def _launch(
-    key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, **fields: Any
+    key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, *more: Piece, **fields: Any
 ) -> None:
     given = {"v": v, "n": key.rows, **divided_by(top_k)} | fields
-    launch_persistent(kernel_for(key, tile), offs, maps, group_m=tile.group_m, **given)
+    launch_persistent(kernel_for(key, tile), offs, maps, *more, group_m=tile.group_m, **given)
 
 
 def launch_persistent(kernel: Kernel, offs: Tensor, maps: Maps, *more: Piece, group_m: int, **fields: Any) -> None:

@@ -27,10 +27,12 @@ from hexa_fx.cuda.choosing import Card, card_of, collect, on_forget
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS, WHEN_NEW
 from hexa_fx.cuda.packed import MOST_BUCKET
+from hexa_fx.cuda.places import STEPS
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
+from hexa_fx.ops.listed import Listed, Places, dense
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
@@ -144,7 +146,7 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     experts, top_k = layer.call.w1.shape[0], layer.call.top_k_index.shape[1]
     with collected_on(card) as specs:
         for tokens in (1, CLUSTER_ROWS * experts // top_k + 1):
-            o = with_tokens(layer.call, tokens).to(MoeFfnFp8Forward, cached=False)
+            o = MoeFfn._make(map(dense, with_tokens(layer.call, tokens))).to(MoeFfnFp8Forward, cached=False)
             fp8.run(o, transposed=False, keep_h=False)
             if training:
                 y, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
@@ -174,6 +176,15 @@ def collected_on(card: Card) -> Iterator[list[KernelSpec]]:
 def without_data(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of which only shape, strides and type count."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def listed_without_data(weight: Tensor, parts: int) -> Listed:
+    """A weight (E, N, K) as one of listed experts, each of which has a matrix for each part."""
+    experts, lines, columns = weight.shape
+    matrices = [without_data((lines // parts, columns), weight.dtype)] * experts
+    made = Listed([matrices] * parts)
+    made.places = Places(0, without_data((parts, experts), torch.int32), STEPS[0] // weight.element_size())
+    return made
 
 
 class _OnCard(DispatchMode):

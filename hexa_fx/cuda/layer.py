@@ -21,6 +21,7 @@ from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
 from hexa_fx.cuda.fallback import some_fall_back_for_good
 from hexa_fx.cuda.kernel import NotBuilt
 from hexa_fx.cuda.packed_rows import streamed_layer, streams
+from hexa_fx.cuda.places import readable
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
 from hexa_fx.cuda.tune import autotuning
@@ -85,11 +86,13 @@ def forget() -> None:
     _general.clear()
 
 
-def _call_forward(name: str, sizes: Sizes, general: General, *args: Any) -> Any:
+def _call_forward(name: str, sizes: Sizes, general: General, *given: Any) -> Any:
+    args = readable(given)
     return _call(name, general, args, args, *sizes(args))
 
 
-def _call_backward(name: str, sizes: Sizes, general: General, *args: Any) -> Any:
+def _call_backward(name: str, sizes: Sizes, general: General, *given: Any) -> Any:
+    args = readable(given)
     v, w1 = sizes(args)
     if not _is_small(v, w1):
         return general(*args)  # before anything else refers to h, which is freed on the way

@@ -240,12 +240,6 @@ class Batch:
         return _Buffer(memory, tuple(launches))
 
 
-def pointers_of(launch: Launch) -> list[Pointer]:
-    """What a launch has the addresses of."""
-    of_maps = [one.tensor for one in launch.maps if one is not None]
-    return [*of_maps, *(pointer for pointers, _ in launch.pieces for pointer in pointers)]
-
-
 def _fields(launch: Launch) -> tuple[str, list[Pointer | bytes]]:
     """The format of a launch's parameters, and their values."""
     forms, values = zip(*map(_map_fields, launch.maps), strict=True) if launch.maps else ((), ())
@@ -306,7 +300,7 @@ class CallPlan:
         self._at = {place: number for number, place in enumerate(places)}
         self._parts = parts
         for number, launch in enumerate(launch for launch in launches if 0 not in launch.grid):
-            for pointer in pointers_of(launch):
+            for pointer in launch.pointers:
                 if isinstance(pointer, Operand) and pointer.place in parts:
                     parts[pointer.place].use(number)
         self.workspace = lay_out(parts.values())
@@ -406,7 +400,7 @@ def _needed(steps: Sequence[Launch | TorchCall], result: Any) -> list[Launch | T
     reads(result)
     for step in reversed(steps):
         if isinstance(step, Launch):
-            reads(pointers_of(step))
+            reads(step.pointers)
         elif step.results and not any(made.place in read for made in step.results):
             continue
         else:

@@ -14,14 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family import get_family
+from hexa_fx.codegen.family import PLACES, get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.errors import KernelError
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.rows import contiguous_strides
 
 Shape = tuple[int, ...]
+
+
+_WHOLE = (1 << 31) - 1
+"""Lines of a part where there is one; see templates/include/hexa_fx/types/places.cuh."""
 
 
 class CannotPlan(KernelError):
@@ -38,9 +44,10 @@ class Operand:
         place: number of the memory that it lies in.
         offset: elements from there to its first one.
         low: the last four bits of the memory's address.
+        table: of a weight of listed experts (`hexa_fx.cuda.places`), where their matrices lie. Only kernels read such a weight.
     """
 
-    __slots__ = ("dtype", "low", "offset", "place", "planning", "shape", "strides")
+    __slots__ = ("dtype", "low", "offset", "place", "planning", "shape", "strides", "table")
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class Operand:
     ) -> None:
         self.planning, self.place, self.dtype, self.shape, self.strides = planning, place, dtype, shape, strides
         self.offset, self.low = offset, low
+        self.table: Operand | None = None
 
     def stride(self) -> Shape:
         """Of every dimension, in elements."""
@@ -101,7 +109,9 @@ class Operand:
 
     def view_of(self, shape: Shape, strides: Shape, offset: int) -> Operand:
         """Another tensor in the same memory."""
-        return Operand(self.planning, self.place, self.dtype, shape, strides, offset, self.low)
+        made = Operand(self.planning, self.place, self.dtype, shape, strides, offset, self.low)
+        made.table = self.table
+        return made
 
     def _skips_only_ones(self) -> bool:
         dense = contiguous_strides(self.shape)
@@ -164,6 +174,12 @@ class Launch(NamedTuple):
     pieces: tuple[Piece, ...]
     maps: tuple[TensorMap | None, ...] = ()
 
+    @property
+    def pointers(self) -> list[Pointer]:
+        """What it has the addresses of."""
+        of_maps = [one.tensor for one in self.maps if one is not None]
+        return [*of_maps, *(pointer for pointers, _ in self.pieces for pointer in pointers)]
+
 
 class TorchCall(NamedTuple):
     """A function of torch between launches: its arguments, with operands among them, and its results in memory of their own."""
@@ -203,6 +219,16 @@ class Planning:
         self._whole.append(made)
         return made
 
+    def listed(self, weight: Listed) -> Operand:
+        """A weight of listed experts, whose matrices lie apart, and in the place behind it their table."""
+        assert weight.places is not None, "see hexa_fx.cuda.places"
+        experts, *matrix = weight.shape
+        lines, width = reversed(matrix) if weight.turned else matrix
+        made = self.operand(weight.dtype, (experts, lines, width), (weight.places.step, width, 1), 0)
+        table = weight.places.table
+        made.table = self.operand(table.dtype, tuple(table.shape), contiguous_strides(table.shape), 0)
+        return made.transpose(1, 2) if weight.turned else made
+
     def allocate(self, shape: Shape, dtype: torch.dtype) -> Operand:
         """Memory that every call allocates."""
         made = self.operand(dtype, shape, contiguous_strides(shape), 0)
@@ -216,8 +242,16 @@ class Planning:
         pieces: tuple[Piece, ...],
         maps: tuple[TensorMap | None, ...] = (),
     ) -> None:
-        """Asks for a launch. One without blocks only counts as use of the kernel."""
-        self.steps.append(Launch(kernel, grid, pieces, maps))
+        """Asks for a launch. One without blocks only counts as use of the kernel.
+
+        Raises:
+            Unsupported: an operand is a weight of listed experts, which this kernel does not read.
+        """
+        made = Launch(kernel, grid, pieces, maps)
+        listed = any(isinstance(each, Operand) and each.table is not None for each in made.pointers)
+        if listed and not kernel.spec.option("listed"):
+            raise Unsupported(f"{kernel.spec.family} reads stacked weights, not those of listed experts")
+        self.steps.append(made)
 
     def torch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Asks for a function of torch. Its results' shapes are those on tensors without data; a view needs no step."""
@@ -227,6 +261,8 @@ class Planning:
         known: dict[int, Operand] = {}
 
         def stand_in(o: Operand) -> Tensor:
+            if o.table is not None:
+                raise Unsupported(f"{function} would run on a weight of listed experts")
             reach = 1 + o.offset + sum((n - 1) * s for n, s in zip(o.shape, o.strides, strict=True) if n)
             flat = torch.empty(reach, dtype=o.dtype, device="meta")
             known[flat.untyped_storage()._cdata] = o
@@ -275,9 +311,13 @@ def planning_of(t: Tensor) -> Planning:
     return t.planning
 
 
-def launch(x: Tensor, spec: KernelSpec, grid: tuple[int, int, int], /, **fields: Any) -> None:
-    """Asks for a launch, in the call that x belongs to, of a kernel with these fields of its argument struct; others are zero."""
-    planning_of(x).launch(kernel_of(spec), grid, (get_family(spec.family).args.piece(**fields),))
+def launch(x: Tensor, spec: KernelSpec, grid: tuple[int, int, int], /, *more: Piece, **fields: Any) -> None:
+    """Asks for a launch, in the call that x belongs to, of a kernel with these fields of its argument struct; others are zero.
+
+    Args:
+        more: what the arguments end with.
+    """
+    planning_of(x).launch(kernel_of(spec), grid, (get_family(spec.family).args.piece(**fields), *more))
 
 
 def is_same_memory(t: Tensor, other: Tensor) -> bool:
@@ -285,3 +325,41 @@ def is_same_memory(t: Tensor, other: Tensor) -> bool:
     assert isinstance(t, Operand)
     assert isinstance(other, Operand)
     return t.place == other.place
+
+
+def listed(weight: Tensor) -> tuple[tuple[str, bool], ...]:
+    """The option of a kernel that reads a weight of listed experts; no option if they are stacked."""
+    return (("listed", True),) if _table_of(weight) is not None else ()
+
+
+def parts_of(weight: Tensor) -> int:
+    """How many matrices an expert has in a weight: gate and up of listed experts may be one each."""
+    table = _table_of(weight)
+    return 1 if table is None else table.shape[0]
+
+
+def part_of(weight: Tensor) -> int:
+    """Lines of one of them, as it is stored."""
+    return weight.shape[1] // parts_of(weight)
+
+
+def places_of(weight: Tensor, up: Tensor | None = None) -> tuple[Piece, ...]:
+    """What the arguments of a kernel end with that reads listed experts, and an up weight of them; nothing if they are stacked.
+
+    Raises:
+        Unsupported: only one of both is listed.
+    """
+    tables = [_table_of(each) for each in (weight, up) if each is not None]
+    if all(table is None for table in tables):
+        return ()
+    if any(table is None for table in tables):
+        raise Unsupported("gate or up is a weight of listed experts, the other one a stack")
+    own, *of_up = tables
+    return (
+        PLACES.piece(own=own, up=next(iter(of_up), None), part=part_of(weight) if parts_of(weight) > 1 else _WHOLE),
+    )
+
+
+def _table_of(weight: Tensor) -> Operand | None:
+    assert isinstance(weight, Operand), "operators plan on operands"
+    return weight.table

@@ -35,6 +35,7 @@ def kernels() -> list[str]:
 def register() -> None:
     """Registers this package's kernels as the CUDA implementation of their operators, once per process."""
     from hexa_fx.ops import library, moe_ffn_autograd, moe_ffn_fp8  # hexa_fx.ops calls this function
+    from hexa_fx.ops.listed import readable_on
 
     def by_torch(name: str) -> Callable[..., Any]:
         return lambda *args: library.kernel_for(name, "any")(*args)
@@ -42,6 +43,7 @@ def register() -> None:
     for name in kernels():
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
     moe_ffn_fp8.why_not_on["cuda"] = _why_not_fp8
+    readable_on["cuda"] = _readable
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
     for name in ("moe_ffn_sources", "moe_ffn_sources_forward"):  # where a compiler calls them, too
@@ -52,6 +54,12 @@ def _why_not_fp8(arguments: Any) -> str:
     from hexa_fx.cuda.fp8 import why_not
 
     return why_not(arguments)
+
+
+def _readable(operands: Any) -> Any:
+    from hexa_fx.cuda.places import readable
+
+    return readable(operands)
 
 
 def _lazy(name: str, by_torch: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,6 @@ from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.lockstep import guarded
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Stack, separated
-from hexa_fx.runtime.moved_stack import ReadStack
 
 
 class LocalWeight(DirectFunction):
@@ -128,14 +127,10 @@ def _destination(weight: Tensor) -> Destination | None:
     if isinstance(node, _LOCAL):
         parameter = node.parameter
         return Destination((parameter,), partial(as_gradients, parameter)) if parameter.is_leaf else None
-    return (
-        Destination(node.parameters, partial(separated, sizes=node.sizes))
-        if isinstance(node, (_OF_COPIES, _OF_STACKS))
-        else None
-    )
+    return Destination(node.parameters, partial(separated, sizes=node.sizes)) if isinstance(node, _OF_COPIES) else None
 
 
-_OF_COPIES, _OF_STACKS = (getattr(read, "_backward_cls") for read in (Stack, ReadStack))  # noqa: B009
+_OF_COPIES: type[Any] = getattr(Stack, "_backward_cls")  # noqa: B009
 _LOCAL: type[Any] = getattr(LocalWeight, "_backward_cls")  # noqa: B009
 
 

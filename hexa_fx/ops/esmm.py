@@ -13,6 +13,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, tiles
 from hexa_fx.ops.activations import activation_backward, activation_forward
+from hexa_fx.ops.listed import Listed, readable
 from hexa_fx.ops.rows import accumulate_dtype, flip, invert, routed_rows
 from hexa_fx.ops.table import Activate, ActivateBackward, Esmm, EsmmAct
 from hexa_fx.ops.tiling import whole
@@ -47,7 +48,7 @@ def projection_backward(
     needs: tuple[Any, Any, Any],
     x: Tensor | None,
     g: Tensor,
-    weight: Tensor,
+    weight: Any,
     v: Tensor | None,
     offs: Tensor,
     top_k: int,
@@ -55,17 +56,18 @@ def projection_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it. x is read for dW only.
 
-    Where they are to be derived again they come from one operator each, since ``esfk`` is not derived.
+    Where they are to be derived again they come from one operator each, since ``esfk`` is not derived. Kernels read listed weights.
     """
-    ops = torch.ops.hexa
+    ops: Any = torch.ops.hexa
+    if type(weight) is Listed:
+        ops, (weight,) = library.Kernels(g.device.type), readable((weight,), g.device.type)
     dx = dw = db = None
     of_x, of_weight, of_bias = needs
     if of_x and of_weight and not torch.is_grad_enabled():
         dx, dw, db = ops.esfk(x, g, weight, v, offs, top_k, layout, of_bias)
     else:
         if of_x:
-            esmm = ops.esmm if isinstance(weight, Tensor) else library.kernel_for("esmm", "cpu")
-            dx = esmm(g, weight, None, None, offs, 1, flip(layout))
+            dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
         if of_weight:
             dw = ops.estmm(x, g, v, None, offs, top_k, layout)
         if of_bias:

@@ -1,21 +1,35 @@
 """Weights that are one tensor an expert, wherever these lie: a loop over experts reads them as it reads a stacked weight.
 
-`Listed` has the shape of the stack and gives an expert's matrix by its number. Nothing is moved or copied, and every tensor that
-wants a gradient gets one of its own (`Gradients`). Kernels on a CPU take both in place of a weight and of a buffer. Whatever else
-comes to one gets the stack (`dense`), a differentiable copy.
+`Listed` has the shape of the stack and gives an expert's matrix by its number. Nothing is moved or copied. Kernels on a CPU take it
+in place of a weight, and `Gradients` in place of a buffer: every tensor that wants a gradient gets one of its own. Kernels on CUDA
+are told where its tensors lie (`Places`). Whatever else comes to one gets the stack (`dense`), a differentiable copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hexa_fx.torch_private import _are_functorch_transforms_active, without_autocast
+from hexa_fx.torch_private import _are_functorch_transforms_active, _foreach_copy_, without_autocast
 
 T = TypeVar("T")
+
+
+class Places(NamedTuple):
+    """Where the matrices of listed experts lie.
+
+    Args:
+        address: of the lowest one; the others lie a whole number of steps further on.
+        table: (parts, E) int32 on their device, how many.
+        step: elements.
+    """
+
+    address: int
+    table: Tensor
+    step: int
 
 
 class Listed:
@@ -23,14 +37,18 @@ class Listed:
 
     Args:
         parts: tensors of all experts, of each part: all of one dtype and device, and of one shape but for the rows of a part.
-        eager: whether kernels may read them: they are plain tensors on a CPU, which nothing traces.
+        eager: whether kernels may read them: they are plain tensors, which nothing traces.
+
+    Attributes:
+        places: where they lie, once kernels on CUDA are to be told (`hexa_fx.cuda.places`).
     """
 
-    __slots__ = ("device", "dtype", "eager", "shape", "sizes", "tensors", "turned")
+    __slots__ = ("device", "dtype", "eager", "places", "shape", "sizes", "tensors", "turned")
 
     def __init__(self, parts: Sequence[Sequence[Tensor]], eager: bool = True) -> None:
         first = parts[0][0]
         self.tensors, self.eager, self.turned = [tensor for part in parts for tensor in part], eager, False
+        self.places: Places | None = None
         self.sizes = [part[0].shape[0] for part in parts]
         self.dtype, self.device = first.dtype, first.device
         self.shape = torch.Size((len(parts[0]), sum(self.sizes), *first.shape[1:]))
@@ -42,7 +60,7 @@ class Listed:
         """The same of other tensors; of none where only the shape counts."""
         made = object.__new__(Listed)
         made.tensors, made.dtype = tensors, dtype or self.dtype
-        made.eager, made.turned, made.sizes = self.eager, self.turned, self.sizes
+        made.eager, made.turned, made.sizes, made.places = self.eager, self.turned, self.sizes, None
         made.device, made.shape = self.device, self.shape
         return made
 
@@ -58,6 +76,10 @@ class Listed:
     def numel(self) -> int:
         """Of the stack."""
         return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
 
     def pieces(self) -> list[Listed]:
         """Its parts as weights of one part each."""
@@ -88,7 +110,11 @@ class Listed:
     def transpose(self, _first: int, _second: int) -> Listed:
         """Every expert's matrix transposed."""
         made = self.of(self.tensors)
-        made.turned, made.shape = not self.turned, torch.Size((self.shape[0], self.shape[2], self.shape[1]))
+        made.places, made.turned, made.shape = (
+            self.places,
+            not self.turned,
+            torch.Size((self.shape[0], self.shape[2], self.shape[1])),
+        )
         return made
 
     def unsqueeze(self, dim: int) -> Listed:
@@ -103,24 +129,28 @@ class Listed:
         """Expert by expert."""
         return Listed([[one * two for one, two in zip(self.tensors, other.tensors, strict=True)]], self.eager)
 
-    def to(self, dtype: torch.dtype) -> Listed:
-        """In another dtype."""
-        return self if dtype == self.dtype else self.of([tensor.to(dtype) for tensor in self.tensors], dtype)
+    def to(self, dtype: torch.dtype) -> Listed | Tensor:
+        """In another dtype. On a GPU, where a launch for each tensor would take longer than a layer, as a stack."""
+        if dtype == self.dtype:
+            return self
+        if self.device.type == "cuda":
+            return self.stack(dtype)
+        return self.of([tensor.to(dtype) for tensor in self.tensors], dtype)
 
     def between(self, first: int, end: int) -> Tensor:
         """A copy of some experts' as one tensor."""
         some = joined(self._parts(first, end))
         return some.transpose(1, 2) if self.turned else some
 
-    def stack(self) -> Tensor:
-        """A differentiable copy as one tensor."""
+    def stack(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A differentiable copy as one tensor, in another dtype if one is given."""
         if not self.tensors:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return torch.zeros(self.shape, dtype=dtype or self.dtype, device=self.device)
         with without_autocast():  # under which torch.stack refuses the other 16-bit dtype
             if _are_functorch_transforms_active() or not self.eager:
-                whole = joined(self._parts())
+                whole = joined(self._parts()).to(dtype or self.dtype)
             else:
-                whole = Stack.apply(self.sizes, *self.tensors)
+                whole = Stack.apply(self.sizes, dtype or self.dtype, *self.tensors)
         return whole.transpose(1, 2) if self.turned else whole
 
 
@@ -163,17 +193,41 @@ def wanted_of(gradient: Tensor, sizes: Sequence[int], wanted: Sequence[bool]) ->
 
 
 class Stack(torch.autograd.Function):
-    """`joined`, of which every tensor that wants a gradient gets one of its own."""
+    """`joined` in a dtype, of which every tensor that wants a gradient gets one (`shares_of`)."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: Sequence[int], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, sizes: Sequence[int], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.sizes, ctx.parameters = sizes, tensors
-        return joined(in_parts(tensors, len(tensors) // len(sizes)))
+        first, *_ = tensors
+        if dtype == first.dtype:
+            return joined(in_parts(tensors, len(tensors) // len(sizes)))
+        whole = first.new_empty((len(tensors) // len(sizes), sum(sizes), *first.shape[1:]), dtype=dtype)
+        _foreach_copy_(separated(whole, sizes), tensors)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _, *needs = ctx.needs_input_grad
-        return None, *(None if part is None else part.clone() for part in wanted_of(grads[0], ctx.sizes, needs))
+        _, _, *needs = ctx.needs_input_grad
+        return None, None, *shares_of(grads[0].to(ctx.parameters[0].dtype), ctx.sizes, needs)
+
+
+def shares_of(gradient: Tensor, sizes: Sequence[int], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of tensors, from one of their stack. Each has memory of its own, but on a GPU where all are wanted: there a
+    launch for each would take longer than the gradient did.
+    """
+    shares = wanted_of(gradient, sizes, wanted)
+    if gradient.is_cuda and all(wanted):
+        return shares
+    return [None if share is None else share.clone() for share in shares]
+
+
+readable_on: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+"""By device type, what makes operands readable for its kernels, where these do not take listed weights as they are."""
+
+
+def readable(operands: Sequence[Any], device: str) -> Sequence[Any]:
+    """Operands as the kernels of a device type take them."""
+    return readable_on[device](operands) if device in readable_on else operands
 
 
 class Gradients:

@@ -5,17 +5,17 @@ Where something else has to see the operators (a mode, a tracer, a tensor subcla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, moe_ffn_autograd
+from hexa_fx.ops import library, main_grad, moe_ffn_autograd
 from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.library import DirectFunction
-from hexa_fx.ops.listed import Listed, dense, tensors_of, wanted_of
+from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
 from hexa_fx.ops.main_grad import ListedGradients
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
 from hexa_fx.ops.table_layers import MoeFfn
@@ -69,16 +69,19 @@ def _is_watched() -> bool:
 
 def _run(name: str, run: Callable[..., Any], *args: Any) -> Any:
     """``run`` where nothing has to see the operator, else this on stacks."""
+    first, *_ = args
+    if Listed not in map(type, args):
+        return library.overload(name)(*args)
     eager = all(value.eager for value in args if type(value) is Listed)
     others = [value for value in args if type(value) is not Listed]
-    if eager and library.is_eager(others):
+    if eager and library.is_eager(others, cuda=True):
         return run(*args)
     if not eager or _is_watched():
         return library.overload(name)(*map(dense, _apart(args) if name in TAKE_PARTS else args))
-    if torch.is_autocast_enabled("cpu"):
-        return library.under_autocast(name, "cpu", partial(_run, name, run), args)
+    if torch.is_autocast_enabled(device := first.device.type):
+        return library.under_autocast(name, device, partial(_run, name, run), args)
     with DisableTorchFunction(), without_autocast():
-        return run(*args) if library.is_unseen(others) else library.overload(name)(*map(dense, args))
+        return run(*args) if library.is_unseen(others, cuda=True) else library.overload(name)(*map(dense, args))
 
 
 class _Esmm(DirectFunction):
@@ -93,16 +96,19 @@ class _Esmm(DirectFunction):
         ctx.weight, ctx.bias = o.weight.of([]), o.bias.of([]) if ctx.of_bias else None
         ctx.save_for_backward(o.x if any(ctx.of_weight) else None, o.v, o.offs, *tensors)
         with _AutoDispatchBelowAutograd():
-            return esmm_cpu(o)
+            return library.kernel_for("esmm", "cuda")(*readable(o, "cuda")) if o.x.is_cuda else esmm_cpu(o)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, v, offs, *tensors) = grads, ctx.saved_tensors
         weight, rows = ctx.weight.of(tensors), (v, offs, ctx.rows)
         needs = ctx.needs.x, any(ctx.of_weight), ctx.needs.bias or any(ctx.of_bias)
-        if not library.is_plain_tensor(g):
-            dx, dw, db = projection_backward(needs, x, g, weight.stack(), *rows, ctx.layout)
-            given = [*_split(dw, weight, ctx.of_weight), *_split(db, ctx.bias, ctx.of_bias)]
+        if g.is_cuda or not library.is_plain_tensor(g):
+            dx, dw, db = _from_stacks(needs, x, g, weight, *rows, ctx.layout)
+            given = [
+                *main_grad.shares("weight", weight, ctx.of_weight, dw),
+                *main_grad.shares("bias", ctx.bias, ctx.of_bias, db),
+            ]
             return *Esmm.by_argument(x=dx, bias=None if ctx.of_bias else db), *given
         into: Any = ListedGradients("weight", weight, ctx.of_weight)
         into_bias: Any = ListedGradients("bias", ctx.bias, ctx.of_bias) if ctx.of_bias else None
@@ -119,7 +125,11 @@ class _Esmm(DirectFunction):
         return *Esmm.by_argument(x=dx, bias=db), *given
 
 
-def _split(grad: Tensor | None, weight: Listed, wanted: Sequence[bool]) -> list[Tensor | None]:
-    if grad is None or not wanted:
-        return [None] * len(wanted)
-    return wanted_of(grad, weight.sizes, wanted)
+def _from_stacks(
+    needs: tuple[bool, bool, bool], x: Tensor, g: Tensor, weight: Listed, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """Gradients of one esmm, those of weight and bias as stacks."""
+    if not library.is_plain_tensor(g):
+        return projection_backward(needs, x, g, weight.stack(), *rest)
+    with _AutoDispatchBelowAutograd():
+        return projection_backward(needs, x, g, weight, *rest)

@@ -18,7 +18,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops.listed import Gradients, Listed
+from hexa_fx.ops.listed import Gradients, Listed, in_parts, shares_of
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, parameters
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd
@@ -90,6 +90,21 @@ class ListedGradients:
     def results(self) -> list[Tensor | None]:
         """What autograd is given for every tensor."""
         return [result for piece in self.pieces for result in piece.results()]
+
+
+def shares(name: str, weight: Listed | None, wanted: Sequence[bool], whole: Tensor | None) -> list[Tensor | None]:
+    """What autograd is given for every tensor of a listed operand of which kernels made one gradient, if it was asked for."""
+    if weight is None or whole is None:
+        return [None] * len(wanted)
+    found = shares_of(whole, weight.sizes, wanted)
+    if not any(NAME in tensor.__dict__ for tensor in weight.tensors):
+        return found
+    taken = ListedGradients(name, weight, wanted)
+    for piece, gradients in zip(taken.pieces, in_parts(found, weight.shape[0]), strict=True):
+        for expert, gradient in enumerate(gradients):
+            if gradient is not None:
+                piece.add(expert, gradient)
+    return taken.results()
 
 
 class _Buffered(Gradients):

@@ -124,7 +124,7 @@ class LayerFunction(DirectFunction):
             o = o._make(map(dense, o))
         name, names = f"{layer.name}_backward", layer.record.differentiable
         operands = _differentiable(layer.gradients, *names[1:])(o)
-        into, needs = _into(o, ctx.listed) if plain else {}, o.needs
+        into, needs = _into(o, ctx.listed) if plain and not dy.is_cuda else {}, o.needs
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
@@ -136,7 +136,7 @@ class LayerFunction(DirectFunction):
 
         found = dict(zip(names, main_grad.gradients(call, operands, others, plain)))
         given = layer.record.by_argument(**{name: grad for name, grad in found.items() if name not in ctx.listed})
-        return None, None, *given, *_given_to_listed(ctx.listed, into, found)
+        return None, None, *given, *_given_to_listed(o, ctx.listed, into, found)
 
 
 def _unwritten(biases: dict[str, tuple[Any, list[int]]]) -> dict[str, Any]:
@@ -176,15 +176,19 @@ def _into(o: Any, listed: _Marks) -> dict[str, Any]:
     return {name: main_grad.ListedGradients(name, getattr(o, name), wanted) for name, wanted in marked}
 
 
-def _given_to_listed(listed: _Marks, into: dict[str, Any], found: dict[str, Tensor | None]) -> list[Tensor | None]:
+def _given_to_listed(
+    o: Any, listed: _Marks, into: dict[str, Any], found: dict[str, Tensor | None]
+) -> list[Tensor | None]:
     """Gradients of all tensors of listed operands."""
     given: list[Tensor | None] = []
     for name, (sizes, wanted) in listed.items():
-        grad = found.get(name)
+        grad, operand = found.get(name), getattr(o, name)
         if name in into:
             given += into[name].results()
         elif grad is None:
             given += [None] * len(wanted)
+        elif type(operand) is Listed:
+            given += main_grad.shares(name, operand, wanted, grad)
         else:
             given += wanted_of(grad, sizes, wanted)
     return given

@@ -1,6 +1,6 @@
 """Reads the 4-bit weights of listed experts (bitsandbytes' `Linear4bit`) as one packed weight, without a second copy of codes.
 
-As in `hexa_fx.runtime.moved_stack`, the user's parameters stay the same objects, and only their memory moves: into one tensor of
+The user's parameters stay the same objects, and only their memory moves: into one tensor of
 all experts' codes. Each parameter keeps a storage of its own over its part, since bitsandbytes copies storages whole.
 """
 

@@ -1,6 +1,6 @@
 """Reads the packed matrices of listed experts (a `QuantizedWeight` each) as one packed weight, without a second copy of them.
 
-As in `hexa_fx.runtime.moved_stack`, the user's parameters stay the same objects, and only their memory moves: each keeps a storage
+The user's parameters stay the same objects, and only their memory moves: each keeps a storage
 of its own over its part of what all of them hold.
 """
 
@@ -18,7 +18,7 @@ from hexa_fx.formats.formed import PackedStack
 from hexa_fx.formats.quantized_weight import Place, QuantizedWeight
 from hexa_fx.packed.reader import PackedReader
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.moved_stack import with_own_storage
+from hexa_fx.torch_private import DisableTorchFunction
 
 _names = count()
 Stack = TypeVar("Stack", QuantizedWeight, PackedStack)
@@ -109,4 +109,18 @@ def _beside(rows: Sequence[Tensor]) -> Tensor:
 def _part(whole: Tensor, own: Tensor, begin: int, expert: int) -> Tensor:
     """The part of an expert's share in ``whole`` that ``own`` is equal to."""
     share = whole[expert]
-    return with_own_storage(share[begin : begin + len(own)] if own.dim() else share)
+    return _with_own_storage(share[begin : begin + len(own)] if own.dim() else share)
+
+
+def _with_own_storage(value: Tensor) -> Tensor:
+    """A tensor on the same memory, which it keeps alive, that has a storage for itself; on the meta device a view.
+
+    Whatever looks at storages takes tensors of one storage for one tensor under several names: accelerate saves the first of them
+    only, safetensors' ``save_model`` refuses them, and `torch.save` of one writes all.
+    """
+    if value.is_meta:
+        return value
+    start = value.storage_offset() * value.element_size()
+    with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
+        part: torch.UntypedStorage = value.untyped_storage()[start : start + value.numel() * value.element_size()]
+        return torch.empty(0, dtype=value.dtype, device=value.device).set_(part, 0, value.shape, value.stride())

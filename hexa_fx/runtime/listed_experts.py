@@ -1,8 +1,7 @@
-"""Reads per-expert parameters as one weight: where they are on a CPU, and on CUDA as one stacked tensor.
+"""Reads per-expert parameters as one weight, where they are (`hexa_fx.ops.listed`).
 
-The parameters of the user's experts stay what they are: the same objects with the same names, order, hooks and ``requires_grad``.
-On a CPU they stay where they are, too, and every one that wants a gradient gets a tensor of its own (`hexa_fx.ops.listed`). On
-CUDA, whose kernels read a stack, their memory moves (`hexa_fx.runtime.moved_stack`).
+The parameters of the user's experts stay what they are: the same objects in the same memory, with the same names, order, hooks and
+``requires_grad``.
 
 For an expert without tokens the gradient is zero, where code that skips such experts leaves None. Optimizers that act on zero
 gradients tell the difference: AdamW decays the weight and its moments.
@@ -11,7 +10,6 @@ gradients tell the difference: AdamW decays the weight and its moments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +24,6 @@ from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.ops.listed import Listed, joined
 from hexa_fx.runtime.call_kinds import is_foreign, said_of
 from hexa_fx.runtime.guards import AGAIN, GuardMiss
-from hexa_fx.runtime.moved_stack import MovedStack
 from hexa_fx.runtime.paths import WeightReader, first_parameter
 from hexa_fx.sources import linear4bit
 from hexa_fx.torch_private import (
@@ -34,11 +31,10 @@ from hexa_fx.torch_private import (
     _are_functorch_transforms_active,
     _get_tracing_state,
     _len_torch_dispatch_stack,
-    without_autocast,
 )
 
-IN_PLACE, MOVED, SEEN = "in place", "moved", "by operators"
-"""How parameters are read: by kernels where they lie; as one tensor into which they move; by operators that see their class."""
+IN_PLACE, SEEN = "in place", "by operators"
+"""How parameters are read: by kernels where they lie; by operators that see their class."""
 _OF_KIND: tuple[Callable[[Any], Any], ...] = (type, *map(attrgetter, ("dtype", "shape", "device")))
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
@@ -50,7 +46,6 @@ class ListedExperts(WeightReader):
         super()._bind(block)
         self._seen: tuple[list[list[Any]], str] = [], ""
         self._ends: list[list[Any]] = []
-        self._moved = MovedStack(self.weight.name)
 
     def __repr__(self) -> str:
         parts = self.weight.parts
@@ -65,15 +60,9 @@ class ListedExperts(WeightReader):
         if is_compiling() or _traced():
             tensors = self.tensors_in_trace()
             self._check_kinds(tensors)
-            in_place = not is_compiling() and _how_plain(tensors) != MOVED
-            return self._listed(tensors, eager=False) if in_place else self._copy(tensors)
+            return self._copy(tensors) if is_compiling() else self._listed(tensors, eager=False)
         tensors = self.tensors()
-        if not self._moved.holds(tensors):
-            how = self._how(tensors)
-            if how != MOVED:
-                return self._listed(tensors, eager=how == IN_PLACE)
-        stack = self._moved.read(self.in_parts(tensors), tensors)
-        return self._copy(tensors) if stack is None else stack
+        return self._listed(tensors, eager=self._how(tensors) == IN_PLACE)
 
     def refresh(self) -> None:
         """Checks the module tree and its parameters. Call it before the block has any effect.
@@ -89,27 +78,14 @@ class ListedExperts(WeightReader):
             self._check_kinds([self.first_in_trace()])
             return
         first, last = self.ends()  # what changes parameters changes all of them, and every read looks at each
-        if first is None or last is None or _kinds_of((first, last)) != self._ends or self._moved.has_lost(first, last):
-            tensors = self.tensors()
-            if self._how(tensors) == MOVED:
-                self._moved.lay(self.in_parts(tensors), tensors)
-
-    @property
-    def stands_in(self) -> bool:
-        """See `WeightReader`."""
-        return self._moved.is_made
-
-    def note_writes(self) -> None:
-        """As `WeightReader.note_writes`."""
-        self._moved.note_writes()
+        if first is None or last is None or _kinds_of((first, last)) != self._ends:
+            self._how(self.tensors())
 
     def _listed(self, tensors: Sequence[torch.Tensor], eager: bool) -> Listed:
         return Listed(self.in_parts(tensors), eager)
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        # Under autocast torch.stack takes no weights in the other 16-bit dtype, which products cast.
-        with nullcontext() if is_compiling() else without_autocast():
-            return joined(self.in_parts(tensors))
+        return joined(self.in_parts(tensors))
 
     def _how(self, tensors: Sequence[torch.Tensor]) -> str:
         """How they are read, which is decided anew where they are of other kinds than before."""
@@ -147,7 +123,7 @@ def _how_plain(tensors: Sequence[torch.Tensor]) -> str:
     first = tensors[0]
     if not _PLAIN.issuperset(map(type, tensors)) or first.layout is not torch.strided:
         return SEEN
-    return IN_PLACE if first.is_cpu else MOVED if first.is_cuda else SEEN
+    return IN_PLACE if first.is_cpu or first.is_cuda else SEEN
 
 
 def _are_alike(parts: Sequence[Sequence[torch.Tensor]]) -> bool:

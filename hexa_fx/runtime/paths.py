@@ -11,11 +11,10 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import is_grad_enabled, nn
+from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.isolation.lookup import tensors_in
 from hexa_fx.isolation.module_tree import rebuilds, referenced
 from hexa_fx.ops.listed import in_parts
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
@@ -210,36 +209,9 @@ class WeightReader:
         """What is in the order of the paths as parts of the weight, each of all experts."""
         return in_parts(tensors, len(self.weight.parts[0]))
 
-    @property
-    def stands_in(self) -> bool:
-        """Whether a tensor that counts its own versions is saved for backward in place of the parameters."""
-        return False
-
-    def note_writes(self) -> None:
-        """Counts what was written to parameters as written to what was read of them, if that is one tensor with a gradient."""
-
     def __getstate__(self) -> dict[str, Any]:
         return {"weight": self.weight, "block": self.block}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.weight = state["weight"]
         self._bind(state["block"])
-
-
-def look_before_backward(result: Any, readers: Sequence[WeightReader]) -> None:
-    """Has ``readers`` look when a gradient arrives at a tensor in what a block returns and keeps.
-
-    What is written to weights between forward and backward raises torch's error there, as in the original: torch compares the
-    version of what an operator saved. Listed experts' parameters count their own versions, and operators save the tensor that they
-    lie in, which knows nothing of them until its reader looks.
-    """
-    if is_compiling() or not is_grad_enabled() or not any(reader.stands_in for reader in readers):
-        return
-
-    def look(_: Any) -> None:
-        for reader in readers:
-            reader.note_writes()
-
-    for node in {tensor.grad_fn for tensor in tensors_in([result])}:
-        if node is not None:
-            node.register_prehook(look)

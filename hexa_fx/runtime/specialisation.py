@@ -20,7 +20,6 @@ from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
 from hexa_fx.runtime.listed_experts import ListedExperts, packed_names
-from hexa_fx.runtime.paths import look_before_backward
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.resolution import inputs_of
 from hexa_fx.sources.adapters import Adapters
@@ -110,7 +109,6 @@ class Specialisation:
         for reader in read:
             reader.refresh()
         result = self.program.function(a.seen_from(module) if (a := adapted or adapters) else module, *inputs)
-        look_before_backward(result, read)
         result = result if dtypes is None else in_dtypes(result, dtypes)
         if self.stored:
             result, kept = result

@@ -7,7 +7,7 @@ import pytest
 
 import hexa_fx.templates
 from hexa_fx.codegen import family_names, get_family
-from hexa_fx.codegen.family import Args
+from hexa_fx.codegen.family import PLACES, Args
 
 TEMPLATES = Path(hexa_fx.templates.__path__[0])
 HEADERS = "\n".join(path.read_text() for path in sorted(TEMPLATES.rglob("*.cuh")))
@@ -28,6 +28,7 @@ def struct(name: str) -> str:
             elif kind in NUMBERS:
                 found.append(f"{count.rstrip(']')}{NUMBERS[kind]} {field}")
             else:
+                kind = kind.replace("RowParams", "GemmParams")  # of a template
                 found.append(f"{MEMBERS[kind]} {field}" if kind in MEMBERS else Args(struct(kind)).within(field))
     return "; ".join(found)
 
@@ -36,8 +37,12 @@ def struct(name: str) -> str:
 def test_fields_are_those_of_device_code(name: str) -> None:
     family = get_family(name)
     template = (TEMPLATES / family.template).read_text()
-    (argument,) = set(re.findall(r"sizeof\((?:hexa::)?(\w+)\) == {{ args_bytes", template))
+    (argument,) = set(re.findall(r"sizeof\((?:hexa::)?(\w+)(?:<.*?>)?\) == {{ args_bytes", template))
     assert family.args.fields == Args(struct(argument)).fields
+
+
+def test_places_are_those_of_device_code() -> None:
+    assert PLACES.fields == Args(struct("MatrixPlaces")).fields
 
 
 def test_what_is_not_given_is_null_or_zero_and_what_is_unknown_is_refused() -> None:

@@ -18,6 +18,7 @@
 
 #include <hexa_fx/epilogue/activations.cuh>
 #include <hexa_fx/types/operand_sm90.cuh>
+#include <hexa_fx/types/places.cuh>
 
 namespace hexa::sm90 {
 
@@ -65,6 +66,7 @@ struct TileConfig {
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
+  static constexpr bool Listed = false;             // experts' matrices lie apart, see types/places.cuh
   static constexpr bool Once = false;               // weights leave L2 first: tiles of few rows, which take as long as these
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
   static constexpr bool AddedInStaging = false;     // its operands lie where the epilogue's chunks do, and take no step

@@ -15,6 +15,7 @@
 #include <hexa_fx/scheduler/slots.cuh>
 #include <hexa_fx/types/decode.cuh>
 #include <hexa_fx/types/element.cuh>
+#include <hexa_fx/types/places.cuh>
 
 namespace hexa {
 
@@ -102,7 +103,9 @@ struct DecodeDown {
       const Part own = block.part_of(part);
       const int line = block.lane / kPieces, k = block.lane % kPieces * 8;
       rows = own.rows;
-      weight = static_cast<const T*>(block.p.w) + own.expert * block.p.w_expert + block.first * block.p.w_line + k;
+      long long place = own.expert;
+      if constexpr (C::kListed) place = Matrices::of<false>(block.p, own.expert).own;
+      weight = static_cast<const T*>(block.p.w) + place * block.p.w_expert + block.first * block.p.w_line + k;
 #pragma unroll
       for (int i = 0; i < kRows / 4; ++i) {
         const int slot = block.slots.order[own.row + min(line + 4 * i, rows - 1)];

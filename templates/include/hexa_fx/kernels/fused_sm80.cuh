@@ -7,8 +7,9 @@
 
 namespace hexa {
 
+template <class RowParams>
 struct FusedParams {
-  GemmParams rows;    // dX: esmm
+  RowParams rows;     // dX: esmm
   GemmParams weight;  // dW: estmm
   void* db;           // (E, columns of dY); wide where dW is added to
 };
@@ -53,7 +54,8 @@ struct Fused {
   static constexpr int BM = Rows::BM, BN = Rows::BN, kGroup = 8, kThreads = Rows::kThreads;
   static constexpr int kSharedBytes = Rows::kSharedBytes > Weight::kSharedBytes ? Rows::kSharedBytes : Weight::kSharedBytes;
 
-  static __device__ void run(const FusedParams& p, unsigned char* shared) {
+  template <class Params>
+  static __device__ void run(const Params& p, unsigned char* shared) {
     Rows::Store::zero_tail(p.rows);
     const int columns = (p.rows.n + BN - 1) / BN, down = (p.weight.m + BM - 1) / BM, across = (p.weight.n + BN - 1) / BN;
     const Unit u = find_unit<BM>(p.rows.offs, p.rows.experts, blockIdx.x, columns, down * across);
@@ -65,7 +67,8 @@ struct Fused {
 
  private:
   // kGroup row tiles by all column tiles at a time: the weight's tiles and the rows stay in L2.
-  static __device__ void row_tile(const FusedParams& p, const Unit& u, int high, int columns, unsigned char* shared) {
+  template <class Params>
+  static __device__ void row_tile(const Params& p, const Unit& u, int high, int columns, unsigned char* shared) {
     const int group = u.index / (kGroup * columns), rest = u.index - group * kGroup * columns;
     const int size = min(kGroup, high - group * kGroup);
     const int row = u.begin + (group * kGroup + rest % size) * BM;
@@ -73,7 +76,8 @@ struct Fused {
     Rows::tile(p.rows, {u.expert, row, min(row + BM, u.end), 0, rest / size * BN}, shared, none);
   }
 
-  static __device__ void weight_tile(const FusedParams& p, const GemmTile& t, unsigned char* shared) {
+  template <class Params>
+  static __device__ void weight_tile(const Params& p, const GemmTile& t, unsigned char* shared) {
     if (kAdd && t.end <= t.row) return;
     if (kBias && (kGradIsA ? t.n0 : t.m0) == 0) {
       const int width = kGradIsA ? p.weight.m : p.weight.n;

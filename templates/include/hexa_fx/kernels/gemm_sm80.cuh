@@ -8,6 +8,7 @@
 // (the innermost is 1). Sizes need not be multiples of anything.
 #pragma once
 #include <hexa_fx/epilogue/store_sm80.cuh>
+#include <hexa_fx/load/listed_sm80.cuh>
 #include <hexa_fx/load/stages_sm80.cuh>
 #include <hexa_fx/mma/simt_sm80.cuh>
 #include <hexa_fx/mma/tensor_sm80.cuh>
@@ -92,12 +93,16 @@ struct Gemm {
       if (row >= t.end) return nullptr;
       return a + (C::kGatherA ? static_cast<long long>(p.top_k(__ldg(p.a_index + row))) : row) * p.a_stride;
     });
+    const int width = C::kGlu == Glu::interleaved ? 2 * p.n : p.n;
+    const int n0 = C::kGlu == Glu::interleaved ? 2 * t.n0 : t.n0;
+    if constexpr (C::kListed) {
+      multiply_listed(p, t, load_a, n0, width, stages, product, sum);
+      return;
+    }
     const long long expert = t.expert * p.b_expert;
     const T* gate = static_cast<const T*>(p.b) + expert;
     const long long to_up = C::kBAlongK ? p.n * p.b_stride : p.n;  // concat
     const T* up = C::kGlu == Glu::split ? static_cast<const T*>(p.b2) + expert : gate + to_up;
-    const int width = C::kGlu == Glu::interleaved ? 2 * p.n : p.n;
-    const int n0 = C::kGlu == Glu::interleaved ? 2 * t.n0 : t.n0;
     if constexpr (C::kBAlongK) {
       LinesAlongK<T, LayoutB, BN, BK, kThreads, C::kAligned> load_b(p.k, [&](int r) -> const T* {
         const int n = n0 + r % kHalf;
@@ -108,6 +113,26 @@ struct Gemm {
       const int column = threadIdx.x % (BN / (16 / int(sizeof(T)))) * (16 / int(sizeof(T))), n = n0 + column % kHalf;
       const Lines<T, false> lines{(C::kHalves && column >= kHalf ? up : gate) + n, nullptr, p.b_stride, 0, p.k, {}};
       LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, Lines<T, false>> load_b(lines, width - n);
+      mainloop(load_a, load_b, p.k, stages, product, sum, none);
+    }
+  }
+
+  // The same on a weight whose lines are asked for one by one.
+  template <class LoadA>
+  static __device__ void multiply_listed(const GemmParams& p, const GemmTile& t, LoadA& load_a, int n0, int width, T* stages,
+                                         const Product& product, Sum& sum) {
+    const ListedWeight<C> weight(p, t.expert);
+    NoSum none;
+    if constexpr (C::kBAlongK) {
+      LinesAlongK<T, LayoutB, BN, BK, kThreads, C::kAligned> load_b(p.k, [&](int r) -> const T* {
+        const int n = n0 + r % kHalf;
+        return n < width ? weight.line(n, C::kHalves && r >= kHalf) : nullptr;
+      });
+      mainloop(load_a, load_b, p.k, stages, product, sum, none);
+    } else {
+      const int column = threadIdx.x % (BN / (16 / int(sizeof(T)))) * (16 / int(sizeof(T))), n = n0 + column % kHalf;
+      const ListedLines<C> lines{weight, n, p.k, C::kHalves && column >= kHalf};
+      LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, ListedLines<C>> load_b(lines, width - n);
       mainloop(load_a, load_b, p.k, stages, product, sum, none);
     }
   }

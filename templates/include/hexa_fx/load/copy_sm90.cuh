@@ -47,25 +47,48 @@ struct Copier {
     }
   }
 
+  // Where a tile's weight lies in its maps: by the expert's number, or of listed experts where their matrices do.
+  struct Number {
+    int own, up;
+    CUTE_DEVICE int holding(int&) const { return own; }
+  };
+  CUTE_DEVICE auto weight_of(const Tile& t) const {
+    if constexpr (C::Listed) return Matrices::of<C::SplitWeight>(p, t.expert);
+    else return Number{t.expert, t.expert};
+  }
+
   // B in two halves. In a cluster that shares it each CTA copies one half to both.
-  template <Map Weight, Map Up>
-  CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
+  template <Map Weight, Map Up, class At>
+  CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k, const At& at) {
     if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
-      SM90_TMA_LOAD_5D::copy(maps + Weight, bar, kWeightHint, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      if constexpr (is_same_v<At, Number>)
+        SM90_TMA_LOAD_5D::copy(maps + Weight, bar, kWeightHint, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, at.own);
+      else load_by_turns(maps + Weight, bar, t, k, at);
       return;
     }
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
       const TmaDescriptor* map = maps + (up_tensor ? Up : Weight);
       const int n = first_column<C>(p, t, half);
+      int line = C::WeightKN ? k * C::BK : n;
+      const int place = up_tensor ? at.up : at.holding(line);
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * kLineBytes;
-      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
+      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, line, place, shared);
       else {
         if (kNarrow && half) return;
         CUTE_UNROLL
-        for (int j = 0; j < kHalfLines; ++j) copy_3d(map, bar, dst + j * kBlockBytes, n + kLine * j, k * C::BK, t.expert, shared);
+        for (int j = 0; j < kHalfLines; ++j) copy_3d(map, bar, dst + j * kBlockBytes, n + kLine * j, line, place, shared);
       }
     });
+  }
+  // Gate and up of a listed expert lie at any distance, so that no box of a map holds both.
+  CUTE_DEVICE void load_by_turns(const TmaDescriptor* map, uint64_t* bar, const Tile& t, int k, const Matrices& at) {
+    CUTE_UNROLL
+    for (int i = 0; i < C::BN / 8; ++i) {
+      int line = t.n0 + i / 2 * 8 + i % 2 * p.N;
+      const int place = at.holding(line);
+      SM90_TMA_LOAD_3D::copy(map, bar, kWeightHint, sm.b[pipe.index] + i * (8 * kLineBytes), k * C::BK, line, place);
+    }
   }
   template <class Copy>
   CUTE_DEVICE void halves(const Tile& t, Copy copy) {
@@ -82,18 +105,19 @@ struct Copier {
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
     const int blocks = ceil_div(t.rows, C::RowBox), bytes = blocks * (C::RowBox * kLineBytes), added = low_rank_steps<C>(p);
+    const auto at = weight_of(t);
     if constexpr (kAddedSteps<C>) {
       for (int k = 0; k < added; ++k) {
         uint64_t* bar = open<C::GatherRows>(bytes);
         load_rows(bar, t, k, blocks, kAddedRowsMap);
-        load_weight<kAddedWeightMap, kAddedUpMap>(bar, t, k);
+        load_weight<kAddedWeightMap, kAddedUpMap>(bar, t, k, Number{t.expert, t.expert});
         pipe.template next<C::Stages>();
       }
     }
     for (int k = from; k < to - added; ++k) {
       uint64_t* bar = open<C::GatherRows>(C::GatherRows ? 0 : bytes);
       if constexpr (!C::GatherRows) load_rows(bar, t, k, blocks, kRowsMap);
-      load_weight<kWeightMap, kUpMap>(bar, t, k);
+      load_weight<kWeightMap, kUpMap>(bar, t, k, at);
       pipe.template next<C::Stages>();
     }
     if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it

@@ -7,6 +7,7 @@
 #include <hexa_fx/scheduler/share.cuh>
 #include <hexa_fx/scheduler/slots.cuh>
 #include <hexa_fx/types/decode.cuh>
+#include <hexa_fx/types/places.cuh>
 
 namespace hexa {
 
@@ -110,8 +111,17 @@ struct DecodeFeed {
     columns = min(work.columns, p.n - work.column) * kTurns - before;
     column = work.column * kTurns + before + (C::kGlu == Glu::concat && half == 1 ? static_cast<long long>(p.n) : 0);
   }
-  __device__ const T* of_half(int half) const {
-    return static_cast<const T*>(C::kGlu == Glu::split && half == 1 ? p.w2 : p.w) + work.expert * p.w_expert;
+  // The expert's weight that holds a half, which begins at a column; of listed experts the column becomes that of the matrix.
+  __device__ const T* of_half(int half, long long& column) const {
+    const bool split_up = C::kGlu == Glu::split && half == 1;
+    long long place = work.expert;
+    if constexpr (C::kListed) {
+      const Matrices at = Matrices::of<C::kGlu == Glu::split>(p, work.expert);
+      int line = C::kAlongK ? int(column) : 0;
+      place = split_up ? at.up : at.holding(line);
+      if (C::kAlongK) column = line;
+    }
+    return static_cast<const T*>(split_up ? p.w2 : p.w) + place * p.w_expert;
   }
 
   __device__ void locate() {
@@ -121,12 +131,14 @@ struct DecodeFeed {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         begin_half(half, column, left[half]);
-        weight[half] = of_half(half) + (column + line) * p.w_line + 8 * piece;
+        const T* own = of_half(half, column);
+        weight[half] = own + (column + line) * p.w_line + 8 * piece;
       }
     } else {
       const int half = piece / (kHalf / 8);
       begin_half(half, column, left[0]);
-      weight[0] = of_half(half) + line * p.w_line + column + piece % (kHalf / 8) * 8;
+      const T* own = of_half(half, column);
+      weight[0] = own + line * p.w_line + column + piece % (kHalf / 8) * 8;
     }
     const int r = threadIdx.x / Stage::kRowPieces, first = work.part * C::kRows;
 #pragma unroll

@@ -27,7 +27,7 @@ struct DecodeParams {
 
 // A block has eight warps, kWarpsM side by side along the weight's columns, 32 of them each. The others share k.
 template <class T_, class Id_, class W_, int kRows_, int kWarpsM_, int kStages_, int kExperts_, int kSlots_, bool kAlongK_,
-          bool kFirst_, bool kSummed_, Act kAct_, Glu kGlu_, bool kBias_>
+          bool kFirst_, bool kSummed_, Act kAct_, Glu kGlu_, bool kBias_, bool kListed_ = false>
 struct DecodeConfig {
   using T = T_;
   using Id = Id_;
@@ -43,6 +43,7 @@ struct DecodeConfig {
   static constexpr Act kAct = kAct_;
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
+  static constexpr bool kListed = kListed_;  // experts' matrices lie apart, see places.cuh
   static constexpr int kColumns = kGlu == Glu::none ? kLines : kLines / 2;  // of the result that a tile gives
   static constexpr int kGrain = kAlongK ? 2 : 8;  // of columns; where lines run along them, pieces of 16 bytes
   static_assert(!kSummed || (kAlongK && kGlu == Glu::none && kAct == Act::none));
@@ -50,7 +51,8 @@ struct DecodeConfig {
 };
 
 // Of the second product with the sum: eight warps that each stream on their own.
-template <class T_, class Id_, class W_, int kTiles_, int kStages_, int kExperts_, int kSlots_, bool kBias_>
+template <class T_, class Id_, class W_, int kTiles_, int kStages_, int kExperts_, int kSlots_, bool kBias_,
+          bool kListed_ = false>
 struct DecodeDownConfig {
   using T = T_;
   using Id = Id_;
@@ -58,7 +60,7 @@ struct DecodeDownConfig {
   static constexpr int kTiles = kTiles_;  // of 16 columns
   static constexpr int kStages = kStages_, kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kExperts = kExperts_, kSlots = kSlots_;  // that the tables have room for
-  static constexpr bool kBias = kBias_;
+  static constexpr bool kBias = kBias_, kListed = kListed_;
   static_assert(kStages >= 2 && kSlots <= 65535);
 };
 

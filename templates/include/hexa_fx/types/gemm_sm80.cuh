@@ -44,7 +44,8 @@ struct GemmTile {
 };
 
 template <class T_, Math kMath_, Op kOp_, int BM_, int BN_, int BK_, int kStages_, int kWarpsM_, int kWarpsN_, bool kBAlongK_,
-          bool kGatherA_, bool kGatherB_, bool kAligned_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kAdd_ = false>
+          bool kGatherA_, bool kGatherB_, bool kAligned_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kAdd_ = false,
+          bool kListed_ = false>
 struct GemmConfig {
   using T = T_;
   static constexpr Math kMath = kMath_;
@@ -56,6 +57,7 @@ struct GemmConfig {
   static constexpr bool kBias = kBias_;
   static constexpr bool kKeep = kKeep_;  // store the product itself (h)
   static constexpr bool kAdd = kAdd_;    // estmm: add to d, which is of the accumulators' type
+  static constexpr bool kListed = kListed_;  // esmm: experts' matrices lie apart, see places.cuh
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   // gate and up of the same columns lie side by side in one tile: two halves of it, or alternating where the weight does

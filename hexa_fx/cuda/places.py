@@ -1,0 +1,71 @@
+"""Tells kernels where the matrices of listed experts lie, so that no parameter is moved or copied.
+
+A weight of listed experts is read from its lowest address on: each matrix lies a whole number of steps from there, and a table on
+the device holds how many. So the copy engine needs one tensor map for all of them, whose last dimension is as long as memory, and
+whose coordinate in it comes from the table in place of the expert's number; other kernels multiply and add. What does not lie so
+(not contiguous, of unlike parts, further apart than a table can tell) is read as a stack, which is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops.listed import Listed, Places
+from hexa_fx.torch_private import DisableTorchFunction
+
+STEPS = (512, 16)
+"""Bytes of a step. Torch allocates at multiples of the first, so that it is the same for most weights, as are their kernels' plans;
+the copy engine wants multiples of the last."""
+
+MOST = 1 << 31
+"""Steps that a table can tell."""
+
+MOST_PARTS = 2
+"""Of a weight: gate and up."""
+
+_data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+
+
+def readable(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands as kernels take them: listed weights with their places, or what cannot be read so, and biases, as stacks."""
+    return tuple([_readable(each) if type(each) is Listed and each.places is None else each for each in args])
+
+
+def _readable(weight: Listed) -> Listed | Tensor:
+    if weight.ndim != 3 or len(weight.sizes) > MOST_PARTS or len(set(weight.sizes)) > 1 or not weight.numel():
+        return weight.stack()
+    with DisableTorchFunction():  # a mode would be told of every parameter
+        lie_well = all(map(_is_contiguous, weight.tensors))
+        addresses = tuple(map(_data_ptr, weight.tensors))
+    index = weight.device.index
+    places = _places(
+        addresses, weight.shape[0], weight.element_size(), index, torch._C._cuda_getCurrentRawStream(index)
+    )
+    if not lie_well or places is None:
+        return weight.stack()
+    made = weight.of(weight.tensors)
+    made.places = places
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _places(addresses: tuple[int, ...], experts: int, size: int, index: int, stream: int) -> Places | None:
+    """Of matrices at these addresses. The table is written on the stream on which it is read (others would have to wait for it)."""
+    first, low = min(addresses), 0
+    for address in addresses:
+        low |= address - first
+    step = next((step for step in STEPS if not (low | (first & STEPS[-1] - 1)) & step - 1), 0)
+    if not step or (max(addresses) - first) // step >= MOST:
+        return None
+    steps = [(address - first) // step for address in addresses]
+    with torch.inference_mode(False):  # it outlives the call
+        pinned = torch.tensor(steps, dtype=torch.int32, device="cpu").view(-1, experts).pin_memory()
+        table = pinned.to(
+            torch.device("cuda", index), non_blocking=True
+        )  # weights that are gathered move from step to step
+    return Places(first, table, step // size)
