@@ -18,7 +18,7 @@ from hexa_fx.passes.detect.combine import APART
 from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.projections import MIXED, Contraction
 from hexa_fx.passes.detect.rules import given_inside
-from hexa_fx.passes.detect.several import REPEATED, SEVERAL_GATES, chooses, of_several_routings
+from hexa_fx.passes.detect.several import SEVERAL_GATES, chooses, of_several_routings
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, shared_by_some, uneven_experts
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 from hexa_fx.runtime.guards import HOOKS
@@ -60,9 +60,7 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
         return given
     odd = odd or _hooks_on_experts(block, groups)
     uneven = _uneven(captured) if refusal.reason == MIXED else None
-    several = None
-    if (apart or isinstance(refusal, NoRouting)) and of_several_routings(captured):
-        several = SEVERAL_GATES if apart else REPEATED
+    several = SEVERAL_GATES if (apart or isinstance(refusal, NoRouting)) and of_several_routings(captured) else None
     known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else several)
     elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
     return Refuse(known or refusal.reason, refusal.node, elsewhere)

@@ -32,8 +32,8 @@ IN_TURN = (
 )
 
 SEVERAL_GATES = (
-    "the same experts run for several routings, each with a result of its own (several gates over one set of experts); a module "
-    "for each routing, which holds its gate and is given the experts, can be rewritten"
+    "the same experts run for several routings (several gates over one set of experts); a module for each routing, which holds its "
+    "gate and is given the experts, can be rewritten"
 )
 _picks = ops.of(
     "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"

@@ -103,7 +103,16 @@ class InPlace(Expert):
         return h.mul_(0.5).tanh_().view(rows, 2, I // 2).flip(2).reshape(rows, h.shape[1])
 
 
-FORMS = (Tanhs, NoEpsilon, Residual, InPlace)
+class Long(Expert):
+    """So many steps that its tokens are not seen from its end."""
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            h = torch.sin(h) + 0.5
+        return h
+
+
+FORMS = (Tanhs, NoEpsilon, Residual, InPlace, Long)
 
 
 @pytest.mark.parametrize("make", FORMS)

@@ -1,11 +1,17 @@
 """Gates of several tasks over one set of experts, experts in one convolution, and lists of dropped tokens."""
 
 import copy
+import linecache
 
+import pytest
 import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.capture import capture, record_of
+from hexa_fx.ir import Refusal
+from hexa_fx.passes.detect import detect_block
+from hexa_fx.passes.detect.slots import Capacity
 from tests.detect.mixture import D, E, Mixture
 from tests.zoo import variant
 from tests.zoo.compare import compare
@@ -78,13 +84,22 @@ class GatesOnAll(Gates):
         for gate in self.gates:
             weights, index = gate(x).softmax(-1).topk(2)
             found.append((given * torch.zeros(len(x), E, dtype=x.dtype).scatter(1, index, weights)[..., None]).sum(1))
+        return self.together(found)
+
+    def together(self, found: list[Tensor]) -> Tensor:
         return torch.cat(found, -1)
+
+
+class SumOfGates(GatesOnAll):
+    def together(self, found: list[Tensor]) -> Tensor:
+        return found[0] + found[1]
 
 
 def test_several_gates_over_one_set_of_experts() -> None:
     x = torch.randn(12, D, dtype=torch.float64)
-    (report,) = hexa_fx.explain(GatesOnAll().double(), x).blocks
-    assert "several gates over one set of experts" in report.reason
+    for kind in (GatesOnAll, SumOfGates):
+        (report,) = hexa_fx.explain(kind().double(), x).blocks
+        assert "several gates over one set of experts" in report.reason
     for block, count in ((Heads().double(), 2), (Gates().double(), 1)):
         opt = hexa_fx.optimize(copy.deepcopy(block), x)
         assert [block.status for block in opt.report.blocks] == ["rewritten"] * count
@@ -98,3 +113,54 @@ def test_a_large_capacity_behind_much_noise() -> None:
     assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
     for rows in (3, 64):
         assert compare(block, opt, (torch.randn(2, rows, variant.D),), {}, train=True, seed=rows).within(1e-4)
+
+
+class Shown(Mixture):
+    """Gives some rows too, as many of twelve as experts have room for."""
+
+    def kept(self, token: Tensor, room: int) -> Tensor:
+        return token[:room]
+
+    def room(self, tokens: int) -> int:
+        return tokens // E  # has room
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        room, shown = self.room(len(x)), len(x) // 2 - 3
+        weights, index = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = (self.kept(each, room) for each in torch.where(index == number))
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out, x[:shown]
+
+
+class ShownByMask(Shown):
+    def kept(self, token: Tensor, room: int) -> Tensor:
+        return token[torch.arange(len(token)) < room]
+
+
+class ShownByConstant(ShownByMask):
+    def room(self, tokens: int) -> int:
+        return 3
+
+
+def room_of(block: nn.Module) -> Capacity:
+    torch.manual_seed(0)
+    found = detect_block(capture(block, (torch.randn(12, D),), {}))
+    assert not isinstance(found, Refusal), found.reason
+    assert found.routing.capacity is not None
+    return found.routing.capacity
+
+
+@pytest.mark.parametrize("kind", [Shown, ShownByMask])
+def test_room_is_what_lists_of_tokens_are_cut_at(kind: type[Shown]) -> None:
+    """And not what is as large on the example, and cuts something else."""
+    limit = room_of(kind()).limit
+    assert isinstance(limit, torch.fx.Node)
+    place = record_of(limit).location
+    assert place is not None
+    assert linecache.getline(place.file, place.line).endswith("# has room\n")
+
+
+def test_room_is_a_number_that_the_code_names() -> None:
+    assert room_of(ShownByConstant()).limit == 3

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
+from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
 from hexa_fx.passes.detect.row_order import row_orders
@@ -199,6 +200,36 @@ def test_order_of_rows_between_products(between: Callable[[torch.Tensor], torch.
         assert not order
     else:
         assert order[first.node].tolist() == expected.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tokens, chosen: (tokens.roll(1, 0), chosen),
+        lambda tokens, chosen: (tokens * tokens.norm(dim=-1, keepdim=True), chosen),
+        lambda tokens, chosen: (tokens, (chosen + 1) % E),
+    ],
+    ids=["another token", "another factor", "another expert"],
+)
+def test_gate_and_up_are_of_the_same_rows(other: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
+    class Gathered(Loop):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = None
+            self.gate, self.up, self.down = (nn.Parameter(torch.randn(E, *size)) for size in ((D, H), (D, H), (H, D)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = x.reshape(-1, D)
+            weights, chosen = self.choose(tokens)
+            gate = torch.einsum("td,tkdh->tkh", tokens, self.gate[chosen])
+            given, experts = other(tokens, chosen)
+            up = torch.einsum("td,tkdh->tkh", given, self.up[experts])
+            return torch.einsum("tkh,tkhd,tk->td", F.silu(gate) * up, self.down[chosen], weights).view(x.shape)
+
+    torch.manual_seed(0)
+    refusal = detect_block(canonicalize_block(capture(Gathered(), (X,), {})))
+    assert isinstance(refusal, Refusal)
+    assert "are not rows of one tensor" in refusal.reason
 
 
 def test_the_plain_loop():
