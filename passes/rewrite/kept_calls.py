@@ -39,7 +39,7 @@ class KeptNodes:
     Args:
         order: nodes to emit, in recorded order; a call is emitted where its first result stands.
         calls: the submodule call behind each result node.
-        rereads: a write by such a call into its own argument -> how to read the argument afterwards.
+        rereads: a write by such a call into its own argument, or a read after it -> how to read the argument afterwards.
         stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
@@ -140,7 +140,7 @@ def _writes_of_calls(
     for call in calls:
         inside, result = {*by_call[call.number]}, nodes_in(call.output)[0]
         for node in by_call[call.number]:
-            if node in by_result or not record_of(node).writes:
+            if node in by_result or not (record_of(node).writes or node.target is functional.after):
                 continue
             stand_ins[node] = result
             argument = _written_argument(node, inside)

@@ -105,3 +105,73 @@ def test_a_shared_dropout_that_wakes_in_eval_mode() -> None:
 def test_what_only_the_code_itself_would_do(beside: bool) -> None:
     report = hexa_fx.explain(Shared(Rare(), beside).double(), tokens(9))
     assert "a host decision (if, while, assert, item()) on what the experts computed" in report.blocks[0].reason
+
+
+class Balanced(nn.Module):
+    """Shifts the scores that it is given, and gives how uneven they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(E))
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return self.shifted(scores).softmax(-1).square().sum()
+
+    def shifted(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.add_(self.bias)
+
+
+class BalancedInPart(Balanced):
+    def shifted(self, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 1:].mul_(2).add_(self.bias[1:])
+        return scores
+
+
+class BalancedCopy(Balanced):
+    """Leaves what it was given, and keeps what it made of it."""
+
+    def shifted(self, scores: torch.Tensor) -> torch.Tensor:
+        self.last = scores.clone().add_(self.bias)
+        return self.last
+
+
+class BalancedColumns(Balanced):
+    """Of more scores than there are experts."""
+
+    def shifted(self, scores: torch.Tensor) -> torch.Tensor:
+        self.last = scores[:, :E].add_(self.bias)
+        return self.last
+
+
+class WithLoss(Shared):
+    def __init__(self, balanced: nn.Module) -> None:
+        super().__init__(nn.GELU())
+        self.balanced = balanced
+        if isinstance(balanced, BalancedColumns):
+            self.router = nn.Linear(D, E + 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.router(x)
+        loss = self.balanced(scores)
+        weights, ids = getattr(self.balanced, "last", scores).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(ids == number)
+            hidden = self.act(self.ups[number](x[token]))
+            out.index_add_(0, token, self.downs[number](hidden) * weights[token, slot, None])
+        return out, loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "stays"), [(Balanced, True), (BalancedInPart, True), (BalancedCopy, False), (BalancedColumns, False)]
+)
+def test_a_call_that_writes_to_what_it_is_given_stays_a_call(kind: type[Balanced], stays: bool) -> None:
+    torch.manual_seed(0)
+    block, called = WithLoss(kind()).double(), []
+    opt = optimized(block)
+    if stays:
+        opt.balanced.register_forward_hook(lambda module, given, result: called.append(None))
+    assert operators_run(opt, (tokens(7),))
+    assert bool(called) == stays
+    found = compare(block, opt, (tokens(7),), train=True)
+    assert found.within(1e-10), found
