@@ -56,7 +56,7 @@ try:
     from torch.fx.graph_module import _assign_attr
     from torch.nn.modules.conv import _ConvNd
     from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 except ImportError as error:
     raise ImportError(
         f"hexa_fx does not work with torch {torch.__version__}: {error}. Install a version that it is tested with (docs/guide.md)"

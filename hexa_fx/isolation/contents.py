@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
-from hexa_fx.isolation.module_tree import modules_of, named_modules, named_tensors
+from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
-from hexa_fx.torch_private import is_traceable_wrapper_subclass
 
 _DEEPEST = 4
 _MOST = 4096
@@ -252,15 +251,11 @@ class Sandbox:
         self._held = Contents([*held, *_of_outside_modules(root, held)])
         hooks = [*_hooks_of(root)]
         self._global = Contents([*_behind_names(_all_namespaces(root, hooks)), *_kept_by(hooks)])
-        self._codes = [(p, p.data) for p in named_tensors(root, "_parameters").values() if _holds_codes(p)]
 
     def restore(self) -> None:
         """Puts everything back."""
         self._global.restore(_has_results)
         self._held.restore()
-        for parameter, data in self._codes:
-            if (parameter.data_ptr(), parameter.shape) != (data.data_ptr(), data.shape):
-                parameter.data = data
 
 
 def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
@@ -335,11 +330,6 @@ def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Hol
                 yield from (
                     Holder(f"{holder.label}.{key}.{name}", inner) for name, inner in lists if type(inner) in _LISTS
                 )
-
-
-def _holds_codes(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a class of its own on plain memory, which a quantiser may lay out anew in its first use."""
-    return is_of_other_library(parameter) and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter)
 
 
 def _has_results(new: list[Any]) -> bool:

@@ -16,7 +16,7 @@ from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced
 from hexa_fx.passes.cover.coverage import Lost, uncovered
 from hexa_fx.passes.detect import Form, MoEMatch, detect_block
-from hexa_fx.passes.detect.graph import is_tensor, twins
+from hexa_fx.passes.detect.graph import is_tensor
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -134,23 +134,21 @@ def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable
     None if nothing of it can be given other values.
     """
     arguments, held, results = dict(replacements.arguments), dict(replacements.held), dict(replacements.results)
-    same = twins(captured.graph)
     place = {node: number for number, node in enumerate(captured.graph.nodes)}
     for item in lost:
         node = item.node
         value = record_of(node).value
         if not is_tensor(node) or not value.numel():
             continue
-        if node.op == "placeholder" and str(node.target) not in arguments:
+        if node.op == "placeholder":
             new, known = _mask_like(value), arguments
-        elif node.op == "get_attr" and str(node.target) not in {**held, **captured.constants}:
+        elif node.op == "get_attr" and str(node.target) not in captured.constants:
             new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
         elif node.op.startswith("call") and place[node] not in results and not record_of(node).writes:
-            alike = [n for n in place if n.op != "output" and same[n] is same[node]]
             if value.dtype == torch.bool:
-                results |= {place[n]: _with_exceptions(value) for n in alike}
+                results[place[node]] = _with_exceptions(value)
             elif value.is_floating_point() and item.role in ("factor", "select"):
-                results |= {place[n]: _scale_like(value) for n in alike}
+                results[place[node]] = _scale_like(value)
             continue
         else:
             continue

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.record import replaced_parameters
 from hexa_fx.errors import CaptureError
 
 
@@ -27,6 +28,29 @@ def test_parameters_of_one_number_are_replaced_and_put_back() -> None:
         assert parameter.data_ptr() == before[name][1]
     assert bool((norm.weight == 1).all())
     assert bool((norm.bias == 0).all())
+
+
+class OfALibrary(nn.Parameter):
+    pass
+
+
+def test_parameters_that_show_or_hold_no_numbers_of_their_own_stay() -> None:
+    """A number other than 0 and 1 has an effect, a library's class may hold codes, and a meta tensor nothing."""
+    block = nn.ReLU()
+    given = {"scale": torch.ones(()), "temperature": torch.tensor(0.5), "away": torch.ones(3, device="meta")}
+    for name, value in given.items():
+        block.register_parameter(name, nn.Parameter(value))
+    block.codes = OfALibrary(torch.ones(3))
+    assert set(capture(block, (torch.randn(3, 4),), {}).replaced) == {"scale"}
+
+
+def test_what_a_run_writes_to_a_replaced_buffer_is_gone() -> None:
+    norm, given = nn.BatchNorm1d(4).double(), {"running_mean": torch.full((4,), 3.0, dtype=torch.float64)}
+    with replaced_parameters(dict(norm.named_buffers()), given):
+        norm(torch.randn(5, 4, dtype=torch.float64))
+        assert not bool((norm.running_mean == 3).any())
+    assert bool((given["running_mean"] == 3).all())
+    assert bool((norm.running_mean == 0).all())
 
 
 def test_put_back_when_the_code_raises() -> None:
