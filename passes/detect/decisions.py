@@ -77,10 +77,13 @@ def is_count(node: Node) -> bool:
     return is_size(node) and not is_width(node) and any(map(depends_on_values, ancestors([node])))
 
 
-def is_exact(decision: Node) -> bool:
-    """Whether a decision hinges on an exact number of rows or choices, or on its remainder, which no example need have."""
+def is_exact(decision: Node, chosen: set[Node]) -> bool:
+    """Whether a decision hinges on an exact number of rows or choices, or on its remainder, which no example need have.
+
+    ``chosen``: the choices; what is added up before any of them, as in a norm, counts nothing.
+    """
     asked = ancestors([decision], stop=lambda n: is_count(n) or ops.finds(n) or ops.chooses(n))
-    counts = {n for n in asked if is_count(n)}
+    counts = {n for n in asked if is_count(n) and not chosen.isdisjoint(ancestors([n]))}
     exact = (n for n in asked - counts if _asks_for_one_number(n))
     return any(not counts.isdisjoint(ancestors([n])) for n in exact)
 
@@ -309,7 +312,7 @@ class Decisions:
         if any(n.op == "placeholder" and is_float(n) for n in asked):
             return Verdict.REFUSED, ON_DATA
         if not self.chosen.isdisjoint(ancestors([decision])):
-            return (Verdict.REFUSED, _EXACT) if is_exact(decision) else (Verdict.VARIED, "")
+            return (Verdict.REFUSED, _EXACT) if is_exact(decision, self.chosen) else (Verdict.VARIED, "")
         return self._of_inputs(decision, reads_inputs, is_bool)
 
     # -- what a decision asks ------------------------------------------------------------------------------------------
@@ -380,7 +383,7 @@ class Decisions:
         inside, counts = bool(self._inside(behind)), [n for n in behind if depends_on_values(n)]
         if not inside and not any(is_chosen(n) or not ancestors([n]).isdisjoint(self.routing) for n in counts):
             return Verdict.CONDITION, ""
-        if not all(map(is_width, sizes)) and is_exact(decision):
+        if not all(map(is_width, sizes)) and is_exact(decision, self.chosen):
             return Verdict.REFUSED, _EXACT
         if inside and not counts and self._asks_size_inside(decision, sizes):
             return Verdict.REFUSED, _SIZE_INSIDE
