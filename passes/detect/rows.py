@@ -96,6 +96,10 @@ _SIMILARITIES = 4_000_000
 NOT_TOKENS = (
     "what the experts read are not rows of one tensor that has a row for every token, times at most one number a row"
 )
+_WIDE = (
+    "an expert's part of {} has more than two dimensions; matrices (out, in) or (in, out), in which gate and up may lie side by "
+    "side, can be rewritten"
+)
 
 DIFFERENT_WAYS = "experts use their weights in different ways"
 
@@ -162,7 +166,9 @@ def match_rows(
         found = True
         yield _last_alike(source, leader, instances, replay), instances
     if not found:
-        raise Refuse(NOT_TOKENS, leader.data)
+        stored = weights.stored(leader.base)
+        wide = stored is not None and stored[1].dim() > 3
+        raise Refuse(_WIDE.format(leader.base) if wide else NOT_TOKENS, leader.data)
 
 
 def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:

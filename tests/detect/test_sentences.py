@@ -42,6 +42,25 @@ class MergedByProducts(Stacked):
         return [torch.einsum("be,exy->bxy", gates, each) for each in (self.up, self.down)]
 
 
+class GateAndUp(Mixture):
+    """In a dimension of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = None
+        self.first, self.down = nn.Parameter(torch.randn(E, 2, I, D)), nn.Parameter(torch.randn(E, D, I))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for number in range(E):
+            token, slot = torch.where(index == number)
+            gate, up = (F.linear(flat[token], weight) for weight in self.first[number])
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[number]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
 class Convolutions(Mixture):
     """Images with channels first, an expert for each."""
 
@@ -156,6 +175,7 @@ class Groups(Mixture):
     [
         (MergedByIds, "experts' weights are added up before tokens meet them"),
         (MergedByProducts, "experts' weights are added up before tokens meet them"),
+        (GateAndUp, "an expert's part of first has more than two dimensions"),
         (Convolutions, "its experts are convolutions (conv1d)"),
         (Tables, "its experts are tables of vectors that are looked up (embedding)"),
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
