@@ -23,7 +23,7 @@ from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm_sm90 import Maps, chunk_map, launch_persistent, rows_map, weight_map
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows, divided_by
-from hexa_fx.cuda.planning import Operand, launch, planning_of
+from hexa_fx.cuda.planning import Operand, Piece, launch, listed, parts_of, places_of, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
@@ -136,7 +136,7 @@ def quantize_weight_fp8(o: QuantizeWeightFp8) -> None:
     sizes |= {"columns": m.columns, "experts": w.shape[0], "top_k": 1}
     sizes |= dict(zip(("line_halves", "column_halves"), m.halves))
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
-    _quantize("quantize_weight", w, grid, pointers, sizes, _fit(w, m))
+    _quantize("quantize_weight", w, grid, pointers, sizes, _fit(w, m), *places_of(w, w3))
 
 
 def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices:
@@ -145,7 +145,8 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
     n, k = w.shape[1:]
     whole, step = glu == "none", 2 if glu == "interleaved" else 1
     half = n if whole or glu == "split" else n // 2
-    ahead = 0 if whole or w3 is not None else by_n * (1 if glu == "interleaved" else half)
+    apart = w3 is not None or parts_of(w) > 1  # the second half is a matrix of its own
+    ahead = 0 if whole or apart else by_n * (1 if glu == "interleaved" else half)
     assert isinstance(w, Operand)
     second = w3 if w3 is not None else w.view_of((*w.shape[:1], half, k), w.strides, w.offset + ahead)
     count = 1 if whole else 2
@@ -207,11 +208,17 @@ def activation_gradient(o: EsmmActBackwardFp8, into: Results) -> None:
 
 
 def _quantize(
-    op: str, x: Tensor, grid: tuple[int, int, int], pointers: dict[str, Any], sizes: dict[str, int], fit: bool = True
+    op: str,
+    x: Tensor,
+    grid: tuple[int, int, int],
+    pointers: dict[str, Any],
+    sizes: dict[str, int],
+    fit: bool = True,
+    *more: Piece,
 ) -> None:
-    """One launch for numbers of x's type. fit: whether chunks of it can be loaded at once."""
+    """One launch for numbers of x's type. fit: whether chunks of it can be loaded at once. more: what its arguments end with."""
     spec = KernelSpec(QUANTIZE, op, _converting(x), dtype=DTYPES[x.dtype], aligned=fit)
-    launch(x, spec, grid, **pointers, **sizes)
+    launch(x, spec.with_options(**dict(listed(x))), grid, *more, **pointers, **sizes)
 
 
 def _fits(x: Tensor) -> bool:

@@ -153,7 +153,10 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
                 saved = dict(zip(fp8.LAYER.kept, kept)) | ({"h": None} if o.recompute_h else {})
                 given = o.to(MoeFfnFp8Backward, dy=y, top_k=top_k, needs=layer.needs, **saved)
                 fp8.backward(*given, *layer.buffers)
-    return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
+    specs = [spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE)]
+    if not any(type(each) is Listed for each in layer.call):
+        return tuple(specs)
+    return tuple(spec.with_options(listed=True) if spec.op == "quantize_weight" else spec for spec in specs)
 
 
 def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:

@@ -55,8 +55,9 @@ def moe_ffn_fixed(*args: Any) -> Any:
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
-    args = tuple(map(dense, args))
-    return (moe_ffn_fp8_layer.with_sources if any(map(sources.is_source, args)) else _OPS.moe_ffn_fp8.default)(*args)
+    if any(map(sources.is_source, args)):
+        return moe_ffn_fp8_layer.with_sources(*map(dense, args))
+    return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.listed, *args)
 
 
 def reindex(*args: Any) -> Any:

@@ -10,6 +10,7 @@ training, weights are quantised as a part of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.contexts import set_to
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
 from hexa_fx.ops import library
+from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
 from hexa_fx.ops.table_fp8 import weight_sizes
+
+Weight = Tensor | Listed
 
 
 class Fp8Weight(NamedTuple):
@@ -60,7 +64,7 @@ _steps: list[int] = []
 
 
 def quantized(
-    w: Tensor, w3: Tensor | None, layout: str, glu: str, transposed: bool, cached: bool, forward: bool = True
+    w: Weight, w3: Weight | None, layout: str, glu: str, transposed: bool, cached: bool, forward: bool = True
 ) -> Fp8Weight:
     """The quantised copy of a projection's weight.
 
@@ -70,7 +74,7 @@ def quantized(
         cached: whether the copy may be kept; not where other weights take turns in the same memory.
         forward: whether forward asks: backward takes what forward of the same captured CUDA graph has made.
     """
-    parts = (w,) if w3 is None else (w, w3)
+    parts: list[Any] = [*tensors_of((w, w3)), *(each for each in (w, w3) if isinstance(each, Tensor))]
     if not (cached and _keeps.get()):
         return _written(_empty(w, layout, glu, transposed), w, w3, layout, glu)
     storages = [t.untyped_storage() for t in parts]
@@ -79,7 +83,7 @@ def quantized(
         layout,
         glu,
     )
-    capturing = transposed and w.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = transposed and w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     state = _state(parts)
     with _lock:
         found = _copies.get(key)
@@ -108,7 +112,7 @@ def clear() -> None:
         _copies.clear()
 
 
-def _state(parts: tuple[Tensor, ...]) -> tuple[int, ...]:
+def _state(parts: Sequence[Tensor]) -> tuple[int, ...]:
     return *(0 if t.is_inference() else t._version for t in parts), _optimizer_steps()
 
 
@@ -130,9 +134,9 @@ def _forget() -> None:
         del _copies[key]
 
 
-def _empty(w: Tensor, layout: str, glu: str, transposed: bool) -> Fp8Weight:
+def _empty(w: Weight, layout: str, glu: str, transposed: bool) -> Fp8Weight:
     experts, rows, columns = weight_sizes(w, layout, glu)
-    q, s = _pair(w, experts, rows, columns)
+    q, s = _pair(w.tensors[0] if type(w) is Listed else w, experts, rows, columns)
     made = Fp8Weight(q, s, None, None)
     return _with_transposed(made) if transposed else made
 
@@ -143,11 +147,15 @@ def _with_transposed(weight: Fp8Weight) -> Fp8Weight:
     return weight._replace(q_t=q_t, s_t=s_t)
 
 
-def _pair(like: Tensor, experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def _pair(like: Any, experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     scales = like.new_empty((experts, rows // BLOCK, columns // BLOCK), dtype=torch.float32)
     return like.new_empty((experts, rows, columns), dtype=ELEMENT), scales
 
 
-def _written(weight: Fp8Weight, w: Tensor, w3: Tensor | None, layout: str, glu: str) -> Fp8Weight:
-    library.kernel_for("quantize_weight_fp8", w.device.type)(*weight, w.detach(), w3, layout, glu)
+def _written(weight: Fp8Weight, w: Weight, w3: Weight | None, layout: str, glu: str) -> Fp8Weight:
+    device = w.device.type
+    made = readable([None if each is None else each.detach() for each in (w, w3)], device)
+    library.kernel_for("quantize_weight_fp8", device)(
+        *weight, *(made if device == "cuda" else map(dense, made)), layout, glu
+    )
     return weight

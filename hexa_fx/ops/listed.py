@@ -103,6 +103,12 @@ class Listed:
         tensor = self.tensors[index] if len(self.sizes) == 1 else torch.cat(self.tensors[index :: self.shape[0]])
         return tensor.t() if self.turned else tensor
 
+    def detach(self) -> Listed:
+        """Of which nothing wants a gradient."""
+        made = self.of([tensor.detach() for tensor in self.tensors])
+        made.shape = self.shape
+        return made
+
     def each(self, function: Callable[[Tensor], Tensor]) -> Listed:
         """What a differentiable function makes of every tensor."""
         return Listed([[function(tensor) for tensor in part] for part in self._parts()], self.eager)

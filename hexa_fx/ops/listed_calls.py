@@ -34,12 +34,12 @@ _LAYERS = {name: partial(moe_ffn_autograd.listed, layer) for name, layer in moe_
 
 def layer(name: str, *args: Any) -> Any:
     """A layer's operator, of which some weights and biases are listed."""
-    return _run(name, _LAYERS[name], *args)
+    return run(name, _LAYERS[name], *args)
 
 
 def esmm(*args: Any) -> Any:
     """`hexa::esmm` with a weight that is listed, and a bias, if any, that may be."""
-    return _run("esmm", _esmm, *args)
+    return run("esmm", _esmm, *args)
 
 
 def _esmm(*args: Any) -> Any:
@@ -67,21 +67,21 @@ def _is_watched() -> bool:
     )
 
 
-def _run(name: str, run: Callable[..., Any], *args: Any) -> Any:
-    """``run`` where nothing has to see the operator, else this on stacks."""
+def run(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """``function`` where nothing has to see the operator, else this on stacks."""
     first, *_ = args
     if Listed not in map(type, args):
         return library.overload(name)(*args)
     eager = all(value.eager for value in args if type(value) is Listed)
     others = [value for value in args if type(value) is not Listed]
     if eager and library.is_eager(others, cuda=True):
-        return run(*args)
+        return function(*args)
     if not eager or _is_watched():
         return library.overload(name)(*map(dense, _apart(args) if name in TAKE_PARTS else args))
     if torch.is_autocast_enabled(device := first.device.type):
-        return library.under_autocast(name, device, partial(_run, name, run), args)
+        return library.under_autocast(name, device, partial(run, name, function), args)
     with DisableTorchFunction(), without_autocast():
-        return run(*args) if library.is_unseen(others, cuda=True) else library.overload(name)(*map(dense, args))
+        return function(*args) if library.is_unseen(others, cuda=True) else library.overload(name)(*map(dense, args))
 
 
 class _Esmm(DirectFunction):

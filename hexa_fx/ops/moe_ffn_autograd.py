@@ -39,6 +39,7 @@ class Layer(NamedTuple):
         kept: what forward returns besides y.
         fixed: whether a token's bits are the same in any batch.
         backward: what computes gradients on plain tensors; None for what runs the operator.
+        one_by_one: whether kernels of a CPU make a gradient for each tensor of a list.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Layer(NamedTuple):
     kept: tuple[str, ...]
     fixed: bool = False
     backward: Callable[..., Any] | None = None
+    one_by_one: bool = True
 
     @property
     def operator(self) -> str:
@@ -124,7 +126,7 @@ class LayerFunction(DirectFunction):
             o = o._make(map(dense, o))
         name, names = f"{layer.name}_backward", layer.record.differentiable
         operands = _differentiable(layer.gradients, *names[1:])(o)
-        into, needs = _into(o, ctx.listed) if plain and not dy.is_cuda else {}, o.needs
+        into, needs = _into(o, ctx.listed) if plain and layer.one_by_one and not dy.is_cuda else {}, o.needs
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:

@@ -20,9 +20,10 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ops import library, sources
+from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops.activations import gate_and_up
 from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
+from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
 from hexa_fx.ops.records import DENSE, Operands
 from hexa_fx.ops.rows import flip, routed_rows
@@ -65,7 +66,7 @@ def first_bias(o: Call) -> Tensor | None:
         halves = gate_and_up(o.b1, o.glu)
     if all(half is None for half in halves):
         return None
-    none = o.w1.new_zeros((o.experts, o.inner))
+    none = torch.zeros((o.experts, o.inner), dtype=o.w1.dtype, device=o.w1.device)
     return torch.cat([_filled_up(none if half is None else half) for half in halves], 1)
 
 
@@ -99,7 +100,8 @@ def backward(*args: Any) -> list[Tensor]:
 
     Buffers to add gradients to may follow, one or None for each operand after x. These gradients are not among the results.
     """
-    o, buffers = MoeFfnFp8Backward.split(args)
+    given, buffers = MoeFfnFp8Backward.split(args)
+    o = _with_stacked_biases(given)
     dy, v, inv, offs, top_k = o.dy, o.v, o.inv, o.offs, o.top_k
     needs, into = dict(zip(OPERANDS, o.needs, strict=True)), dict(zip_longest(("top_k_weights", *PARAMETERS), buffers))
     x = None if o.xq is None or o.xs is None else (o.xq, o.xs)
@@ -191,7 +193,7 @@ def _product(out: Tensor, outputs: Groups, inputs: Groups, layout: str, offs: Te
 
 
 def _out(weight: Tensor, buffer: Tensor | None) -> Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if buffer is None else buffer
 
 
 def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor | None:
@@ -214,7 +216,7 @@ def _routing_gradient(dots: Tensor, o: MoeFfnFp8Backward) -> Tensor:
     return slots.view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
 
 
-_KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
+_KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, Listed})
 """Classes of tensors that lie in memory as they say, and of those that stand for them while a call is traced."""
 log = logging.getLogger(__name__)
 
@@ -265,8 +267,13 @@ def _exact_call(o: MoeFfnFp8) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, o.to(MoeFfn, **weights)
 
 
-def run(o: MoeFfnFp8Forward, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
+def _with_stacked_biases(o: Any) -> Any:
+    return o._replace(b1=dense(o.b1), b3=dense(o.b3), b2=dense(o.b2))
+
+
+def run(given: MoeFfnFp8Forward, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
     """y, tokens and h with their scales, and the routing. transposed: whether backward will need weights transposed."""
+    o = _with_stacked_biases(given)
     x, top_k = o.x, o.top_k
     (w1, s1, *_), (w2, s2, *_) = first(o, transposed), second(o, transposed)
     v, inv, offs = kernel("reindex", x)(o.top_k_index, o.experts)
@@ -296,7 +303,8 @@ def _training(o: MoeFfnFp8Forward) -> tuple[Tensor, ...]:
     return run(o, transposed=True, keep_h=not o.recompute_h)
 
 
-LAYER = Layer("moe_ffn_fp8", MoeFfnFp8Forward, MoeFfnFp8Backward, ("xq", "xs", "h", "hs", "v", "inv", "offs"))
+_KEPT = ("xq", "xs", "h", "hs", "v", "inv", "offs")
+LAYER = Layer("moe_ffn_fp8", MoeFfnFp8Forward, MoeFfnFp8Backward, _KEPT, one_by_one=False)
 
 
 def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
@@ -312,6 +320,15 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
             )
         return LayerFunction.apply(LAYER, library.is_plain(keyset), *o.to(MoeFfnFp8Forward))
     return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
+
+
+def listed(*args: Any) -> Any:
+    """The layer on weights that are listed, past torch's dispatcher."""
+    o = MoeFfnFp8Forward._make(args)
+    instead = _exact_call(o.to(MoeFfnFp8))
+    if instead is None:
+        return moe_ffn_autograd.listed(LAYER, *o)
+    return listed_calls.layer("moe_ffn", *instead[1])
 
 
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)

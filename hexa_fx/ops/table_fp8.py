@@ -274,7 +274,7 @@ def _quantizable(dims: str, by: str = "") -> Form:
     return Form(dims, QUANTIZABLE, "of 16 or 32 bits ", by=by)
 
 
-def weight_sizes(w: Tensor, layout: str, glu: str) -> tuple[int, int, int]:
+def weight_sizes(w: Any, layout: str, glu: str) -> tuple[int, int, int]:
     """E, and the rows and columns of what `quantize_weight_fp8` makes of a weight."""
     n, k = columns_of(w, layout), columns_of(w, flip(layout))
     if glu == "none":

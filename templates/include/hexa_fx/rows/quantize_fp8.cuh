@@ -3,6 +3,7 @@
 #pragma once
 #include <hexa_fx/rows/tile_fp8.cuh>
 #include <hexa_fx/scheduler/segments.cuh>
+#include <hexa_fx/types/places.cuh>
 
 namespace hexa {
 
@@ -21,9 +22,15 @@ struct QuantizeFp8Params {
   int experts, top_k, line_halves, column_halves;  // a weight's halves lie in its lines or in its columns: 2, else 1
 };
 
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kListed = false>
 struct QuantizeFp8 {
   using Params = QuantizeFp8Params;
+  // Of a half of a listed expert's weight: steps to its matrix.
+  static __device__ int place_of(const Params& p, int expert, bool second) {
+    const bool split = static_cast<const Listed<Params>&>(p).places.up != nullptr;
+    const Matrices at = split ? Matrices::of<true>(p, expert) : Matrices::of<false>(p, expert);
+    return second ? at.up : at.own;
+  }
   static __device__ int padded(int size) { return (size + kTile - 1) / kTile * kTile; }
 
   // Eight elements from `column` on as they lie; zeros behind `columns`, and where the line is not wanted. kAligned: there are eight or
@@ -190,7 +197,9 @@ struct QuantizeFp8 {
     const bool second = line >= half_lines || column >= half_columns;
     if (line >= half_lines) line -= half_lines;
     if (column >= half_columns) column -= half_columns;
-    const T* matrix = static_cast<const T*>(second ? p.x3 : p.x) + expert * p.by_expert;
+    long long place = expert;
+    if constexpr (kListed) place = place_of(p, blockIdx.z, second);
+    const T* matrix = static_cast<const T*>(second ? p.x3 : p.x) + place * p.by_expert;
     Raw<T> raw[kTileLines];
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
