@@ -55,6 +55,26 @@ def test_an_example_that_is_not_finite_and_one_without_tokens() -> None:
     assert not block.advice
 
 
+class Padded(Looped):
+    """Sets padding to zero, of which experts with biases make rows that are alike."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * mask[..., None].to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_an_example_with_padding_that_the_block_masks(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Padded(lambda: MLP(8, 12), 8).double()
+    mask = (torch.arange(9) < torch.tensor([[7], [4]])).to(dtype)
+    optimized = hexa_fx.optimize(model, (torch.randn(2, 9, 8, dtype=torch.float64), mask))
+    assert optimized.report.rewritten, optimized.report
+    for lengths in ([[3], [5], [1]], [[5], [5], [5]]):
+        given = torch.randn(3, 5, 8, dtype=torch.float64), (torch.arange(5) < torch.tensor(lengths)).to(dtype)
+        assert operators_run(optimized, given)
+        assert compare(model, optimized, given).within(1e-10)
+
+
 @pytest.mark.parametrize("name", POOR)
 @pytest.mark.parametrize("style", STYLES[:2])
 def test_the_same_numbers(style: str, name: str) -> None:

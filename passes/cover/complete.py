@@ -118,13 +118,14 @@ _REASONS = {
 
 def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
     name = str(lost.node.target) if lost.node.op in ("placeholder", "get_attr") else lost.node.name
+    place = next(iter(lost.node.users), lost.node) if lost.node.op == "placeholder" else lost.node
     if name in captured.constants:
         try:
             constant(captured, lost.node)
         except Refuse as found:
             return found.at(captured.path)
         name = "a tensor that is made anew of plain numbers"
-    return Refusal(captured.path, _REASONS[lost.role].format(name), record_of(lost.node).location)
+    return Refusal(captured.path, _REASONS[lost.role].format(name), record_of(place).location)
 
 
 def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable[Lost]) -> Replacements | None:

@@ -46,7 +46,7 @@ _LAID_OUT = (
     "the experts' rows are computed from others that have been laid out for them, several for a token, so that a token has no row "
     "of its own; what is computed of all tokens before that can stay"
 )
-_NO_SUM = (
+NO_SUM = (
     "the expert outputs do not enter the result as a weighted sum for each token; they are overwritten, compared, normalised, or "
     "mixed between tokens"
 )
@@ -111,7 +111,7 @@ def find_combine(
     more = _rows_a_token(graph, tokens)
     if more != 1:
         raise Refuse(_LAID_OUT if more == int(more) else PADDED, candidates[0])
-    raise Refuse(_NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
+    raise Refuse(NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.passes.detect.combine import APART, PADDED
+from hexa_fx.passes.detect.combine import APART, NO_SUM, PADDED
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.torch_private import _ConvNd
@@ -59,8 +59,12 @@ def after_refusal(reasons: Collection[str], observation: Observation) -> Iterato
     """Others that may show what these ``reasons`` say is missing.
 
     One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
-    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart.
+    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In a third
+    no token is masked: those that are set to zero are alike, too.
     """
+    if NO_SUM in reasons and any(map(_is_mask, _tensors(observation))):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _of_ones, (observation.args, observation.kwargs))
+        yield replace(observation, args=args, kwargs=kwargs)
     matrix = _matrix(observation)
     if PADDED in reasons:
         yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
@@ -69,6 +73,15 @@ def after_refusal(reasons: Collection[str], observation: Observation) -> Iterato
         inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
         args, kwargs = inputs.at(max(_ENOUGH, experts or 0), 1, matrix.dtype)
         yield replace(observation, args=args, kwargs=kwargs)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    ones = tensor == 1
+    return bool(ones.any()) and not bool(ones.all()) and bool((ones | (tensor == 0)).all())
+
+
+def _of_ones(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(tensor) if _is_mask(tensor) else tensor
 
 
 def _is_of_sequences(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
