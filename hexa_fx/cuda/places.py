@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops.listed import Listed, Places
 from hexa_fx.torch_private import DisableTorchFunction
 
@@ -29,6 +30,7 @@ MOST_PARTS = 2
 """Of a weight: gate and up."""
 
 _data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_current_stream = torch._C._cuda_getCurrentRawStream
 
 
 def readable(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -42,30 +44,57 @@ def _readable(weight: Listed) -> Listed | Tensor:
     with DisableTorchFunction():  # a mode would be told of every parameter
         lie_well = all(map(_is_contiguous, weight.tensors))
         addresses = tuple(map(_data_ptr, weight.tensors))
-    index = weight.device.index
-    places = _places(
-        addresses, weight.shape[0], weight.element_size(), index, torch._C._cuda_getCurrentRawStream(index)
-    )
-    if not lie_well or places is None:
+    table = _table(addresses, weight.shape[0], weight.element_size(), weight.device.index)
+    if not lie_well or table is None:
         return weight.stack()
     made = weight.of(weight.tensors)
-    made.places = places
+    made.places = table.on_this_stream()
     return made
 
 
+class _Table:
+    """Where matrices lie, on the device.
+
+    Args:
+        places: what kernels are told.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places, self._device = places, places.table.device
+        self._stream = _current_stream(self._device.index)
+        self._written: torch.cuda.Event | None = torch.cuda.Event()
+        self._written.record()
+
+    def on_this_stream(self) -> Places:
+        """The places, once their table is there for the current stream, if that is another one than the table is written on."""
+        if self._written is not None and _current_stream(self._device.index) != self._stream:
+            if (
+                torch.cuda.is_current_stream_capturing()
+            ):  # a recording begins when all is done that was asked for before
+                return self._places
+            self._written.synchronize()
+            self._written = None
+        return self._places
+
+
 @lru_cache(maxsize=4096)
-def _places(addresses: tuple[int, ...], experts: int, size: int, index: int, stream: int) -> Places | None:
-    """Of matrices at these addresses. The table is written on the stream on which it is read (others would have to wait for it)."""
+def _table(addresses: tuple[int, ...], experts: int, size: int, index: int) -> _Table | None:
+    """Of matrices at these addresses; None if a table cannot tell them."""
     first, low = min(addresses), 0
     for address in addresses:
         low |= address - first
     step = next((step for step in STEPS if not (low | (first & STEPS[-1] - 1)) & step - 1), 0)
     if not step or (max(addresses) - first) // step >= MOST:
         return None
+    if torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "experts lie where they did not before, and a CUDA graph that is being recorded cannot be told where: call the model "
+            "once before the recording"
+        )
     steps = [(address - first) // step for address in addresses]
     with torch.inference_mode(False):  # it outlives the call
         pinned = torch.tensor(steps, dtype=torch.int32, device="cpu").view(-1, experts).pin_memory()
         table = pinned.to(
             torch.device("cuda", index), non_blocking=True
         )  # weights that are gathered move from step to step
-    return Places(first, table, step // size)
+    return _Table(Places(first, table, step // size))

@@ -60,6 +60,8 @@ class CudaRecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         torch.cuda.synchronize()
         graph, reason = torch.cuda.CUDAGraph(), None
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
         # NCCL's own thread calls CUDA meanwhile
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
         try:
@@ -70,6 +72,7 @@ class CudaRecorder:
                     reason = error
                     raise
         except Exception as error:  # the end of a recording that failed, which says less and leaves its stream current
+            generator.graphsafe_set_state(before)  # its own counts as recording for ever before torch 2.12
             raise (reason or error) from None
         self._pool = graph.pool()
         return graph, result

@@ -110,6 +110,7 @@ def test_a_step_that_reads_back_goes_on_as_it_is(pair: tuple[nn.Module, nn.Modul
     assert run.replays == 0
     assert "cannot be recorded" in run.reason
     assert len(seen) == 7
+    assert torch.randn(3, device="cuda").isfinite().all(), "random numbers go on"
 
 
 def test_a_batch_on_the_host_is_said(pair: tuple[nn.Module, nn.Module]) -> None:

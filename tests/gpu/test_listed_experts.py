@@ -166,19 +166,23 @@ def test_fp8(glu: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(written) == 1
 
 
-def test_matrices_lie_anywhere() -> None:
-    """Gibibytes apart, in any order, parts of larger tensors, at multiples of 16 bytes only."""
+@pytest.mark.parametrize("bytes_apart", [0, 1 << 30])
+@pytest.mark.parametrize("step", [512, 16])
+def test_matrices_lie_anywhere(bytes_apart: int, step: int) -> None:
+    """Far apart, in any order, at multiples of 16 bytes only. Between them are no numbers."""
     layer = Layer("clusters", "concat", torch.bfloat16)
-    expected = layer.step(stacked)
-    fillers = []
-    for parts in layer.lists.values():
-        for part in parts:
-            for number in range(len(part) - 1, -1, -1):
-                fillers.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
-                room = torch.full((part[number].numel() + 24,), float("nan"), dtype=torch.bfloat16, device="cuda")
-                own = room[8 * (number % 3) :][: part[number].numel()].view_as(part[number])
-                part[number] = own.copy_(part[number].detach()).requires_grad_()
-    for one, other in zip(layer.step(Listed), expected, strict=True):
+    expected, between = layer.step(stacked), []
+    for part in (part for parts in layer.lists.values() for part in parts):
+        for number in reversed(range(len(part))):
+            between.append(torch.empty(bytes_apart, dtype=torch.uint8, device="cuda"))
+            room = torch.full(
+                (part[number].numel() + 3 * step // 2,), float("nan"), dtype=torch.bfloat16, device="cuda"
+            )
+            own = room[step // 2 * (number % 3) :][: part[number].numel()].view_as(part[number])
+            part[number] = own.copy_(part[number].detach()).requires_grad_()
+    found = layer.step(Listed)
+    del between
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -197,7 +201,7 @@ def test_what_cannot_be_read_so_is_copied() -> None:
 def test_a_graph_reads_them() -> None:
     layer = Layer("some", "concat", torch.bfloat16)
     with torch.no_grad():
-        expected = layer.run(Listed)
+        expected = layer.run(Listed)  # also builds kernels, and tells where experts lie
         graph, y = graph_of(lambda: layer.run(Listed))
         y.fill_(float("nan"))
         graph.replay()
@@ -291,7 +295,7 @@ def test_threads_and_streams() -> None:
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
             for number in range(50):
                 if number % 10 == 0:
-                    places._places.cache_clear()
+                    places._table.cache_clear()
                 y = layer.run(Listed)
                 torch.cuda.current_stream().synchronize()
                 wrong.extend([number] if not torch.equal(y, expected) else [])
