@@ -30,7 +30,6 @@ MOST_PARTS = 2
 """Of a weight: gate and up."""
 
 _data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-_current_stream = torch._C._cuda_getCurrentRawStream
 
 
 def readable(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -61,16 +60,14 @@ class _Table:
 
     def __init__(self, places: Places) -> None:
         self._places, self._device = places, places.table.device
-        self._stream = _current_stream(self._device.index)
+        self._stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         self._written: torch.cuda.Event | None = torch.cuda.Event()
-        self._written.record()
+        self._written.record(torch.cuda.current_stream(self._device))
 
     def on_this_stream(self) -> Places:
         """The places, once their table is there for the current stream, if that is another one than the table is written on."""
-        if self._written is not None and _current_stream(self._device.index) != self._stream:
-            if (
-                torch.cuda.is_current_stream_capturing()
-            ):  # a recording begins when all is done that was asked for before
+        if self._written is not None and torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
+            if torch.cuda.is_current_stream_capturing():  # which begins when all is done that was asked for
                 return self._places
             self._written.synchronize()
             self._written = None
@@ -94,7 +91,6 @@ def _table(addresses: tuple[int, ...], experts: int, size: int, index: int) -> _
     steps = [(address - first) // step for address in addresses]
     with torch.inference_mode(False):  # it outlives the call
         pinned = torch.tensor(steps, dtype=torch.int32, device="cpu").view(-1, experts).pin_memory()
-        table = pinned.to(
-            torch.device("cuda", index), non_blocking=True
-        )  # weights that are gathered move from step to step
+        # Weights that are gathered move from step to step: the host must not wait each time.
+        table = pinned.to(torch.device("cuda", index), non_blocking=True)
     return _Table(Places(first, table, step // size))
