@@ -62,10 +62,20 @@ class Padded(Looped):
         return super().forward(x * mask[..., None].to(x.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
-def test_an_example_with_padding_that_the_block_masks(dtype: torch.dtype) -> None:
+class PaddedOtherwise(Looped):
+    """The mask says what is padding."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.masked_fill(mask[..., None], 0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(Padded, torch.bool), (Padded, torch.int64), (Padded, torch.float64), (PaddedOtherwise, torch.bool)],
+)
+def test_an_example_with_padding_that_the_block_masks(kind: type[Looped], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = Padded(lambda: MLP(8, 12), 8).double()
+    model = kind(lambda: MLP(8, 12), 8).double()
     mask = (torch.arange(9) < torch.tensor([[7], [4]])).to(dtype)
     optimized = hexa_fx.optimize(model, (torch.randn(2, 9, 8, dtype=torch.float64), mask))
     assert optimized.report.rewritten, optimized.report

@@ -59,12 +59,11 @@ def after_refusal(reasons: Collection[str], observation: Observation) -> Iterato
     """Others that may show what these ``reasons`` say is missing.
 
     One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
-    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In a third
-    no token is masked: those that are set to zero are alike, too.
+    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In others
+    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too.
     """
     if NO_SUM in reasons and any(map(_is_mask, _tensors(observation))):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _of_ones, (observation.args, observation.kwargs))
-        yield replace(observation, args=args, kwargs=kwargs)
+        yield from (_with_masks(observation, number) for number in (1, 0))
     matrix = _matrix(observation)
     if PADDED in reasons:
         yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
@@ -80,8 +79,14 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(ones.any()) and not bool(ones.all()) and bool((ones | (tensor == 0)).all())
 
 
-def _of_ones(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(tensor) if _is_mask(tensor) else tensor
+def _with_masks(observation: Observation, number: int) -> Observation:
+    """The same with masks of one number, whose other number may be of what is masked."""
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(tensor, number) if _is_mask(tensor) else tensor
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, filled, (observation.args, observation.kwargs))
+    return replace(observation, args=args, kwargs=kwargs)
 
 
 def _is_of_sequences(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
