@@ -151,7 +151,7 @@ def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, t
     if value.numel() == t * k:
         if k == 1 or value.shape[-1] == k or value.dim() == 1 or value.shape[-2:] == (k, 1):
             yield "token_slot", value.reshape(t, k)
-        if k > 1 and value.shape[0] == k:
+        if k > 1 and (value.shape[0] == k or value.dim() == 1):
             yield "slot_token", value.reshape(k, t).t()
     if value.numel() == t * e and value.dim() >= 2:
         if value.shape[-1] == e:

@@ -164,3 +164,35 @@ def test_room_is_what_lists_of_tokens_are_cut_at(kind: type[Shown]) -> None:
 
 def test_room_is_a_number_that_the_code_names() -> None:
     assert room_of(ShownByConstant()).limit == 3
+
+
+class TrashSlot(nn.Module):
+    """First choices of all tokens queue first, in one row of numbers; those that are late go to a place that is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.up, self.first = nn.Parameter(torch.randn(E, D, 8)), nn.Parameter(torch.randn(E, 1, 8))
+        self.down, self.second = nn.Parameter(torch.randn(E, 8, D)), nn.Parameter(torch.randn(E, 1, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, room = len(x), 3 * len(x) // E
+        weights, index = (each.t().reshape(-1) for each in self.router(x).softmax(-1).topk(2))
+        marks = nn.functional.one_hot(index, E)
+        place = (marks.cumsum(0) - 1).gather(1, index[:, None])[:, 0]
+        kept = place < room
+        slot = torch.where(kept, index * room + place, E * room)
+        given = x.new_zeros(E * room + 1, D).index_copy(0, slot, x.repeat(2, 1))[:-1].view(E, room, D)
+        y = torch.baddbmm(self.second, torch.baddbmm(self.first, given, self.up).relu(), self.down).view(-1, D)
+        y = torch.cat([y, y.new_zeros(1, D)])[slot] * (weights * kept)[:, None]
+        return y.view(2, tokens, D).sum(0)
+
+
+def test_late_choices_in_one_row_where_the_example_has_none() -> None:
+    torch.manual_seed(0)
+    block = TrashSlot().double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), torch.randn(12, D, dtype=torch.float64))
+    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
+    alike = torch.randn(1, D, dtype=torch.float64) + 0.1 * torch.randn(40, D, dtype=torch.float64)
+    for x in (alike, alike[:1], torch.randn(9, D, dtype=torch.float64)):
+        assert compare(block, opt, (x,), {}).within(1e-9)
