@@ -55,6 +55,24 @@ def test_an_example_that_is_not_finite_and_one_without_tokens() -> None:
     assert not block.advice
 
 
+class SequenceFirst(Looped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def test_an_example_whose_tokens_all_choose_alike() -> None:
+    """Then ids are the same in any order of tokens; whose weights they are tells the order in which experts are given tokens."""
+    torch.manual_seed(0)
+    model = SequenceFirst(lambda: MLP(8, 12), 8, bias=True).double()
+    with torch.no_grad():
+        model.router.weight.mul_(1e-4)
+    optimized = hexa_fx.optimize(model, torch.randn(2, 9, 8, dtype=torch.float64))
+    assert optimized.report.rewritten, optimized.report
+    with torch.no_grad():
+        model.router.weight.mul_(1e4)
+    assert compare(model, optimized, (torch.randn(3, 5, 8, dtype=torch.float64),)).within(1e-10)
+
+
 class Padded(Looped):
     """Sets padding to zero, of which experts with biases make rows that are alike."""
 

@@ -54,7 +54,7 @@ from hexa_fx.passes.detect.tags import (
     expert_groups,
     without_lone_parts,
 )
-from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
+from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 __all__ = ["MoEMatch", "detect_block"]
 
@@ -134,9 +134,7 @@ def _detect_standard(family: Family) -> MoEMatch:
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
     rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
     match_of = partial(_match_of, family, stored)
-    # where rows are given to experts unknown, there may be others, such as those that a mask keeps, or that one run of several gets
-    refusals = Refuse if captured.set_aside else NoRouting
-    return first_match((partial(match_of, source, instances) for source, instances in rows), refusals)
+    return first_match(partial(match_of, source, instances) for source, instances in rows)
 
 
 def _match_of(
