@@ -50,6 +50,11 @@ def is_moe_ffn(node: fx.Node) -> bool:
     return node.target in (packet, packet.default)
 
 
+def moe_ffns(graph: fx.Graph) -> list[fx.Node]:
+    """The canonical nodes of a graph, in order."""
+    return [node for node in graph.nodes if is_moe_ffn(node)]
+
+
 def ffn_arguments(node: fx.Node) -> dict[str, Any]:
     """The canonical node's arguments by name."""
     given = dict(zip(FFN_ARGS, node.args, strict=False)) | node.kwargs
@@ -65,7 +70,7 @@ def partition_graph(graph: fx.Graph, layers: Sequence[LayerPlan], plan: Plan, pl
     Raises:
         PlanError: the graph has another number of canonical nodes.
     """
-    found = [node for node in graph.nodes if is_moe_ffn(node)]
+    found = moe_ffns(graph)
     if len(found) != len(layers):
         raise PlanError(f"the graph has {len(found)} canonical nodes, the plan has {len(layers)} layers for it")
     for node, layer in zip(found, layers):
@@ -174,7 +179,7 @@ def compiled_form(
         mode: of the block: train or eval.
         graph: the block's, on this rank's slices, without collectives. Changed in place.
     """
-    for node, layer in zip([node for node in graph.nodes if is_moe_ffn(node)], planned):
+    for node, layer in zip(moe_ffns(graph), planned):
         args = ffn_arguments(node)
         label = f"{layer.path} ({mode})"
         layers.programs[label] = fx.GraphModule(nn.Module(), _alone(node, layer, plan, placement))

@@ -18,7 +18,7 @@ from hexa_fx.distributed.shards import LayerWeights, WeightSource, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.passes.partition.collectives import ffn_arguments, is_moe_ffn
+from hexa_fx.passes.partition.collectives import ffn_arguments, moe_ffns
 from hexa_fx.plan import LayerPlan
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def that_spread(block: Modes) -> Modes:
 
     The other mode is left to the block's own code, which cannot run on slices and says so when it is called there.
     """
-    spread = {mode: form for mode, form in block.items() if any(map(is_moe_ffn, form.graph.nodes))}
+    spread = {mode: form for mode, form in block.items() if moe_ffns(form.graph)}
     if spread and len(spread) < len(block):
         left = ", ".join(str(mode) for mode in block if mode not in spread)
         path = any_mode(block).path or "the model"
@@ -52,8 +52,7 @@ def that_spread(block: Modes) -> Modes:
 
 def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
     """The expert layers of a rewritten block: which parameters they read and how those are laid out."""
-    found = [node for node in block.graph.nodes if is_moe_ffn(node)]
-    layers = [_read_layer(model, block, node) for node in found]
+    layers = [_read_layer(model, block, node) for node in moe_ffns(block.graph)]
     if len(layers) == 1:
         return layers
     # A graph of several layers (of a whole model): each is named after the module that owns its first weight.
@@ -65,11 +64,9 @@ def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
 
 def observed_tokens(block: RewrittenBlock) -> int | None:
     """Tokens that reached the block's experts when it was recorded, if the graph still says so."""
-    for node in block.graph.nodes:
-        if is_moe_ffn(node):
-            value = _value(ffn_arguments(node)["top_k_index"])
-            return None if value is None else int(value.shape[0])
-    return None
+    found = moe_ffns(block.graph)
+    value = _value(ffn_arguments(found[0])["top_k_index"]) if found else None
+    return None if value is None else int(value.shape[0])
 
 
 def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
@@ -103,11 +100,8 @@ class _Read:
 
 
 def _read(model: nn.Module, block: RewrittenBlock, value: Any, role: str) -> _Read:
-    views: list[fx.Node] = []
-    node = value
-    while isinstance(node, fx.Node) and _is_view(node):
-        views.insert(0, node)
-        node = node.args[0]
+    views = [*_views(value)][::-1]
+    node = views[0].args[0] if views else value
     if not isinstance(node, fx.Node) or node.op not in ("get_attr", "call_module"):
         raise PlanError(
             f"{role} of {block.path!r} is computed by {getattr(node, 'target', node)!r}, so there is no parameter that could "
@@ -205,22 +199,21 @@ def _piece(view: fx.Node, dim: int, size: int) -> str:
 
 def follow_cut(graph: fx.Graph, layers: list[LayerWeights], plans: list[LayerPlan], rank: int) -> None:
     """Moves, in place, the bounds of slices that take half of a weight to where the halves of this rank's slice meet."""
-    found = [node for node in graph.nodes if is_moe_ffn(node)]
-    for node, layer, planned in zip(found, layers, plans):
+    for node, layer, planned in zip(moe_ffns(graph), layers, plans):
         size, local = planned.shape.intermediate_size, planned.shards[rank]
         for role, value in ffn_arguments(node).items():
             if role in layer.sources and layer.sources[role].form == "concat":
-                for view in _views(value):
+                for view in (view for view in _views(value) if view.op == "call_function"):
                     view.args = (view.args[0], _moved(view.args[1], layer.geometry.dim(role), size, local))
 
 
 def read_local(graph: fx.Graph) -> None:
     """Lets a graph read, in place, its rank's slice of expert parameters that may be DTensors. Their grouping by views stays."""
-    for node in [node for node in graph.nodes if is_moe_ffn(node)]:
+    for node in moe_ffns(graph):
         for role in ROLES:
             stored = ffn_arguments(node)[role]
-            while isinstance(stored, fx.Node) and _is_view(stored):
-                stored = stored.args[0]
+            for view in _views(stored):
+                stored = view.args[0]
             if not isinstance(stored, fx.Node) or stored.op != "get_attr":
                 continue
             with graph.inserting_after(stored):
@@ -230,9 +223,9 @@ def read_local(graph: fx.Graph) -> None:
 
 
 def _views(value: Any) -> Iterator[fx.Node]:
+    """The views that a weight is read through, the last first."""
     while isinstance(value, fx.Node) and _is_view(value):
-        if value.op == "call_function":
-            yield value
+        yield value
         value = value.args[0]
 
 
