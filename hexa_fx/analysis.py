@@ -32,7 +32,7 @@ from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.preconditions import in_same_memory, is_elsewhere, why_hidden, why_not_parted
+from hexa_fx.passes.preconditions import is_elsewhere, why_hidden
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
@@ -152,11 +152,9 @@ def _analyse_model(
             else "the example inputs"
         )
         candidates = _observe(model, args, kwargs, what, effects, most_tokens)
-        bar.total, shared = len(candidates), in_same_memory(model)
+        bar.total = len(candidates)
         for candidate in candidates:
             block = candidate.levels[0]
-            if parted := why_not_parted(block.module, shared):
-                candidate = replace(candidate, reason=parted)
             if config.skips(block.path):
                 candidate = replace(candidate, reason="it is left out by HexaConfig(skip=...)")
             if not candidate.reason and is_elsewhere(block.module):

@@ -5,7 +5,7 @@ time (hooks, values that leave no trace, autocast of its own).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -46,10 +46,6 @@ SCRIPTED = (
     "one as it is written (functions that torch.jit.script compiled are no hindrance)"
 )
 NOT_FINITE = "{} holds NaN or infinity, which may be what hides it: give it numbers before the block is analysed"
-IN_ONE_MEMORY = (
-    "{} lie in the same memory, which experts of a list do not keep when they are laid side by side; a block is rewritten if they "
-    "are one nn.Parameter (a.weight = b.weight, without .data)"
-)
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
 _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
@@ -131,36 +127,6 @@ def _quantised(path: str, module: nn.Module) -> list[str]:
 def _are_packed(buffer: torch.Tensor) -> bool:
     """Whether a buffer of integers is as large as weights of experts are, and no table of positions."""
     return buffer.dim() >= 3 and buffer.dtype in (torch.int8, torch.uint8, torch.int32)
-
-
-def in_same_memory(model: nn.Module) -> dict[int, str]:
-    """By the id of every parameter that has memory in common with another one, the names of the two."""
-    plain = [
-        (name, p)
-        for name, p in named_tensors(model, "_parameters").items()
-        if type(p) is nn.Parameter and not p.is_meta
-    ]
-    dense = [(name, p) for name, p in plain if p.layout is torch.strided and p.is_contiguous() and p.numel()]
-    found: dict[int, str] = {}
-    ends: dict[torch.device, tuple[int, str, nn.Parameter]] = {}
-    for name, parameter in sorted(dense, key=lambda item: item[1].data_ptr()):
-        start = parameter.data_ptr()
-        stop, last, other = ends.get(parameter.device, (0, "", parameter))
-        if start < stop:
-            found[id(parameter)] = found[id(other)] = f"{last} and {name}"
-        end = start + parameter.numel() * parameter.element_size()
-        if end > stop:
-            ends[parameter.device] = end, name, parameter
-    return found
-
-
-def why_not_parted(block: nn.Module, found: Mapping[int, str]) -> str:
-    """A sentence if a block of listed experts has such parameters; else empty. Stacked ones stay where they are."""
-    parameters = list(block.parameters()) if found else []
-    if any(parameter.dim() > 2 for parameter in parameters):
-        return ""
-    names = next((found[id(parameter)] for parameter in parameters if id(parameter) in found), "")
-    return IN_ONE_MEMORY.format(names) if names else ""
 
 
 # -- host code ----------------------------------------------------------------------------------------------------------

@@ -74,23 +74,31 @@ class _Table:
         return self._places
 
 
-@lru_cache(maxsize=4096)
-def _table(addresses: tuple[int, ...], experts: int, size: int, index: int) -> _Table | None:
-    """Of matrices at these addresses; None if a table cannot tell them."""
+def steps_of(addresses: Sequence[int]) -> tuple[int, list[int]] | None:
+    """Bytes of a step, and how many lie between the lowest address and each; None if a table cannot tell them."""
     first, low = min(addresses), 0
     for address in addresses:
         low |= address - first
     step = next((step for step in STEPS if not (low | (first & STEPS[-1] - 1)) & step - 1), 0)
     if not step or (max(addresses) - first) // step >= MOST:
         return None
+    return step, [(address - first) // step for address in addresses]
+
+
+@lru_cache(maxsize=4096)
+def _table(addresses: tuple[int, ...], experts: int, size: int, index: int) -> _Table | None:
+    """Of matrices at these addresses; None if a table cannot tell them."""
+    found = steps_of(addresses)
+    if found is None:
+        return None
     if torch.cuda.is_current_stream_capturing():
         raise InputError(
             "experts lie where they did not before, and a CUDA graph that is being recorded cannot be told where: call the model "
             "once before the recording"
         )
-    steps = [(address - first) // step for address in addresses]
+    step, steps = found
     with torch.inference_mode(False):  # it outlives the call
         pinned = torch.tensor(steps, dtype=torch.int32, device="cpu").view(-1, experts).pin_memory()
         # Weights that are gathered move from step to step: the host must not wait each time.
         table = pinned.to(torch.device("cuda", index), non_blocking=True)
-    return _Table(Places(first, table, step // size))
+    return _Table(Places(min(addresses), table, step // size))

@@ -38,21 +38,13 @@ def trained(model: nn.Module) -> torch.Tensor:
     return model(X).detach()
 
 
-@pytest.mark.parametrize(
-    ("tie", "rewritten"),
-    [
-        ("none", 2),
-        ("objects", 2),
-        ("one buffer", 2),
-        ("data of two layers", 0),
-        ("data of two experts", 1),
-        ("a part of a larger one", 1),
-    ],
-)
-def test_listed_experts(tie: str, rewritten: int) -> None:
+TIES = ("none", "objects", "one buffer", "data of two layers", "data of two experts", "a part of a larger one")
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_listed_experts(tie: str) -> None:
+    """They are read where they lie, so that what is written to one reaches the other."""
     expected = trained(listed(tie))
     optimized = hexa_fx.optimize_(listed(tie), X)
-    assert len(optimized.report.rewritten) == rewritten
+    assert len(optimized.report.rewritten) == 2
     torch.testing.assert_close(trained(optimized), expected, rtol=1e-4, atol=1e-5)
-    for block in optimized.report.blocks:
-        assert block.status == "rewritten" or "lie in the same memory" in block.reason
