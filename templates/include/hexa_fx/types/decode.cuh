@@ -43,7 +43,7 @@ struct DecodeConfig {
   static constexpr Act kAct = kAct_;
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
-  static constexpr bool kListed = kListed_;  // experts' matrices lie apart, see places.cuh
+  static constexpr bool kListed = kListed_;                                 // experts' matrices lie apart, see places.cuh
   static constexpr int kColumns = kGlu == Glu::none ? kLines : kLines / 2;  // of the result that a tile gives
   static constexpr int kGrain = kAlongK ? 2 : 8;  // of columns; where lines run along them, pieces of 16 bytes
   static_assert(!kSummed || (kAlongK && kGlu == Glu::none && kAct == Act::none));
@@ -51,8 +51,7 @@ struct DecodeConfig {
 };
 
 // Of the second product with the sum: eight warps that each stream on their own.
-template <class T_, class Id_, class W_, int kTiles_, int kStages_, int kExperts_, int kSlots_, bool kBias_,
-          bool kListed_ = false>
+template <class T_, class Id_, class W_, int kTiles_, int kStages_, int kExperts_, int kSlots_, bool kBias_, bool kListed_ = false>
 struct DecodeDownConfig {
   using T = T_;
   using Id = Id_;

@@ -55,8 +55,8 @@ struct GemmConfig {
   static constexpr Act kAct = kAct_;
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
-  static constexpr bool kKeep = kKeep_;  // store the product itself (h)
-  static constexpr bool kAdd = kAdd_;    // estmm: add to d, which is of the accumulators' type
+  static constexpr bool kKeep = kKeep_;      // store the product itself (h)
+  static constexpr bool kAdd = kAdd_;        // estmm: add to d, which is of the accumulators' type
   static constexpr bool kListed = kListed_;  // esmm: experts' matrices lie apart, see places.cuh
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
