@@ -51,6 +51,10 @@ def _readable(weight: Listed) -> Listed | Tensor:
     return made
 
 
+_recorded: set[_Table] = set()
+"""Tables that CUDA graphs read."""
+
+
 class _Table:
     """Where matrices lie, on the device.
 
@@ -66,9 +70,9 @@ class _Table:
 
     def on_this_stream(self) -> Places:
         """The places, once their table is there for the current stream, if that is another one than the table is written on."""
-        if self._written is not None and torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
-            if torch.cuda.is_current_stream_capturing():  # which begins when all is done that was asked for
-                return self._places
+        if torch.cuda.is_current_stream_capturing():  # which begins when all is done that was asked for
+            _recorded.add(self)
+        elif self._written is not None and torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream:
             self._written.synchronize()
             self._written = None
         return self._places

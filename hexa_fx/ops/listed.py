@@ -105,9 +105,7 @@ class Listed:
 
     def detach(self) -> Listed:
         """Of which nothing wants a gradient."""
-        made = self.of([tensor.detach() for tensor in self.tensors])
-        made.shape = self.shape
-        return made
+        return self.of([tensor.detach() for tensor in self.tensors])
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Listed:
         """What a differentiable function makes of every tensor."""
@@ -116,11 +114,8 @@ class Listed:
     def transpose(self, _first: int, _second: int) -> Listed:
         """Every expert's matrix transposed."""
         made = self.of(self.tensors)
-        made.places, made.turned, made.shape = (
-            self.places,
-            not self.turned,
-            torch.Size((self.shape[0], self.shape[2], self.shape[1])),
-        )
+        made.places, made.turned = self.places, not self.turned
+        made.shape = torch.Size((self.shape[0], self.shape[2], self.shape[1]))
         return made
 
     def unsqueeze(self, dim: int) -> Listed:
