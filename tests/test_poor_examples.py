@@ -73,6 +73,34 @@ def test_an_example_whose_tokens_all_choose_alike() -> None:
     assert compare(model, optimized, (torch.randn(3, 5, 8, dtype=torch.float64),)).within(1e-10)
 
 
+class Skipping(Looped):
+    """Experts of a form that is read from several, in a loop that leaves out those without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), 8, 2, 1, bias=True)
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(flat)
+        for number in indices.unique().tolist():
+            token, slot = torch.where(indices == number)
+            out.index_add_(0, token, self.experts[number](flat[token]) * weights[token, slot, None])
+        return out
+
+
+def test_an_example_that_reaches_one_expert() -> None:
+    torch.manual_seed(0)
+    model, x = Skipping().double(), torch.randn(400, 8, dtype=torch.float64)
+    first = x[model.router(x).argmax(-1) == 0]
+    optimized = hexa_fx.optimize(model, first[:5])
+    assert optimized.report.rewritten, optimized.report
+    assert compare(model, optimized, (x[:30],)).within(1e-10)
+    with torch.no_grad():
+        model.router.bias.copy_(torch.tensor([50.0, 0.0]))
+    (block,) = hexa_fx.explain(model, x[:20]).blocks
+    assert "only one of the experts gets tokens here" in block.reason
+    assert not block.advice
+
+
 class Padded(Looped):
     """Sets padding to zero, of which experts with biases make rows that are alike."""
 

@@ -33,6 +33,7 @@ from hexa_fx.passes.detect.rules import (
 )
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.steps import (
+    ONE_RAN,
     AlikeRuns,
     Column,
     Copy,
@@ -45,6 +46,7 @@ from hexa_fx.passes.detect.steps import (
     experts_of,
     find_alike_runs,
     in_one_expert,
+    lone_run,
     width_of,
 )
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
@@ -74,13 +76,15 @@ def detect_free(family: Family) -> MoEMatch:
 
     Raises:
         NotFree: the code is of another kind.
-        Refuse: it is of this kind, but something in it forbids the rewrite.
+        Refuse: it is of this kind, but something in it forbids the rewrite, or only one expert runs.
     """
     for members in _families(family.groups, family.members):
         part = replace(family, members=members)
         runs = find_alike_runs(family.captured, part.tags)
         if runs is not None:
             return _FreeSearch(part, runs).match()
+    if (lone := lone_run(family.captured, family.tags)) is not None:
+        raise Refuse(ONE_RAN, lone)
     raise NotFree
 
 

@@ -32,6 +32,11 @@ TIED = (
     "(F.linear(x, weight) + bias) they are rewritten"
 )
 
+ONE_RAN = (
+    "only one of the experts gets tokens here, and what experts of this form compute is read from several: give an example that "
+    "reaches more of them"
+)
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -187,8 +192,7 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
 
     None if fewer than two experts are run one at a time, or if they differ in what they compute.
     """
-    live = live_nodes(captured.graph)
-    readers = tuple(n for n in captured.graph.nodes if n in live and n.op != "output" and _reads_expert(n, tags))
+    readers = _readers(captured, tags)
     if not readers or not all(in_one_expert(reader, tags) for reader in readers):
         return None
     signature = _signatures(captured, tags)
@@ -201,6 +205,18 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
     ends = [tuple(column) for column in classes.values() if len(column) == runs and _may_end(column, readers)]
     ends.sort(key=lambda end: record_of(end[0]).value.dim())
     return AlikeRuns(tuple(ends), readers) if ends else None
+
+
+def lone_run(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> torch.fx.Node | None:
+    """What first reads a parameter of the only expert that runs; None if several do, or they run at once."""
+    readers = _readers(captured, tags)
+    alone = len({tags[reader].experts for reader in readers}) == 1 and all(in_one_expert(n, tags) for n in readers)
+    return readers[0] if alone else None
+
+
+def _readers(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> tuple[torch.fx.Node, ...]:
+    live = live_nodes(captured.graph)
+    return tuple(n for n in captured.graph.nodes if n in live and n.op != "output" and _reads_expert(n, tags))
 
 
 def experts_of(column: Column, tags: Mapping[torch.fx.Node, Tag]) -> tuple[int, ...]:

@@ -86,11 +86,10 @@ def _numbered(
         if len(by_index) >= fewest and min(by_index) in starts and max(by_index) - min(by_index) + 1 == len(by_index)
         if _same_shape(by_index, parameters) and _several(by_index, parameters)
     }
-    longest: dict[str, str] = {}
-    for pattern, names in complete.items():
+    longest: dict[str, str] = {}  # of equally long ones the one of the outer number: two experts of two layers
+    for pattern, names in sorted(complete.items(), key=lambda item: (-len(item[1]), item[0].index("{}"))):
         for name in names:
-            if name not in longest or len(complete[longest[name]]) < len(names):
-                longest[name] = pattern
+            longest.setdefault(name, pattern)
     return {p: names for p, names in complete.items() if all(longest[name] == p for name in names)}
 
 

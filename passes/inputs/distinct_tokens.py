@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.passes.detect.combine import APART, NO_SUM, PADDED
+from hexa_fx.passes.detect.steps import ONE_RAN
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.torch_private import _ConvNd
@@ -60,10 +61,13 @@ def after_refusal(reasons: Collection[str], observation: Observation) -> Iterato
 
     One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
     sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In others
-    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too.
+    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too. And one has enough tokens to reach
+    more than one expert.
     """
     if NO_SUM in reasons and any(map(_is_mask, _tensors(observation))):
         yield from (_with_masks(observation, number) for number in (1, 0))
+    if ONE_RAN in reasons:
+        yield from islice(_with_fresh_tokens(observation, few=True), 1)
     matrix = _matrix(observation)
     if PADDED in reasons:
         yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)

@@ -77,6 +77,11 @@ def test_a_parameter_belongs_to_its_longest_list():
     assert set(expert_groups(names).members) == {"experts.{}.0.weight", "experts.{}.1.weight"}
 
 
+def test_two_experts_of_two_layers_are_the_outer_list():
+    names = {f"experts.{e}.{layer}.bias": torch.zeros(2) for e in range(2) for layer in range(2)}
+    assert set(expert_groups(names).members) == {"experts.{}.0.bias", "experts.{}.1.bias"}
+
+
 def named(
     *children: str, prefix: str = "experts.", layers: tuple[str, ...] = ("up", "down")
 ) -> dict[str, torch.Tensor]:
