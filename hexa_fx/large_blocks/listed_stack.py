@@ -1,6 +1,6 @@
 """Experts' parameters of one shape that lie apart, read as one stacked tensor without a copy of them.
 
-They are read where they lie at the time: memory that they have left, as when they are laid side by side, is not held.
+They are read where they lie at the time: memory that they have left is not held.
 """
 
 from __future__ import annotations

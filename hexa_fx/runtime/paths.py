@@ -35,7 +35,7 @@ def first_parameter(block: nn.Module, weight: PackedWeight) -> torch.Tensor | No
 
 
 MOVING = threading.RLock()
-"""Held while parameters are moved into one storage, so that two first calls do not move them at once."""
+"""Held while a reader looks where everything lies, and while codes move into one storage: two first calls do not do so at once."""
 
 
 class WeightReader:
