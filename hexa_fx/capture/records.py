@@ -27,8 +27,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 class MemoryNumbers:
     """Tells the memory of a run's values apart, also once the run is over and their addresses are given to other tensors.
 
-    Weights that are laid side by side on a GPU after a run in one mode, and before one in the other, may come to lie where a
-    recorded value lay. By its address that value would then be a part of them.
+    Weights that move between two runs, as packed ones do, may come to lie where a recorded value lay. By its address that value
+    would then be a part of them.
 
     Args:
         lasting: parameters and buffers. Their memory goes by its address.
