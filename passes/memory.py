@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx import registry
-from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.records import memory_of
@@ -142,58 +142,6 @@ def _sentence(observation: Observation, allowed: int, reason: str) -> str:
         f"{NO_MEMORY} on {cuda[0]} to analyse it, which takes up to {needed} beside the model{last}, and "
         f"{free:.1f} GiB are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
     )
-
-
-@dataclass(frozen=True)
-class _ViewOfParameter:
-    """Where a view lies in a contiguous parameter that has memory of its own."""
-
-    parameter: torch.Tensor
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, view: torch.Tensor, parameter: torch.Tensor) -> _ViewOfParameter:
-        offset = int(view.storage_offset()) - int(parameter.storage_offset())
-        return cls(parameter, tuple(view.size()), view.stride(), offset)
-
-    def view(self) -> torch.Tensor:
-        data = self.parameter.data
-        return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
-
-
-@contextmanager
-def following(graphs: Iterable[torch.fx.Graph], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Lets go of recorded views of ``parameters``, and takes the same views of where these are afterwards.
-
-    One that stayed would keep the memory that its parameter has left: a second copy of the weights in all. Parameters that are not
-    contiguous, or share their memory, are left alone: they lie in another way afterwards.
-    """
-    alone = (p for p in parameters if p.untyped_storage().nbytes() == p.numel() * p.element_size())
-    homes = {memory_of(p): p for p in alone if p.is_contiguous()}
-
-    def place(value: torch.Tensor) -> torch.Tensor | _ViewOfParameter:
-        parameter = homes.get(memory_of(value))
-        return value if parameter is None or value is parameter else _ViewOfParameter.of(value, parameter)
-
-    moved = [node for graph in graphs for node in graph.nodes if _touches(record_of(node), homes)]
-    for node in moved:
-        record = record_of(node)
-        node.meta["hexa"] = replace(record, value=pytree.tree_map_only(torch.Tensor, place, record.value))
-    try:
-        yield
-    finally:
-        for node in moved:
-            record = record_of(node)
-            value = pytree.tree_map_only(_ViewOfParameter, _ViewOfParameter.view, record.value)
-            memory = memory_of(homes[record.storage]) if record.storage in homes else record.storage
-            node.meta["hexa"] = replace(record, value=value, storage=memory)
-
-
-def _touches(record: NodeRecord, homes: Mapping[int, torch.Tensor]) -> bool:
-    tensors = (leaf for leaf in pytree.tree_leaves(record.value) if isinstance(leaf, torch.Tensor))
-    return record.storage in homes or any(memory_of(tensor) in homes for tensor in tensors)
 
 
 def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool = False) -> nn.Module | None:

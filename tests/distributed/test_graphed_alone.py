@@ -134,6 +134,18 @@ class Broken:
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
+class Numbers:
+    """Stands in for a device's random numbers, which count as recorded after a recording that failed."""
+
+    state = "recorded"
+
+    def clone_state(self) -> str:
+        return "before the recording"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
 def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = ["the user's"]
 
@@ -146,12 +158,15 @@ def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkey
         finally:
             streams.append(before)
 
+    numbers = Numbers()
+    monkeypatch.setattr(torch.cuda, "default_generators", (numbers,))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", Broken)
     for name, stands_in in {
         "Stream": lambda _: "side",
         "stream": on,
         "set_stream": streams.append,
+        "current_device": lambda: 0,
         "current_stream": lambda: streams[-1],
         "synchronize": lambda: None,
     }.items():
@@ -163,6 +178,7 @@ def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkey
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         CudaRecorder(torch.device("cuda")).record(reads)
     assert streams[-1] == "the user's"
+    assert numbers.state == "before the recording", "random numbers do not go on"
 
 
 def test_what_graphed_is_given() -> None:

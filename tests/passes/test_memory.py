@@ -5,20 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
 from hexa_fx import passes
-from hexa_fx.capture import capture, record_of
+from hexa_fx.capture import capture
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation import size
 from hexa_fx.large_blocks import lazy_gradient, upcast_weight
 from hexa_fx.passes import analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.verify import VerificationResult, verify_block
-from hexa_fx.runtime import listed_experts
 from tests.live_memory import LiveMemory
 
 E, D, INNER, K, T = 16, 128, 128, 2, 12
@@ -144,48 +141,6 @@ def test_all_experts_are_reached_in_as_few_turns_as_memory_allows(monkeypatch: p
     assert check.ok
     assert check.all_reached
     assert not [case.name for case in check.cases if "on from expert" in case.name]
-
-
-def moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists of experts move into one tensor, as on CUDA."""
-    how, moved = listed_experts._how_plain, {listed_experts.IN_PLACE: listed_experts.MOVED}
-    monkeypatch.setattr(listed_experts, "_how_plain", lambda tensors: moved.get(how(tensors), how(tensors)))
-
-
-def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pytest.MonkeyPatch):
-    """Else there are two copies of a block while it is compared: recorded views and what detection read kept the first one."""
-    moving(monkeypatch)
-    block = filled(Listed())
-    before = [StorageWeakRef(weight.untyped_storage()) for weight in block.experts.parameters()]
-    alive: list[int] = []
-
-    def spied(*args: Any) -> VerificationResult:
-        alive.append(sum(not storage.expired() for storage in before))
-        return verify_block(*args)
-
-    monkeypatch.setattr(passes, "verify_block", spied)
-    analysis = bounded(monkeypatch, block)
-    assert analysis.rewritten is not None, analysis.refusal
-    assert alive == [0]
-    graph = analysis.captured.graph
-    read = {record_of(node).value.data_ptr() for node in graph.nodes if node.op == "get_attr"}
-    assert {weight.data_ptr() for weight in block.experts.parameters()} <= read
-
-
-def test_a_view_of_a_weight_that_lies_in_another_way_afterwards_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch):
-    moving(monkeypatch)
-    block = filled(Listed())
-    for expert in block.experts:
-        turned = expert["down"].weight
-        turned.data = turned.data.t().contiguous().t()
-    expected = {name: weight.clone() for name, weight in block.named_parameters()}
-    analysis = bounded(monkeypatch, block)
-    assert analysis.rewritten is not None, analysis.refusal
-    graph = analysis.captured.graph
-    read = [node for node in graph.nodes if node.op == "get_attr" and "experts" in str(node.target)]
-    assert len(read) == 3 * E
-    for node in read:
-        torch.testing.assert_close(record_of(node).value, expected[str(node.target)], rtol=0, atol=0)
 
 
 class OfTwoModes(nn.Module):
