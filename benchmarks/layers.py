@@ -83,7 +83,7 @@ class ExpertList(nn.Module):
     """The same of experts in a list, each a module with matrices of its own, as models had before weights were stacked."""
 
     class Expert(nn.Module):
-        def __init__(self, shape: MoeShape, w1: Tensor, w2: Tensor) -> None:
+        def __init__(self, w1: Tensor, w2: Tensor) -> None:
             super().__init__()
             gate, up = w1.chunk(2)
             self.gate_proj, self.up_proj, self.down_proj = (_linear(each) for each in (gate, up, w2))
@@ -96,7 +96,7 @@ class ExpertList(nn.Module):
         super().__init__()
         if not shape.gated or shape.bias:
             raise NotImplementedError("gated experts without bias only")
-        self.experts = nn.ModuleList(self.Expert(shape, *each) for each in zip(p.w1.detach(), p.w2.detach()))
+        self.experts = nn.ModuleList(self.Expert(*each) for each in zip(p.w1.detach(), p.w2.detach()))
 
     def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
         """Of tokens (T, D), expert ids and routing weights (T, k): (T, D)."""
