@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.contexts import set_to
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
 from hexa_fx.ops import library
-from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
+from hexa_fx.ops.listed import Listed, readable, tensors_of
 from hexa_fx.ops.table_fp8 import weight_sizes
 
 Weight = Tensor | Listed
@@ -154,8 +154,6 @@ def _pair(like: Any, experts: int, rows: int, columns: int) -> tuple[Tensor, Ten
 
 def _written(weight: Fp8Weight, w: Weight, w3: Weight | None, layout: str, glu: str) -> Fp8Weight:
     device = w.device.type
-    made = readable([None if each is None else each.detach() for each in (w, w3)], device)
-    library.kernel_for("quantize_weight_fp8", device)(
-        *weight, *(made if device == "cuda" else map(dense, made)), layout, glu
-    )
+    parts = readable([None if each is None else each.detach() for each in (w, w3)], device)
+    library.kernel_for("quantize_weight_fp8", device)(*weight, *parts, layout, glu)
     return weight
