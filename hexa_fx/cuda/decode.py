@@ -40,7 +40,8 @@ from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
-from hexa_fx.cuda.planning import launch, listed, parts_of, places_of, planning_of
+from hexa_fx.cuda.places import listed, parts_of, places_of
+from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Glu, Layout

@@ -23,7 +23,8 @@ from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm_sm90 import Maps, chunk_map, launch_persistent, rows_map, weight_map
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows, divided_by
-from hexa_fx.cuda.planning import Operand, Piece, launch, listed, parts_of, places_of, planning_of
+from hexa_fx.cuda.places import listed, parts_of, places_of
+from hexa_fx.cuda.planning import Operand, Piece, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count

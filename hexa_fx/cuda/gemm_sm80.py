@@ -28,7 +28,8 @@ from hexa_fx.cuda.operands import (
     division,
     has_few_rows,
 )
-from hexa_fx.cuda.planning import Piece, listed, places_of, planning_of
+from hexa_fx.cuda.places import listed, places_of
+from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout

@@ -35,8 +35,8 @@ from hexa_fx.codegen.spec import Option
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.kernel import Kernel
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
-from hexa_fx.cuda.places import MOST
-from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, listed, part_of, parts_of, places_of, planning_of
+from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, places_of
+from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
@@ -173,14 +173,13 @@ class Sm90Key(GemmKey):
 def takes(o: Any) -> bool:
     """Whether this family computes a product of `hexa_fx.ops.table`, and is the faster one for it."""
     if isinstance(o, Esmm):
-        boxes = _in_whole_boxes(o.weight, _MOST_LINES if o.layout == "nk" else line(o.x))
+        boxes = _in_whole_boxes(o.weight, o.layout)
         return boxes and _takes(o.offs, (o.columns,), o.x, o.weight, *(_second_of(o) or ()), *_stored(o.bias))
     if isinstance(o, Estmm):
         both = o.x_index is not None and o.g_index is not None
         return not both and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g)
     if isinstance(o, Esfk):
-        boxes = _in_whole_boxes(o.weight, line(o.x) if o.layout == "nk" else _MOST_LINES)
-        some = o.g.shape[0] and o.weight.numel() and boxes
+        some = o.g.shape[0] and o.weight.numel() and _in_whole_boxes(o.weight, flip(o.layout))
         return bool(some) and _takes(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight)
     if o.activation in ONLY_OTHERS or (o.activation, o.glu) == ("none", "none"):
         return False
@@ -196,9 +195,9 @@ _MOST_LINES = 128
 """Lines of a weight that a box may hold."""
 
 
-def _in_whole_boxes(weight: Tensor, lines: int) -> bool:
-    """Whether no box of so many lines holds some of gate and some of up, where these are matrices of their own."""
-    return parts_of(weight) == 1 or part_of(weight) % lines == 0
+def _in_whole_boxes(weight: Tensor, layout: Layout) -> bool:
+    """Whether no box of the weight holds some of gate and some of up, where these are matrices of their own."""
+    return parts_of(weight) == 1 or part_of(weight) % (_MOST_LINES if layout == "nk" else line(weight)) == 0
 
 
 def _takes(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family import PLACES, get_family
+from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.fallback import Unsupported
@@ -24,10 +24,6 @@ from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.rows import contiguous_strides
 
 Shape = tuple[int, ...]
-
-
-_WHOLE = (1 << 31) - 1
-"""Lines of a part where there is one; see templates/include/hexa_fx/types/places.cuh."""
 
 
 class CannotPlan(KernelError):
@@ -325,41 +321,3 @@ def is_same_memory(t: Tensor, other: Tensor) -> bool:
     assert isinstance(t, Operand)
     assert isinstance(other, Operand)
     return t.place == other.place
-
-
-def listed(weight: Tensor) -> tuple[tuple[str, bool], ...]:
-    """The option of a kernel that reads a weight of listed experts; no option if they are stacked."""
-    return (("listed", True),) if _table_of(weight) is not None else ()
-
-
-def parts_of(weight: Tensor) -> int:
-    """How many matrices an expert has in a weight: gate and up of listed experts may be one each."""
-    table = _table_of(weight)
-    return 1 if table is None else table.shape[0]
-
-
-def part_of(weight: Tensor) -> int:
-    """Lines of one of them, as it is stored."""
-    return weight.shape[1] // parts_of(weight)
-
-
-def places_of(weight: Tensor, up: Tensor | None = None) -> tuple[Piece, ...]:
-    """What the arguments of a kernel end with that reads listed experts, and an up weight of them; nothing if they are stacked.
-
-    Raises:
-        Unsupported: only one of both is listed.
-    """
-    tables = [_table_of(each) for each in (weight, up) if each is not None]
-    if all(table is None for table in tables):
-        return ()
-    if any(table is None for table in tables):
-        raise Unsupported("gate or up is a weight of listed experts, the other one a stack")
-    own, *of_up = tables
-    return (
-        PLACES.piece(own=own, up=next(iter(of_up), None), part=part_of(weight) if parts_of(weight) > 1 else _WHOLE),
-    )
-
-
-def _table_of(weight: Tensor) -> Operand | None:
-    assert isinstance(weight, Operand), "operators plan on operands"
-    return weight.table

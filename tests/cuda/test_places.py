@@ -9,8 +9,7 @@ from hexa_fx.cuda.calls import planned
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, listed_without_data, without_data
-from hexa_fx.cuda.places import MOST, steps_of
-from hexa_fx.cuda.planning import listed, part_of, parts_of
+from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, steps_of
 from hexa_fx.cuda.product import chosen_tile
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.table_layers import MoeFfn, static_of
