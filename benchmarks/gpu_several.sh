@@ -33,6 +33,20 @@ smoke=${SMOKE:+--smoke}
 large="--layers 4" few=8192 some=65536 many=$((65536 * gpus)) steps=300 swin=:swin-moe-b
 [ -z "$smoke" ] || { large="--shrink 32 --layers 2 --rounds 1" few=64 some=96 many=128 steps=3 swin=; }
 
+# What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.
+running=
+trap 'trap "" TERM INT HUP; kill $running 2>/dev/null; wait; exit 143' TERM INT HUP
+
+launch() { # command, whose process is then $!
+  "$@" &
+  running="$running $!"
+}
+
+run() { # command
+  launch "$@"
+  wait $!
+}
+
 left() { # seconds until this share of all is over
   echo $((begin + seconds * $1 / 100 - $(date +%s)))
 }
@@ -43,7 +57,7 @@ rows() { # share, options; a row that ends the job is left out by the next launc
   for _ in 1 2 3 4; do
     [ "$(left "$until")" -gt 40 ] || break
     # shellcheck disable=SC2086
-    timeout -k 10 "$(left "$until")" python3 -m torch.distributed.run --master_port 29800 --nproc_per_node "$gpus" benchmarks/bench_mesh.py \
+    run timeout -k 10 "$(left "$until")" python3 -m torch.distributed.run --master_port 29800 --nproc_per_node "$gpus" benchmarks/bench_mesh.py \
       $large --seconds $(($(left "$until") - 25)) --json "$work/mesh.json" "$@" && break
   done
 }
@@ -66,15 +80,15 @@ mesh() { # share
   [ ! -s "$work/mesh.json" ] || cp "$work/mesh.json" "$out/mesh_h200x$gpus.json"
 }
 
-part() { # file, port, GPUs, processes, share, sections
+part() { # file, port, GPUs, processes, share, sections; the caller waits
   # shellcheck disable=SC2086
-  python3 benchmarks/partition_run.py --out "$work/$1" --port "$2" --gpus "$3" --processes "$4" --deadline "$(left "$5")" --sections "$6" $smoke
+  launch python3 benchmarks/partition_run.py --out "$work/$1" --port "$2" --gpus "$3" --processes "$4" --deadline "$(left "$5")" --sections "$6" $smoke
 }
 
 multigpu() { # share, GPUs
   [ -z "$smoke" ] || return 0
-  CUDA_VISIBLE_DEVICES=$2 timeout -k 10 "$(left "$1")" sh benchmarks/gpu.sh multigpu
-  CUDA_VISIBLE_DEVICES=$2 timeout -k 10 "$(left "$1")" python3 -m pytest tests/integrations/test_torchtitan.py -q -rs -p no:cacheprovider
+  run env CUDA_VISIBLE_DEVICES="$2" timeout -k 10 "$(left "$1")" sh benchmarks/gpu.sh multigpu
+  run env CUDA_VISIBLE_DEVICES="$2" timeout -k 10 "$(left "$1")" python3 -m pytest tests/integrations/test_torchtitan.py -q -rs -p no:cacheprovider
 }
 
 merge() { # what is recorded so far, over what was there
@@ -91,14 +105,16 @@ on_two() {
 
 on_four() {
   mesh 60
-  part 2a 29501 0,1 2 78 correctness,unequal &
+  part 2a 29501 0,1 2 78 correctness,unequal
   two=$!
   multigpu 78 2,3
   wait $two
   merge
   part 4a 29701 0,1,2,3 4 92 correctness,unequal,overlap$swin
+  wait $!
   merge
   part 4b 29751 0,1,2,3 4 99 sweep
+  wait $!
   merge
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -61,11 +62,18 @@ def _launch(command: list[str], log: str, gpus: str, seconds: float) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """The exit status. A launcher that takes too long is asked to end its ranks, then killed; ranks give up by themselves."""
+    """The exit status. A launcher that takes too long, or as long as this process, is asked to end its ranks, then killed."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.terminate()
+        return _end(process)
+    except BaseException:  # this process is ended
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    process.terminate()
     try:
         return process.wait(GRACE) or -1
     except subprocess.TimeoutExpired:
@@ -94,6 +102,7 @@ def main() -> None:
     wanted = units(args.sections.split(","), list(TINY) if args.smoke else args.shapes.split(","))
     processes = args.processes or len(args.gpus.split(","))
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     lost = run(wanted, processes, args.port, args.out, args.deadline, args.gpus, args.smoke)
     took = f"{time.monotonic() - start:.0f} s"
     print(f"{args.out}: {len(wanted) - len(lost)} of {len(wanted)} sections in {took}", *lost, flush=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from itertools import takewhile
@@ -55,6 +56,20 @@ def test_the_next_launch_begins_after_the_section_that_failed(tmp_path: Path, mo
     monkeypatch.setattr(partition_run, "_launch", launch)
     lost = partition_run.run(["a", "broken", "b", "c"], 2, 1, str(tmp_path / "x"), 100.0, "", True)
     assert (lost, launched) == (["broken"], ["a,broken,b,c", "b,c"])
+
+
+def test_a_launch_does_not_outlive_who_launched_it() -> None:
+    from benchmarks import partition_run
+
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    before = signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(SystemExit):
+            partition_run._wait(process, 50.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process.poll() == -signal.SIGTERM
 
 
 @pytest.mark.slow
