@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -171,11 +170,12 @@ def analyse_and_install(
                 session = spread.apply(
                     model, found, example_inputs, config, partial(_with_options, config=config), analyst
                 )
-            for path, known in sites.items():
-                if (forward := installed_forward(model.get_submodule(path))) is not None:
-                    forward.sites = known
+            installed = {path: forward for path in sites if (forward := installed_forward(model.get_submodule(path)))}
+            for path, forward in installed.items():
+                forward.sites = sites[path]
             attach(model, "partition", session)
             report = with_compute(with_plan(found.report, session.plan, inspector.partitioned), _asked(found, config))
+            report = with_forwards(report, installed, model)
         graphs = Graphs.of(found.analyses, inspector, part.graphs)
         if alone:
             ranks = peft.hand_over_in(model)
@@ -213,10 +213,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
         forward.sampled = SampledCheck(config.check_every, config.strict)
     request_kernels_of_steps(model, found.unusual_examples)
     report = with_compute(found.report, said, _never_small(forms))
-    for forward in installed.values():
-        forward.within = weakref.ref(model)
     blocks = (*report.found, *(BlockReport(waiting, "waiting") for waiting in found.waiting))
-    report = with_forwards(replace(report, found=blocks, later=part.later), installed)
+    report = with_forwards(replace(report, found=blocks, later=part.later), installed, model)
     return report.inside(part.path)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.fx
+from torch import nn
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.operators import op_name
@@ -68,7 +71,7 @@ class OptimizationReport:
         if not self.blocks:
             return self.unseen or "no MoE block was found; the model is unchanged"
         already = sum(block.status == "already" for block in self.blocks)
-        now = sum(bool(block.now) for block in self.rewritten)
+        now = Counter(block.does_now for block in self.rewritten if block.now)
         said = []
         if already < len(self.blocks):
             said.append(
@@ -78,8 +81,8 @@ class OptimizationReport:
             said.append(f"{_blocks(waiting)} not called yet")
         if already:
             said.append(f"{_blocks(already)} already run{'s' * (already == 1)} on hexa_fx's operators")
-        if now:
-            said.append(f"{now} of them run{'s' * (now == 1)} the original code now")
+        for does, count in now.items():
+            said.append(f"{count} of them {does if count == 1 else does.replace('runs its', 'run their')}")
         return "; ".join(said)
 
     def inside(self, path: str) -> OptimizationReport:
@@ -155,8 +158,12 @@ def _blocks(count: int) -> str:
     return f"{count} MoE block{'s' * (count != 1)}"
 
 
-def with_forwards(report: OptimizationReport, installed: Mapping[str, HexaForward]) -> OptimizationReport:
-    """The report with what was installed, by block path, so that it can say what is so later."""
+def with_forwards(
+    report: OptimizationReport, installed: Mapping[str, HexaForward], model: nn.Module
+) -> OptimizationReport:
+    """The report with what was installed in ``model``, by block path, so that it can say what is so later."""
+    for forward in installed.values():
+        forward.within = weakref.ref(model)
     return replace(report, found=tuple(replace(b, forward=installed.get(b.path)) for b in report.found))
 
 

@@ -254,7 +254,7 @@ def test_undo_and_a_report_that_was_kept() -> None:
     report = opt.report
     hexa_fx.undo_(opt.layers[0])
     assert "2 of 2 MoE blocks rewritten in" in report.summary()
-    assert report.summary().endswith("; 1 of them runs the original code now")
+    assert report.summary().endswith("; 1 of them runs its own code now")
     hexa_fx.undo_(opt)
     assert "layers.0: runs its own code now: undo_ gave it its own forward back" in str(report)
     torch.testing.assert_close(opt(tokens()), model(tokens()))

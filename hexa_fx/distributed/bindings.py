@@ -76,16 +76,8 @@ class Bindings:
         def bind_added(made: Specialisation) -> None:
             self._bind_made(made, label, None, inside)
 
-        @_Bound
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise PlanError(
-                f"{label!r} was called in a way it was not recorded for{forward.why}. Its expert weights are cut, so its "
-                "original forward cannot run: call it as it was recorded (backward() or torch.autograd.grad, not torch.func), or "
-                "build the model anew and call optimize_ on it as it will be, with inputs like these"
-            )
-
+        forward.lost = "Its expert weights are cut"  # also when the session has ended
         self._set(forward.__dict__, "bind_added", _Bound(bind_added))
-        self._set(forward.__dict__, "run_original", refuse)
         self._set(forward.__dict__, "takes_adapters", lambda: False)
 
     def before_forward(self, model: nn.Module, begin: Callable[..., None]) -> None:

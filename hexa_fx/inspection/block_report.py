@@ -137,8 +137,15 @@ class BlockReport:
 
     @property
     def now(self) -> str:
-        """Why the block would run its own code if it were called now; empty if it would not, or nothing was installed."""
+        """Why the block would run its own code if it were called now, or raise an error if its weights are cut; empty if it would
+        do neither, or nothing was installed.
+        """
         return why_original(self.forward) if self.forward is not None else ""
+
+    @property
+    def does_now(self) -> str:
+        """What it would do, for the reason that is ``now``."""
+        return "cannot be called now" if self.forward is not None and self.forward.lost else "runs its own code now"
 
     @property
     def packed(self) -> str:

@@ -55,7 +55,7 @@ def _facts(block: BlockReport) -> tuple[tuple[str, str], ...]:
 
 def _notes(block: BlockReport) -> list[str]:
     """What a rewritten block runs with, when its own code runs, and what was not measured."""
-    notes = [f"runs its own code now: {block.now}"] if block.now else []
+    notes = [f"{block.does_now}: {block.now}"] if block.now else []
     notes += [str(block.calls)] if str(block.calls) else []
     notes += runs_with(block)
     notes += [f"what is kept for backward {block.costs.not_saved}"] if block.costs and block.costs.not_saved else []

@@ -158,13 +158,13 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
     for block in blocks:
         where = f" ({block.location})" if block.location and block.status != "already" else ""
         if block.now:
-            said.setdefault(("now", block.now), []).append(block.name)
+            said.setdefault((block.does_now, block.now), []).append(block.name)
         for reason in block.calls.own if block.status == "rewritten" else ():
             said.setdefault(("called", reason), []).append(block.name)
         if block.status != "rewritten":
             said.setdefault((block.status, f"{block.reason}{where}"), []).append(block.name)
     for (what, sentence), paths in said.items():
-        does = _DOES[what]
+        does = _DOES.get(what, what)
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
         if what != "already" and advice(sentence):
@@ -172,7 +172,6 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
 
 
 _DOES = {
-    "now": "runs its own code now",
     "refused": "left as it is",
     "already": "left as it is",
     "called": "ran its own code in some calls",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
+from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
@@ -152,6 +153,7 @@ class HexaForward(InPlace):
         self.adapters = Adapters()
         self.why = ""  # ... the original ran when it last did
         self.exhausted = ""  # why no more kinds of calls are analysed
+        self.lost = ""  # why the original cannot run at all
         self.sampled: SampledCheck | None = None
         self._own_original = original
         self._forget_calls()
@@ -183,6 +185,10 @@ class HexaForward(InPlace):
         return next((each for each in self.specialisations if each.holds_in(training)), None)
 
     @property
+    def _name(self) -> str:
+        return self.path or type(self.module).__name__
+
+    @property
     def arguments(self) -> ArgumentNames:
         """Names of the arguments of the original."""
         return self._arguments
@@ -207,6 +213,14 @@ class HexaForward(InPlace):
         made.look_anew(module)
         self.bind_added(made)
         self.specialisations, self._latest = (*self.specialisations, made), made
+
+    def exchange(self, blocks: Sequence[RewrittenBlock], analyst: Analyst | None) -> None:
+        """Takes what was made of the module anew for all that there is, and goes on counting."""
+        for name in self.reads_under():
+            del self.module.__dict__[name]
+        self.specialisations, self.refused, self.exhausted, self.analyst = (), (), "", analyst
+        for block in blocks:
+            self.add(block)
 
     def bind_added(self, made: Specialisation) -> None:
         """Told of every specialisation that is added, on behalf of whoever binds them."""
@@ -237,7 +251,17 @@ class HexaForward(InPlace):
         return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward that was there before, of which nobody is told."""
+        """Runs the forward that was there before, of which nobody is told.
+
+        Raises:
+            PlanError: it cannot run, since it has lost its weights.
+        """
+        if self.lost:
+            raise PlanError(
+                f"{self._name!r} was called in a way it was not recorded for{self.why}. {self.lost}, so its original forward "
+                "cannot run: call it as it was recorded (backward() or torch.autograd.grad, not torch.func), or build the model "
+                "anew and call optimize_ on it as it will be, with inputs like these"
+            )
         with self.adapters.in_place() if self.adapters else nullcontext():
             if self._own_original is not None:
                 return self._own_original(*args, **kwargs)
@@ -350,7 +374,7 @@ class HexaForward(InPlace):
                 return each.run(module, self._arguments, self.adapters, args, kwargs)
             except GuardMiss as miss:
                 reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
-        say_in_trace(self.path or type(module).__name__, reason)
+        say_in_trace(self._name, reason)
         return self.original(*args, **kwargs)
 
     def _restart(self) -> None:
@@ -358,24 +382,24 @@ class HexaForward(InPlace):
             told()
 
     def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], restart: bool = True) -> Any:
-        self.own[reason] += 1
-        if reason not in _UNSAID:
-            self._say(reason)
+        self.why = f": {reason}"
+        if not self.lost:  # else no call ran
+            self.own[reason] += 1
+            if reason not in _UNSAID:
+                self._say(reason)
         return self.original(*args, **kwargs) if restart else self.run_original(args, kwargs)
 
     def _say(self, reason: str) -> None:
         """Logs each reason once, and that a block mostly runs its own code."""
-        self.why = f": {reason}"
-        name = self.path or type(self.module).__name__
         if self.own[reason] == 1:
             latest = self._latest
             if latest is not None and latest.has_main_grad(self.module):
                 reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
-            logger.warning("%s runs its original forward: %s", name, reason)
+            logger.warning("%s runs its original forward: %s", self._name, reason)
         missed = sum(self.own.values()) - self.own[SMALL]
         if missed >= _WARN_AFTER and missed > self.ran and not self._warned:
             self._warned = True
-            logger.warning("%s ran its own code in %d of %d calls; %s", name, missed, missed + self.ran, _REMEDY)
+            logger.warning("%s ran its own code in %d of %d calls; %s", self._name, missed, missed + self.ran, _REMEDY)
 
     def takes_adapters(self) -> bool:
         """Whether all that was made runs an operator that takes weights and their adapters apart; before the first analysis, which

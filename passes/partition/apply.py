@@ -25,7 +25,7 @@ from hexa_fx.passes.partition.plan import partition_model
 from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
 from hexa_fx.runtime.forward import Analyst
-from hexa_fx.runtime.install import install, installed_forward, uninstall
+from hexa_fx.runtime.install import install, installed_forward
 
 _STRATEGIES: dict[Mode, Literal["data", "model", "fsdp"]] = {
     "data_centric": "data",
@@ -102,11 +102,10 @@ def _put_in(model: nn.Module, installed: Installed, caller: Caller) -> None:
     for forms in installed.blocks:
         path = any_mode(forms).path
         module = model.get_submodule(path)
-        before = installed_forward(module)
-        if before is not None:
-            uninstall(module)
-        forward = install(module, *forms.values(), analyst=analyst)
-        forward.sites = {} if before is None else before.sites
+        if (forward := installed_forward(module)) is None:
+            install(module, *forms.values(), analyst=analyst)
+        else:
+            forward.exchange([*{id(form): form for form in forms.values()}.values()], analyst)
         if path not in installed.fsdp:
             installed.session.bind(module, path, installed.traced.get(path))
     installed.session.follow(model)

@@ -107,7 +107,7 @@ def test_a_report_knows_that_an_expert_was_hooked(models) -> None:
     model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
     assert "own code now" not in str(model.report)
     model.layers[0].experts[2].register_forward_hook(lambda *_: None)
-    assert "1 of them runs the original code now" in model.report.summary()
+    assert "1 of them runs its own code now" in model.report.summary()
     for text in (str(model.report), html(model.report), model.report.to_json()):
         assert "an expert has hooks, which only its own code calls" in text
     assert "layers.0: runs its own code now: an expert has hooks" in str(model.report)
