@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.kept_rows import Row, keep, options_of, synchronize, wait_for_kernels
+from benchmarks.kept_rows import Row, calls_of, keep, options_of, synchronize, wait_for_kernels
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
 from hexa_fx.errors import kind_and_line
 
@@ -181,7 +181,7 @@ def _measured(
             ready.append(prepared(folder, cell, implementation, row, options))
         except Exception as error:  # of a peer in a set-up that it does not take, or of memory
             yield row | {"reason": kind_and_line(error)}
-    before = [_counts(each.owner) for each in ready]
+    before = [calls_of(each.owner) for each in ready]
     turns = TURNS if len(ready) > 1 else 1
     times: list[list[float]] = [[] for _ in ready]
     for _ in range(turns):
@@ -190,7 +190,7 @@ def _measured(
     for each, counts, found in zip(ready, before, times, strict=True):
         each.row["ms"] = round(1e3 * statistics.mean(found), 3)
         if each.row["impl"] == "hexa":
-            each.row |= _ran(counts, _counts(each.owner))
+            each.row |= {how: after - counts[how] for how, after in calls_of(each.owner).items()}
         yield each.row
     ready.clear()
     torch.compiler.reset()
@@ -257,22 +257,6 @@ def _call(model: Model, ids: torch.Tensor, cell: Cell, device: str) -> Callable[
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     return infer if cell.inference else step
-
-
-def _counts(model: Model) -> tuple[tuple[int, int], ...]:
-    return (
-        tuple((b.calls.rewritten, sum(b.calls.own.values())) for b in model.report.blocks)
-        if "report" in vars(model)
-        else ()
-    )
-
-
-def _ran(before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]) -> Row:
-    """How many calls ran rewritten, and how many the own code, while it was timed. Compiled calls are not counted."""
-    return {
-        "rewritten": sum(b[0] - a[0] for a, b in zip(before, after)),
-        "own": sum(b[1] - a[1] for a, b in zip(before, after)),
-    }
 
 
 def timed(call: Callable[[], None], seconds: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
-from benchmarks.use_docs import on_a_cpu, trained, trained_in_short, use, use_in_short
+from benchmarks.use_docs import FOUR_LAYERS, checkpoint, on_a_cpu, trained, trained_in_short, use, use_in_short, wide
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -250,6 +250,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "docs" / "how_fast.md": {
         "use": use,
         "use in short": use_in_short,
+        "use of four layers": partial(use, name=FOUR_LAYERS),
         "trained": trained,
         "on a cpu": on_a_cpu,
         "models": models,
@@ -261,7 +262,12 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "packed": packed,
     },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
-    ROOT / "docs" / "fp8.md": {"layers": fp8_layers, "products": fp8_products},
+    ROOT / "docs" / "fp8.md": {
+        "layers": fp8_layers,
+        "products": fp8_products,
+        "wide": wide,
+        "checkpoint": checkpoint,
+    },
     ROOT / "docs" / "fine_tuning.md": {
         "adapters": adapters,
         "adapted steps": adapted_steps,

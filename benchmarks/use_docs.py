@@ -11,13 +11,16 @@ from typing import Any
 from benchmarks.pages import table
 
 USE = "use_h100.json"
+FOUR_LAYERS = "use_h200_four_layers.json"
 TRAINED = "train_small_moe_h100.json"
+WIDE = "train_wide_moe_h200.json"
+CHECKPOINT = "fp8_checkpoint_h200.json"
 DECODES = ("8 tokens", "packed, 8 tokens")
 
 
-def use(folder: Path) -> str:
+def use(folder: Path, name: str = USE) -> str:
     """By cell and model: milliseconds of hexa_fx, how many times those ``grouped_mm`` takes, bold where hexa_fx is slower."""
-    rows = {(row["cell"], row["model"], row["impl"]): row for row in _read(folder / USE)}
+    rows = {(row["cell"], row["model"], row["impl"]): row for row in _read(folder / name)}
     cells, models = (list(dict.fromkeys(key[part] for key in rows)) for part in (0, 1))
     return table(["set-up", *models], [[cell, *(_faster(rows, cell, model) for model in models)] for cell in cells])
 
@@ -97,6 +100,41 @@ def trained_in_short(folder: Path) -> str:
         f"is {less} % smaller**, since `grouped_mm` multiplies experts in float32 there."
     )
     return textwrap.fill(said, width=130)
+
+
+def wide(folder: Path) -> str:
+    """Layers of Qwen3-30B's widths: milliseconds of a step, tokens a second, memory, loss, by weights and implementation."""
+    head = ["weights", "implementation", "step (ms)", "tokens/s", "peak (GiB)", "loss at the end"]
+    return table(
+        head,
+        [
+            [r["weights"], r["impl"], r["ms"], f"{r['tokens_s']:,}", r["peak_gib"], f"{r['last_loss']:.3f}"]
+            for r in _read(folder / WIDE)
+        ],
+    )
+
+
+def checkpoint(folder: Path) -> str:
+    """48 layers loaded in FP8 blocks: seconds and memory of `optimize_`, distance of logits, tokens a second."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in _read(folder / CHECKPOINT):
+        rows.setdefault(row["way"], {}).update(row)
+    head = ["", "optimize (s)", "held more (GiB)", "logits apart", "prefill (tokens/s)", "decoding (tokens/s)"]
+    return table(
+        head,
+        [
+            [
+                way,
+                row.get("optimize_s", ""),
+                row.get("more_gib", ""),
+                f"{row['apart']:.2%}" if "apart" in row else "",
+                f"{row['prefill_tokens_s']:,.0f}",
+                f"{row['decode_tokens_s']:.0f}",
+            ]
+            for way, row in rows.items()
+            if "prefill_tokens_s" in row
+        ],
+    )
 
 
 def on_a_cpu(folder: Path) -> str:
