@@ -20,10 +20,12 @@ from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import activations, library, low_rank_gradients
 from hexa_fx.ops.esmm_packed import scaled_transpose_any
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank, ScaledTranspose
 from tests.gpu import test_decode as few_tokens
+from tests.gpu import test_listed_experts as of_lists
 from tests.gpu import test_packed as packed_weights
 from tests.gpu.cases import (
     Routing,
@@ -437,3 +439,12 @@ def test_few_tokens_in_two_launches(inner: int) -> None:
 def test_packed_weights(f: packed_weights.Streamed) -> None:
     packed_weights.test_a_layer(f)
     packed_weights.test_tiles(768, PackedTile(1, 2, 2, 1, True), f)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in of_lists.CASES if case[0] in ("decode", "some", "no whole boxes")], ids=of_lists.ids
+)
+def test_matrices_of_listed_experts(case: tuple[str, str, torch.dtype, str, bool, int]) -> None:
+    """Each in an allocation of its own, past which nothing may be read."""
+    for found in of_lists.Layer(*case).step(Listed):
+        assert found.isfinite().all()
