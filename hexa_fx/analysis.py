@@ -164,7 +164,7 @@ def _analyse_model(
             with listening(*_stages(bar)):
                 analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
                 if spread and analysis.rewritten is not None:
-                    forms[analysis.path] = _forms_of(candidate, analysis, config)
+                    forms[analysis.path] = _forms_of(candidate, analysis, same_as, config, cache, forms)
             analyses.append(analysis := analysis.placed_in(model.get_submodule(analysis.path)))
             reports.append(describe(analysis, same_as, inspector))
             written |= {seen.path for seen in candidate.levels if seen.written}
@@ -238,20 +238,30 @@ def _analyse_candidate(
     return best
 
 
-def _forms_of(candidate: Candidate, analysis: BlockAnalysis, config: HexaConfig) -> Mapping[Mode, RewrittenBlock]:
-    """What runs in each mode of a block that is to be spread, for any autocast."""
+def _forms_of(
+    candidate: Candidate,
+    analysis: BlockAnalysis,
+    same_as: str | None,
+    config: HexaConfig,
+    cache: StructureCache,
+    known: Mapping[str, Mapping[Mode, RewrittenBlock]],
+) -> Mapping[Mode, RewrittenBlock]:
+    """What runs in each mode of a block that is to be spread, for any autocast; one form where it does not depend on the mode.
+
+    Args:
+        same_as: path of the identical block whose analysis was reused. known: forms of the blocks before, by path.
+    """
     observation = next(seen for seen in candidate.levels if seen.path == analysis.path)
     block, forms = observation.module, dict[Mode, RewrittenBlock]()
     example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
-    for training in (block.training, not block.training):
+    for training in (block.training, not block.training)[: 1 if analysis.training is None else 2]:
         with training_mode(block, training), random_state_kept():
-            found = analysis if training is block.training and not forms else None
-            if found is None and analysis.training is not None:
-                found = _analyse_dense(observation, config)
-            if found is not None and found.rewritten is not None and found.captured is not None:
-                forms[mode_of(block)] = under_any_autocast(block, found.captured, found.rewritten, *example)
-            elif analysis.training is None:
-                forms[mode_of(block)] = next(iter(forms.values()))
+            found, like = _analyse_known(observation, config, cache) if forms else (analysis, same_as)
+            mode, same = mode_of(block), known.get(like or "", {})
+            if mode in same:
+                forms[mode] = replace(same[mode], path=analysis.path)
+            elif found.rewritten is not None and found.captured is not None:
+                forms[mode] = under_any_autocast(block, found.captured, found.rewritten, *example)
     return forms
 
 

@@ -104,8 +104,7 @@ def _partitioned(
     read = read_layers(whole, replace(form, path=""))
     if [(layer.geometry, layer.sources) for layer in read] != [(layer.geometry, layer.sources) for layer in layers]:
         raise PlanError("in such a call it reads other expert weights than those that are cut")
-    placement = Placement(session.rank, session.name, session.groups.main_name)
-    done = partition_block(form, [*layers], session.plan, placement)
+    done = partition_block(form, layers, session.plan, Placement.of(session))
     if session.plan.prefetch:
         overlap(done.graph, session.plan.slots or len(session.plan.layers))
     return done

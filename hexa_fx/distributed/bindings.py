@@ -61,7 +61,7 @@ class Bindings:
         self._undo: list[Callable[[], None]] = []
 
     def bind(
-        self, module: nn.Module, path: str, traced: Mapping[str, Program], shards: Iterable[ShardedParameter]
+        self, module: nn.Module, path: str, traced: Mapping[bool | None, Program], shards: Iterable[ShardedParameter]
     ) -> None:
         """Wraps a module's forward, or the programs inside a rewritten one, so that its guards, copies and signature stay."""
         forward, label = module.forward, path or type(module).__name__
@@ -70,7 +70,7 @@ class Bindings:
             self._set(module.__dict__, "forward", self._wrapped(forward, label, None, inside))
             return
         for made in forward.specialisations:
-            instead = traced.get("train" if made.training else "eval")
+            instead = traced.get(made.training)
             self._bind_made(made, label, None if instead is None else instead.function, inside)
 
         def bind_added(made: Specialisation) -> None:

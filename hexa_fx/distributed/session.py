@@ -149,14 +149,16 @@ class PartitionSession(AttachedPartition):
         head = [f"# rank {self.rank} of {plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
         return "\n".join([*head, graph.python_code("self").src])
 
-    def bind(self, module: nn.Module, where: str = "", traced: Mapping[str, Program] | None = None) -> nn.Module:
+    def bind(
+        self, module: nn.Module, where: str = "", traced: Mapping[bool | None, Program] | None = None
+    ) -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph, and returns the module.
 
         Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that says where it
         failed. Binding both an outer and an inner module is harmless.
 
         Args:
-            traced: what torch.compile traces instead, by mode; without it, its graphs break here.
+            traced: what torch.compile traces instead, by the mode that a form holds in; without it, its graphs break here.
         """
         self._bindings.bind(module, where, traced or {}, self.shards)
         return module

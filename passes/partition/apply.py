@@ -105,7 +105,7 @@ def _put_in(model: nn.Module, installed: Installed, caller: Caller) -> None:
         if (forward := installed_forward(module)) is None:
             install(module, *forms.values(), analyst=analyst)
         else:
-            forward.exchange([*{id(form): form for form in forms.values()}.values()], analyst)
+            forward.exchange([*forms.values()], analyst)
         if path not in installed.fsdp:
             installed.session.bind(module, path, installed.traced.get(path))
     installed.session.follow(model)

@@ -21,6 +21,7 @@ from torch import nn
 
 from hexa_fx.distributed import collectives, nodes
 from hexa_fx.distributed.compiled_layers import CompiledLayers, spread_experts
+from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.ops.table_layers import MoeFfn
@@ -40,6 +41,10 @@ class Placement:
     rank: int
     session: str
     main_group: str
+
+    @classmethod
+    def of(cls, session: PartitionSession) -> Placement:
+        return cls(session.rank, session.name, session.groups.main_name)
 
 
 def is_moe_ffn(node: fx.Node) -> bool:
@@ -161,12 +166,12 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
     node.replace_all_uses_with(released, delete_user_cb=lambda user: user is not released)
 
 
+_OF_MODE = {None: "", True: " (train)", False: " (eval)"}
 _TENSORS = FFN_ARGS[: FFN_ARGS.index("activation")]
 
 
 def compiled_form(
     block: RewrittenBlock,
-    mode: str,
     graph: fx.Graph,
     planned: Sequence[LayerPlan],
     plan: Plan,
@@ -176,12 +181,11 @@ def compiled_form(
     """A program for tracing. What its operators run is noted in ``layers``.
 
     Args:
-        mode: of the block: train or eval.
         graph: the block's, on this rank's slices, without collectives. Changed in place.
     """
     for node, layer in zip(moe_ffns(graph), planned):
         args = ffn_arguments(node)
-        label = f"{layer.path} ({mode})"
+        label = f"{layer.path}{_OF_MODE[block.training]}"
         layers.programs[label] = fx.GraphModule(nn.Module(), _alone(node, layer, plan, placement))
         with graph.inserting_before(node):
             given = (label, placement.session, *(args[name] for name in _TENSORS))

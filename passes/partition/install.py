@@ -42,7 +42,7 @@ class Installed:
         schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
         fsdp: paths of the blocks that are left whole and unbound, for `hexa_fx.distributed.fully_sharded.shard_blocks`.
         layers: the expert layers of every block, as they were before the cut.
-        traced: what torch.compile traces of every block, by path and mode.
+        traced: what torch.compile traces of every block, by path and by `RewrittenBlock.training`.
     """
 
     session: PartitionSession
@@ -50,7 +50,7 @@ class Installed:
     schedules: tuple[OverlapReport, ...] = ()
     fsdp: tuple[str, ...] = ()
     layers: tuple[tuple[LayerWeights, ...], ...] = ()
-    traced: Mapping[str, Mapping[str, Program]] = field(default_factory=dict)
+    traced: Mapping[str, Mapping[bool | None, Program]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,18 @@ def install_plan(
     """
     fsdp = _planned_whole(plan, mesh)
     read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
-    layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
-    _check_plan(plan, [layer for _, layer in layers])
-    check_plain(model, [layer for _, layer in layers])
+    layers = [layer for found in read for layer in found]
+    _check_plan(plan, layers)
+    check_plain(model, layers)
     if known is None:
-        check_cuttable(model, [layer for _, layer in layers if layer.path not in fsdp])
-    session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
+        check_cuttable(model, [layer for layer in layers if layer.path not in fsdp])
+    session = PartitionSession(plan, {layer.path: layer.geometry for layer in layers}, mesh, timeout, data_mesh)
     if known is None:
         _check_same_weights(model, session)
-    session.hold(model, _cut(model, [layer for _, layer in layers], session, mesh, known))
-    placement = Placement(session.rank, session.name, session.groups.main_name)
+    session.hold(model, _cut(model, layers, session, mesh, known))
+    placement = Placement.of(session)
     done, schedules, whole, traced = [], [], [], {}
-    for block in blocks:
-        here = [layer for owner, layer in layers if owner is block]
+    for block, here in zip(blocks, read):
         forms, path = modes_of(block).items(), any_mode(block).path
         if _is_left_whole(path, here, fsdp):
             whole.append(path)
@@ -114,9 +113,7 @@ def install_plan(
         else:
             done.append({mode: partition_block(form, here, plan, placement) for mode, form in forms})
             if not is_axis(mesh):
-                traced[path] = {
-                    str(mode): _traced(form, str(mode), here, plan, placement, session) for mode, form in forms
-                }
+                traced[path] = {form.training: _traced(form, here, plan, placement, session) for _, form in forms}
         if plan.prefetch and path not in whole:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
@@ -196,7 +193,7 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 
 
 def partition_block(
-    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
+    block: RewrittenBlock, layers: Sequence[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
     """A block on this rank's slices, with collectives."""
     planned = [plan.layer(layer.path) for layer in layers]
@@ -209,19 +206,18 @@ def partition_block(
 
 def _traced(
     block: RewrittenBlock,
-    mode: str,
-    layers: list[LayerWeights],
+    layers: Sequence[LayerWeights],
     plan: Plan,
     placement: Placement,
     session: PartitionSession,
 ) -> Program:
     planned = [plan.layer(layer.path) for layer in layers]
     graph = _on_slices(block, layers, planned, placement)
-    return compiled_form(block, mode, graph, planned, plan, placement, session.compiled)
+    return compiled_form(block, graph, planned, plan, placement, session.compiled)
 
 
 def _on_slices(
-    block: RewrittenBlock, layers: list[LayerWeights], planned: list[LayerPlan], placement: Placement
+    block: RewrittenBlock, layers: Sequence[LayerWeights], planned: list[LayerPlan], placement: Placement
 ) -> fx.Graph:
     """A copy of the block's graph that reads this rank's slices."""
     graph = _copy(block.graph)

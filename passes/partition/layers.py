@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -144,8 +144,8 @@ def _meta(model: nn.Module, path: str, parts: tuple[tuple[str, ...], ...], stack
 
     if stacked:
         return torch.empty_like(find(parts[0][0]), device="meta")
-    first = [torch.empty_like(find(part[0]), device="meta") for part in parts]
-    return torch.cat(first, dim=0).expand(len(parts[0]), *[-1] * first[0].dim())
+    rows, *width = zip(*(find(part[0]).shape for part in parts))  # parts are concatenated along their first dimension
+    return torch.empty((len(parts[0]), sum(rows), *(sizes[0] for sizes in width)), device="meta")
 
 
 def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -> WeightSource:
@@ -197,7 +197,7 @@ def _piece(view: fx.Node, dim: int, size: int) -> str:
     return "second" if piece in (slice(None, None, 2), slice(1, None, 2)) else "other"
 
 
-def follow_cut(graph: fx.Graph, layers: list[LayerWeights], plans: list[LayerPlan], rank: int) -> None:
+def follow_cut(graph: fx.Graph, layers: Sequence[LayerWeights], plans: Sequence[LayerPlan], rank: int) -> None:
     """Moves, in place, the bounds of slices that take half of a weight to where the halves of this rank's slice meet."""
     for node, layer, planned in zip(moe_ffns(graph), layers, plans):
         size, local = planned.shape.intermediate_size, planned.shards[rank]

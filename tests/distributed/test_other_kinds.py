@@ -66,7 +66,7 @@ def together(rank: int, world: int, strategy: str) -> Any:
 def test_all_ranks_analyse_a_call_of_another_kind(strategy: str) -> None:
     for worst, ran in run(2, together, strategy):
         assert max(worst) < 1e-12
-        assert ran == [(3, 4, {})] * 2  # of train and eval mode, and the other kind
+        assert ran == [(2, 4, {})] * 2  # of both modes, and the other kind
 
 
 def alone(rank: int, world: int, strategy: str) -> str:

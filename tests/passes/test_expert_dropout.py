@@ -1,16 +1,20 @@
 """Dropout inside experts draws the original's random numbers: expert after expert, each for its rows in the original's order."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from hexa_fx import analysis
 from hexa_fx.analysis import analyse_model
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.passes.partition.layers import that_spread
 from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
+from tests.zoo.common import MLP, Looped
 
 D, EXPERTS, K = 8, 4, 2
 ROUGH = hexa_fx.HexaConfig(verify=False)
@@ -80,6 +84,23 @@ def test_over_ranks_only_the_mode_without_dropout_is_spread(caplog: pytest.LogCa
     assert that_spread(forms) == {"eval": forms["eval"]}
     assert "has its own code in train mode" in caplog.text
     assert that_spread({"train": forms["train"]}) == {"train": forms["train"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "modes"), [(lambda: Mixture("by token"), 2), (lambda: Looped(lambda: MLP(D, 12), D), 1)]
+)
+def test_over_ranks_blocks_that_are_alike_are_analysed_once_a_mode(
+    make: Callable[[], nn.Module], modes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for name in ("_analyse_dense", "under_any_autocast"):
+        original = getattr(analysis, name)
+        monkeypatch.setattr(analysis, name, lambda *args, f=original, n=name: made.append(n) or f(*args))
+    model, x = nn.Sequential(*(make() for _ in range(3))), torch.randn(9, D)
+    forms = analyse_model(model, (x,), ROUGH, Inspector(), spread=True).forms
+    assert {(path, form.path) for path, each in forms.items() for form in each.values()} == {(n, n) for n in "012"}
+    assert [len(each) for each in forms.values()] == [modes] * 3
+    assert [made.count(name) for name in ("_analyse_dense", "under_any_autocast")] == [modes] * 2
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
