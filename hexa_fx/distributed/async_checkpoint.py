@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,10 +21,9 @@ from hexa_fx.distributed.checkpoint import (
     Optimizers,
     Piece,
     PlanShard,
-    check_reach,
+    begun,
     is_first,
     publish,
-    state_dict,
     together,
 )
 from hexa_fx.distributed.groups import local_part, new_group_of
@@ -93,14 +91,10 @@ def async_save(
     before = _under_way.pop(model, None)
     if before is not None:
         before.wait()
-    target = os.fspath(path)
-    if is_first(session):
-        shutil.rmtree(f"{target}.partial", ignore_errors=True)
-    together(session, "before writing a checkpoint")
-    contents = state_dict(model, session, optimizer)
-    check_reach(contents, session)
+    target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
+    contents = begun(partial, model, session, optimizer)
     with session.guard("writing a checkpoint"):
-        given = {"checkpoint_id": f"{target}.partial", "process_group": _group(session), "async_stager": _Copies()}
+        given = {"checkpoint_id": partial, "process_group": _group(session), "async_stager": _Copies()}
         written: Any = _dcp_async_save(contents, **given)
     saving = _under_way[model] = Saving(written, target, session)
     return saving

@@ -44,7 +44,7 @@ def unbind(shadow: nn.Module) -> None:
 def _check_unchanged(owner: nn.Module, shards: Iterable[ShardedParameter]) -> None:
     """Raises `PlanError` if something parametrizes what is cut of a module."""
     for shard in shards:
-        if shard.owner is owner and shard.name.rpartition(".")[2] in owner.parametrizations:  # type: ignore[operator]
+        if shard.owner is owner and shard.key in owner.parametrizations:  # type: ignore[operator]
             raise adapted(shard.name)
 
 

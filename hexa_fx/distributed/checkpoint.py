@@ -34,7 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer
 
 from hexa_fx.distributed.geometry import Chunk
-from hexa_fx.distributed.groups import local_part
+from hexa_fx.distributed.groups import local_part, ranks_of
 from hexa_fx.distributed.lockstep import Place, meet
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
@@ -299,11 +299,7 @@ def save(
         RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
-    if is_first(session):
-        shutil.rmtree(partial, ignore_errors=True)
-    together(session, "before writing a checkpoint")
-    contents = state_dict(model, session, optimizer)
-    check_reach(contents, session)
+    contents = begun(partial, model, session, optimizer)
     if session is None:
         _dcp_save(contents, checkpoint_id=partial, no_dist=True)
     else:
@@ -315,6 +311,16 @@ def save(
     together(session, "after publishing a checkpoint")
 
 
+def begun(partial: str, model: nn.Module, session: PartitionSession | None, optimizer: Optimizers) -> dict[str, Any]:
+    """What is to be written to a folder, which is empty then, on all ranks."""
+    if is_first(session):
+        shutil.rmtree(partial, ignore_errors=True)
+    together(session, "before writing a checkpoint")
+    contents = state_dict(model, session, optimizer)
+    _check_reach(contents, session)
+    return contents
+
+
 def publish(partial: str, target: str) -> None:
     old = f"{target}.old"
     shutil.rmtree(old, ignore_errors=True)
@@ -324,14 +330,14 @@ def publish(partial: str, target: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def check_reach(contents: dict[str, Any], session: PartitionSession | None) -> None:
+def _check_reach(contents: dict[str, Any], session: PartitionSession | None) -> None:
     """Raises `InputError` if FSDP2 keeps a part of the model on ranks that the session does not know."""
     if session is None:
         return
     known = set(dist.get_process_group_ranks(session.everyone))
     for name, value in contents["model"].items():
         held = value._held if isinstance(value, PlanShard) else value
-        if isinstance(held, DTensor) and not set(held.device_mesh.mesh.flatten().tolist()) <= known:
+        if isinstance(held, DTensor) and not ranks_of(held.device_mesh) <= known:
             raise InputError(
                 f"{name!r} lies on a mesh that reaches beyond ranks {sorted(known)}, which are all that the session knows: give "
                 "optimize_ the data-parallel axes as data_mesh="
@@ -370,7 +376,7 @@ def load(
     """
     found = _whole(os.fspath(path))
     contents = state_dict(model, session, optimizer)
-    check_reach(contents, session)
+    _check_reach(contents, session)
     if optimizer is not None:
         contents["optimizer"] = without_unsaved(contents["optimizer"], model, found)
     group = {"no_dist": True} if session is None else {"process_group": session.everyone}

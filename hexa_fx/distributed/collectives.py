@@ -12,6 +12,7 @@ Equal sizes use torch's own tensor collectives. Unequal sizes use what measured 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -239,7 +240,4 @@ def _is_nccl(group: Any, device: torch.device) -> bool:
 
 
 def _row_bytes(x: Tensor) -> int:
-    numel = 1
-    for size in x.shape[1:]:
-        numel *= size
-    return numel * x.element_size()
+    return math.prod(x.shape[1:]) * x.element_size()

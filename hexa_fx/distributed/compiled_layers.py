@@ -142,12 +142,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call, *like = ctx.saved_tensors
-        found = torch.ops.hexa.spread_experts_backward(grads[0].contiguous(), call, like, ctx.session)
-        given, place = [], 0
-        for need in ctx.needs:
-            given.append(found[place] if need else None)
-            place += 1 if need else 0
-        return (None, None, None, None, *given)
+        found = iter(torch.ops.hexa.spread_experts_backward(grads[0].contiguous(), call, like, ctx.session))
+        return (None, None, None, None, *[next(found) if need else None for need in ctx.needs])
 
 
 def spread_experts(layer: str, session: str, *tensors: Tensor | None) -> Tensor:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from hexa_fx.distributed.groups import mesh_over
 from hexa_fx.distributed.session import PartitionSession
 
 
@@ -27,19 +27,14 @@ def shard_blocks(model: nn.Module, session: PartitionSession, paths: Sequence[st
     if not paths:
         return
     mean = session.plan.data_parallel == "mean"
+    over = mesh_over(mesh, session.groups, next(model.parameters()).device)
     for path in paths:
-        block = model.get_submodule(path)
-        over = mesh if isinstance(mesh, DeviceMesh) else _mesh_of(session, block)
-        _as_planned(fully_shard(block, mesh=over, reshard_after_forward=True), mean)
+        _as_planned(fully_shard(model.get_submodule(path), mesh=over, reshard_after_forward=True), mean)
     if mean or "" in paths:
         return
     inside = {id(p) for path in paths for p in model.get_submodule(path).parameters()}
     others = {p for p in model.parameters() if id(p) not in inside}
     _as_planned(fully_shard(model, mesh=over, ignored_params=others), mean)
-
-
-def _mesh_of(session: PartitionSession, block: nn.Module) -> DeviceMesh:
-    return DeviceMesh.from_group(session.groups.main, next(block.parameters()).device.type)
 
 
 def _as_planned(module: FSDPModule, mean: bool) -> None:

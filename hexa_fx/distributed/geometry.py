@@ -42,6 +42,12 @@ class Chunk:
     length: int
 
 
+def taken(whole: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """A contiguous copy of what a rank holds."""
+    parts = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
+    return torch.cat(parts, dim=chunks[0].dim).contiguous()
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Static layout of one layer's experts."""
@@ -86,11 +92,6 @@ class Geometry:
         if role in ("w1", "b1") and self.glu == "interleaved":
             return (Chunk(dim, 2 * lo, 0, 2 * length),)
         return (Chunk(dim, lo, 0, length),)
-
-    def cut(self, role: str, full: Tensor, lo: int, hi: int) -> Tensor:
-        """A contiguous copy of the slice of a rank."""
-        parts = [full.narrow(chunk.dim, chunk.start, chunk.length) for chunk in self.chunks(role, lo, hi)]
-        return torch.cat(parts, dim=self.dim(role)).contiguous()
 
     def pack(self, weights: Weights, channels: int, dtype: torch.dtype) -> Tensor:
         """Local slices (or gradients of them) -> (channels, row). Missing ones are zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -185,6 +186,16 @@ def is_axis(mesh: Any) -> bool:
     return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().ndim > 1
 
 
+def mesh_over(mesh: Any, groups: Groups, device: torch.device) -> DeviceMesh:
+    """The mesh of a partition, which was perhaps given as a process group or not at all."""
+    return mesh if isinstance(mesh, DeviceMesh) else DeviceMesh.from_group(groups.main, device.type)
+
+
+def ranks_of(mesh: DeviceMesh) -> set[int]:
+    """All ranks of a mesh."""
+    return set(mesh.mesh.flatten().tolist())
+
+
 def groups_named(name: str) -> Groups | None:
     """The groups of which a process group has this name, if they are still in use."""
     return _by_name.get(name)
@@ -207,10 +218,7 @@ class DataAxes:
     @property
     def size(self) -> int:
         """Number of replicas of the partition."""
-        size = 1
-        for group in self.groups:
-            size *= dist.get_world_size(group)
-        return size
+        return math.prod(map(dist.get_world_size, self.groups))
 
 
 def data_axes(mesh: Any, groups: Groups) -> DataAxes:
@@ -248,8 +256,7 @@ def summed_elsewhere(tensor: Tensor, group: Any) -> bool:
     """Whether a gradient is a DTensor over a mesh that has the ranks of a group, so that FSDP2 has combined it over them."""
     if not isinstance(tensor, DTensor):
         return False
-    here = set(torch.as_tensor(tensor.device_mesh.mesh).flatten().tolist())
-    return set(dist.get_process_group_ranks(group)) <= here
+    return set(dist.get_process_group_ranks(group)) <= ranks_of(tensor.device_mesh)
 
 
 def local_part(tensor: Tensor) -> Tensor:

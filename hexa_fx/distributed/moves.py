@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed import slice_states
 from hexa_fx.distributed.collectives import all_reduce_
+from hexa_fx.distributed.geometry import taken
 from hexa_fx.distributed.groups import Groups, local_part
 from hexa_fx.distributed.plan_agreement import check_same_request
 from hexa_fx.distributed.shards import ShardedParameter, distributed, exchange
@@ -49,8 +50,7 @@ def unite(shards: Iterable[ShardedParameter], groups: Groups) -> None:
         parameter = shard.parameter
         whole = put_together(local_part(parameter).detach(), shard, groups)
         if isinstance(parameter, DTensor):
-            key = shard.name.rpartition(".")[2]
-            shard.owner.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            shard.owner.register_parameter(shard.key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         else:
             exchange(parameter, whole)
 
@@ -78,8 +78,7 @@ def move_state(
         state: dict[str, Any] = optimizer.state.pop(before, {})
         for key in _moved(state, shard):
             whole = put_together(local_part(state[key]), shard, groups)
-            pieces = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in to.chunks]
-            local = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
+            local = taken(whole, to.chunks)
             mesh = getattr(to.original, "device_mesh", None)
             state[key] = local if mesh is None else distributed(local, to.whole, to.chunks, mesh)
         if state:

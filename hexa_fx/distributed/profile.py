@@ -390,20 +390,22 @@ def _experts_fsdp(geometry: Geometry, tokens: int, dtype: torch.dtype, device: t
     return run
 
 
+def _operator(geometry: Geometry) -> Callable[..., Tensor]:
+    """The experts' operator on x, ids, routing weights and the weights of the roles."""
+    activation = "silu" if geometry.gated else "gelu"
+    static: tuple[Any, ...] = (None, activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
+    return lambda *tensors: torch.ops.hexa.moe_ffn(*tensors, *static)  # type: ignore[no-any-return]
+
+
 def _step_as_stored(
     geometry: Geometry, tokens: int, channels: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     """Forward and backward with weights in the layout of the model; returns their gradients. And the weights."""
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
-
     x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
-    local = _local_weights(geometry, channels, dtype, device)
-    activation = "silu" if geometry.gated else "gelu"
-    static: tuple[Any, ...] = (activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
+    local, experts = _local_weights(geometry, channels, dtype, device), _operator(geometry)
 
     def step() -> list[Tensor]:
-        y = torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static)
-        return _differentiate(y, (x, weights, *local))[2:]
+        return _differentiate(experts(x, index, weights, *local), (x, weights, *local))[2:]
 
     return step, [weight.detach() for weight in local if weight is not None]
 
@@ -412,20 +414,16 @@ def _experts_data_centric(
     geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> tuple[Callable[[], object], Callable[[], None], Callable[..., None]]:
     """Functions to be timed: forward; forward and backward with the copies; a gather of the weights beside other work."""
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
-
     x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
     sizes = even(geometry.shape.intermediate_size, groups.world)
     mine = sizes[groups.rank]
     local = _local_weights(geometry, mine, dtype, device)
     rows = _drawn(geometry.shape.intermediate_size, geometry.row, dtype, device) * 0.05
     views = [None if w is None else w.detach().requires_grad_() for w in geometry.views(rows)]
-    activation = "silu" if geometry.gated else "gelu"
-    static: tuple[Any, ...] = (activation, "split" if geometry.gated else "none", [], "nk", "kn", False)
+    experts = _operator(replace(geometry, glu="split" if geometry.gated else "none", layout1="nk", layout2="kn"))
 
     def forward() -> Tensor:
-        y: Tensor = torch.ops.hexa.moe_ffn(x, index, weights, *views, None, *static)
-        return y
+        return experts(x, index, weights, *views)
 
     def step() -> None:
         with torch.no_grad():

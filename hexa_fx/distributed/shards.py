@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hexa_fx.distributed.geometry import Chunk, Geometry
+from hexa_fx.distributed.geometry import Chunk, Geometry, taken
 from hexa_fx.distributed.groups import local_part
 from hexa_fx.errors import PlanError
 from hexa_fx.isolation.module_tree import inside
@@ -67,8 +67,7 @@ class LayerWeights:
 
     def names(self, source: WeightSource) -> list[str]:
         """The parameters of a source, by their names in the model."""
-        paths = itertools.chain.from_iterable(source.parts)
-        return [f"{self.root}.{path}" if self.root else path for path in paths]
+        return [inside(self.root, path) for path in itertools.chain.from_iterable(source.parts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +87,11 @@ class ShardedParameter:
     chunks: tuple[Chunk, ...]
 
     @property
+    def key(self) -> str:
+        """Its name in ``owner``."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def held_shape(self) -> list[int]:
         """Of what this rank holds by the plan."""
         shape = list(self.whole)
@@ -97,7 +101,7 @@ class ShardedParameter:
     @property
     def parameter(self) -> Tensor:
         """The parameter that the module holds now."""
-        held: Tensor = getattr(self.owner, self.name.rpartition(".")[2])
+        held: Tensor = getattr(self.owner, self.key)
         return held
 
 
@@ -214,8 +218,7 @@ def _below_each_other(chunks: tuple[Chunk, ...], source: WeightSource, size: int
 def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...], mesh: DeviceMesh | None) -> ShardedParameter:
     parameter = find_tensor(model, name)
     whole = tuple(parameter.shape)
-    pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
-    local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+    local = taken(parameter.data, chunks)
     exchange(parameter, local)
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)

@@ -73,7 +73,7 @@ class SliceStates:
         if self._said or are_known():
             return
         self._said, first = True, (slices or self._of[owner])[0]
-        name, shape = prefix + _key(first), tuple(first.parameter.shape)
+        name, shape = prefix + first.key, tuple(first.parameter.shape)
         log.warning(*(_OF_SLICES, name, shape, first.whole) if slices else (_OF_PIECES, name))
 
     def taken(
@@ -85,7 +85,7 @@ class SliceStates:
             PlanError: what would be loaded into a slice is whole, or a slice of another rank or plan.
         """
         slices = list(filter(is_slice, self._of[owner]))
-        here = {prefix + _key(shard): shard for shard in slices if prefix + _key(shard) in state}
+        here = {prefix + shard.key: shard for shard in slices if prefix + shard.key in state}
         for name, shard in here.items():
             check_slice(f"{name!r} of the state dict", state[name], shard)
         mark = mark_of(slices)
@@ -103,10 +103,6 @@ _OF_PIECES = (
 )
 
 
-def _key(shard: ShardedParameter) -> str:
-    return shard.name.rpartition(".")[2]
-
-
 def is_slice(shard: ShardedParameter) -> bool:
     """Whether a parameter has less than the whole, and nothing but this package knows. DTensors have the shape of the whole."""
     return tuple(shard.original.shape) != shard.whole
@@ -114,7 +110,7 @@ def is_slice(shard: ShardedParameter) -> bool:
 
 def mark_of(shards: Iterable[ShardedParameter]) -> int:
     """The same of no other slices."""
-    held = [(_key(shard), shard.whole, *map(astuple, shard.chunks)) for shard in shards]
+    held = [(shard.key, shard.whole, *map(astuple, shard.chunks)) for shard in shards]
     return int(hashlib.sha256(repr(held).encode()).hexdigest()[:12], 16)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.groups import Groups, ranks_of
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan
@@ -53,7 +53,7 @@ class Wrappers:
         cut = [layer for layer in layers.values() if layer]
         self._idle = {shards[0].name: plan.layer(path).idle for path, shards in layers.items() if shards}
         self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
-        self._firsts = [(layer[0], layer[0].name.rpartition(".")[2], tuple(layer[0].original.shape)) for layer in cut]
+        self._firsts = [(layer[0], layer[0].key, tuple(layer[0].original.shape)) for layer in cut]
         self._fine = {shard.name for shard, *_ in self._firsts if isinstance(shard.original, DTensor)}
         # Nothing tells over which ranks FSDP averages; over those that the plan sums over it does where there are no others.
         if len(self._summed) == dist.get_world_size() > 1:
@@ -100,7 +100,7 @@ class Wrappers:
 
     def _check_sharded(self, shard: ShardedParameter) -> None:
         mesh = _mesh_of(self._model(), shard.parameter)
-        if mesh is not None and _share(self._ranks, mesh.mesh.flatten().tolist()):
+        if mesh is not None and _share(self._ranks, ranks_of(mesh)):
             raise PlanError(
                 f"fully_shard cut {shard.name!r} over ranks of the partition, each of which has a slice of its own, so the rest of "
                 "it is lost: build the model anew and call fully_shard with "
@@ -127,9 +127,7 @@ class Wrappers:
 
     def _check_sums(self, model: nn.Module) -> None:
         for group in sharded_groups(model) if self._summed else ():
-            if group.gradient_divide_factor is None and _share(
-                self._summed, group.mesh_info.mesh.mesh.flatten().tolist()
-            ):
+            if group.gradient_divide_factor is None and _share(self._summed, ranks_of(group.mesh_info.mesh)):
                 raise _averages("fully_shard")
 
     def _say_tensor_parallel(self, model: nn.Module) -> None:
@@ -139,7 +137,7 @@ class Wrappers:
             (name, owner._parameters[key]) for name, owner, key in other_parameters(model, self._shards)
         )
         spread = ((name, p.device_mesh) for name, p in held if isinstance(p, DTensor) and id(p) not in of_fsdp)
-        name = next((name for name, mesh in spread if _share(self._ranks, mesh.mesh.flatten().tolist())), None)
+        name = next((name for name, mesh in spread if _share(self._ranks, ranks_of(mesh))), None)
         if name is None:
             return
         world = len(self._ranks)

@@ -22,16 +22,10 @@ from hexa_fx.passes.partition.install import Finish, Installed, Known, install_p
 from hexa_fx.passes.partition.layers import Modes, any_mode, that_spread
 from hexa_fx.passes.partition.overlap import Seconds
 from hexa_fx.passes.partition.plan import partition_model
-from hexa_fx.passes.partition.plan_layers import PartitionConfig, Strategy
-from hexa_fx.plan import Mode, Plan
+from hexa_fx.passes.partition.plan_layers import MODES, PartitionConfig, Strategy
+from hexa_fx.plan import Plan
 from hexa_fx.runtime.forward import Analyst
 from hexa_fx.runtime.install import install, installed_forward
-
-_STRATEGIES: dict[Mode, Literal["data", "model", "fsdp"]] = {
-    "data_centric": "data",
-    "model_centric": "model",
-    "fsdp": "fsdp",
-}
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,8 @@ class _Replanner:
         check_movable(session.shards, optimizers, session.groups)
         config = _on_mesh(partition or self.wanted.config, mesh)
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
-        strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}
+        strategies = {mode: name for name, mode in MODES.items()}
+        strategy = strategy or {layer.path: strategies[layer.mode] for layer in old.layers}
         plan = partition_model(model, self.blocks, mesh, strategy, capacities, config, by_block=self.layers)
         if any((one.mode == "fsdp") != (other.mode == "fsdp") for one, other in zip(old.layers, plan.layers)):
             raise PlanError(

@@ -21,6 +21,7 @@ from torch import nn
 
 from hexa_fx.distributed import collectives, nodes
 from hexa_fx.distributed.compiled_layers import CompiledLayers, spread_experts
+from hexa_fx.distributed.geometry import ROLES
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
@@ -30,8 +31,6 @@ from hexa_fx.runtime.program import Program
 
 FFN_ARGS = MoeFfn._fields
 """Arguments of `hexa::moe_ffn`, in order (docs/operators.md)."""
-
-WEIGHT_ARGS = ("w1", "b1", "w3", "b3", "w2")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
             # One rank's partial sum carries the bias. A factor, so that the graph and its gradients exist on all ranks.
             owner = 1.0 if at.rank == layer.bias_owner else 0.0
             args["b2"] = graph.call_function(torch.mul, (args["b2"], owner))
-        for name in WEIGHT_ARGS:
+        for name in ROLES:
             if args[name] is not None:
                 args[name] = graph.call_function(nodes.in_dtype_of, (args[name], args["x"]))
         _scale_weights(graph, args, plan)
@@ -139,7 +138,7 @@ def _reduce(graph: fx.Graph, node: fx.Node, layer: LayerPlan, tokens: Any, at: P
 def _scale_weights(graph: fx.Graph, args: dict[str, Any], plan: Plan) -> None:
     if plan.grad_scale == 1.0:
         return
-    for name in WEIGHT_ARGS:
+    for name in ROLES:
         if args[name] is not None:
             args[name] = graph.call_function(nodes.scale_gradient, (args[name], plan.grad_scale))
 
@@ -147,7 +146,7 @@ def _scale_weights(graph: fx.Graph, args: dict[str, Any], plan: Plan) -> None:
 def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, at: Placement) -> None:
     args = ffn_arguments(node)
     with graph.inserting_before(node):
-        local = tuple(args[name] for name in WEIGHT_ARGS)
+        local = tuple(args[name] for name in ROLES)
         gathered = graph.call_function(
             nodes.cache_gather, (*local, list(layer.shards), args["x"], layer.path, at.session)
         )
@@ -155,7 +154,7 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
         gated = args["glu"] != "none"
         bias = args["b1"] is not None or args["b3"] is not None
         present = (True, bias, gated, bias and gated, True)
-        for i, (name, there) in enumerate(zip(WEIGHT_ARGS, present)):
+        for i, (name, there) in enumerate(zip(ROLES, present)):
             args[name] = graph.call_function(operator.getitem, (gathered, i)) if there else None
         # Rows of the cache hold gate, up and down of a channel side by side: whatever the user's layout was, the views
         # are these.

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch.fx as fx
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from hexa_fx.distributed.groups import is_axis
+from hexa_fx.distributed.groups import is_axis, mesh_over
 from hexa_fx.distributed.plan_agreement import check_same_weights
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cuttable, check_plain, cut_layer
@@ -130,22 +129,16 @@ def _cut(
 ) -> dict[str, list[ShardedParameter]]:
     """Cuts the planned layers to this rank's slices, but for those that FSDP2 keeps. Equal shares become DTensors."""
     shards: dict[str, list[ShardedParameter]] = {}
-    rank = session.rank
+    rank, over = session.rank, mesh_over(mesh, session.groups, next(model.parameters()).device)
     for layer, planned in zip(layers, session.plan.layers):
         if planned.mode == "fsdp":
             continue
         if known is not None:
             known.unite(layer.path)
         lo = sum(planned.shards[:rank])
-        over = _mesh_of(session, model, mesh) if len(set(planned.shards)) == 1 else None
-        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], over)
+        equal = len(set(planned.shards)) == 1
+        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[rank], over if equal else None)
     return shards
-
-
-def _mesh_of(session: PartitionSession, model: nn.Module, mesh: Any) -> DeviceMesh:
-    if isinstance(mesh, DeviceMesh):
-        return mesh
-    return DeviceMesh.from_group(session.groups.main, next(model.parameters()).device.type)
 
 
 def _planned_whole(plan: Plan, mesh: Any) -> set[str]:

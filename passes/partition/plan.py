@@ -66,7 +66,7 @@ def partition_model(
             "nothing to partition: no rewritten block multiplies its experts' own weights in one operator (adapters on single "
             "experts keep their products apart, for example); wrap the model in FSDP2 after optimize_ without mesh="
         )
-    sample = _first_tensor(model, layers[0])
+    sample = find_tensor(model, layers[0].names(layers[0].sources["w1"])[0])
     config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
     costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
@@ -171,8 +171,3 @@ def _scaled_caps(config: PartitionConfig, layers: Sequence[LayerWeights]) -> Par
     if config.memory_caps is None:
         return config
     return replace(config, memory_caps=tuple(cap // len(layers) for cap in config.memory_caps))
-
-
-def _first_tensor(model: nn.Module, layer: LayerWeights) -> Tensor:
-    name = layer.sources["w1"].parts[0][0]
-    return find_tensor(model, f"{layer.root}.{name}" if layer.root else name)

@@ -86,7 +86,8 @@ def _data_centric_communication(total: float, m: Measured, slots: int, gather_by
     return exposed + m.contention * (2 * gather + scatter - exposed)
 
 
-Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]
+Kind = Literal["auto", "data", "model", "fsdp"]
+Strategy = Kind | Mapping[str, Kind]
 
 _EXPECTED = "'auto', 'data', 'model' or 'fsdp', or a dict of them by path"
 _LEAST = {
@@ -99,7 +100,7 @@ _LEAST = {
     "dtype_bytes": 1,
     "reduce_bytes": 1,
 }
-_MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric", "fsdp": "fsdp"}
+MODES: dict[Kind, Mode] = {"data": "data_centric", "model": "model_centric", "fsdp": "fsdp"}
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,12 @@ def batch_shares(costs: DeviceCosts, batch: int, tokens: int | None) -> tuple[in
     return costs.by_tokens.split(batch, tokens / batch, least=least)
 
 
-def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
+def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, Kind]:
     if not isinstance(strategy, str | Mapping):
         raise PlanError(f"strategy is a {type(strategy).__name__}; expected {_EXPECTED}")
     given = {"": strategy} if isinstance(strategy, str) else dict(strategy)
     for path, kind in given.items():
-        if kind != "auto" and kind not in _MODES:
+        if kind != "auto" and kind not in MODES:
             where = f" of {path!r}" if path else ""
             raise PlanError(f"strategy {kind!r}{where}: expected {_EXPECTED}")
     unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
@@ -249,7 +250,7 @@ def _is_in(path: str, key: str) -> bool:
     return not key or path == key or path.startswith(f"{key}.")
 
 
-def _closest(path: str, given: Mapping[str, str]) -> str:
+def _closest(path: str, given: Mapping[str, Kind]) -> Kind:
     found = [key for key in given if _is_in(path, key)]
     return given[max(found, key=len)] if found else "auto"
 
@@ -257,7 +258,7 @@ def _closest(path: str, given: Mapping[str, str]) -> str:
 def _plan_layer(
     path: str,
     shape: ExpertShape,
-    kind: str,
+    kind: Kind,
     costs: DeviceCosts,
     config: PartitionConfig,
     measured: Measured | None,
@@ -285,10 +286,10 @@ def _plan_layer(
 
 
 def _choose(
-    shape: ExpertShape, kind: str, world: int, config: PartitionConfig, measured: Measured | None
+    shape: ExpertShape, kind: Kind, world: int, config: PartitionConfig, measured: Measured | None
 ) -> tuple[Mode, LayerCost | None]:
     if kind != "auto":
-        return _MODES[kind], None
+        return MODES[kind], None
     tokens = config.tokens if config.tokens is not None else (config.batch or world)
     dtype_bytes = config.dtype_bytes or 2
     return layer_cost(

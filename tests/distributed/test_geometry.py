@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from hexa_fx.distributed.geometry import ROLES, Geometry
+from hexa_fx.distributed.geometry import ROLES, Geometry, taken
 from hexa_fx.plan import ExpertShape
 
 E, D, I = 3, 5, 8  # noqa: E741
@@ -34,7 +34,7 @@ def test_rows_hold_the_channels_of_all_ranks(glu, layout1, layout2, bias):
     whole = weights(glu, layout1, layout2, bias)
     rows, at = [], 0
     for size in (3, 0, 5):
-        local = tuple(geometry.cut(r, whole[r], at, at + size) if r in whole else None for r in ROLES)
+        local = tuple(taken(whole[r], geometry.chunks(r, at, at + size)) if r in whole else None for r in ROLES)
         packed = geometry.pack(local, size, torch.float32)
         for back, sent in zip(geometry.unpack(packed, torch.float32), local):
             assert (back is None) == (sent is None)
