@@ -143,10 +143,11 @@ def cache_prefetch(
     w1: Tensor, b1: Tensor | None, w3: Tensor | None, b3: Tensor | None, w2: Tensor, layer: str, session: str
 ) -> None:
     """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
-    w1, b1, w3, b3, w2 = [None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2)]  # type: ignore[assignment]
     cache = find_session(session).cache
     dtype = autocast_dtype(w1) if torch.is_autocast_enabled(w1.device.type) else cache.dtype_of(layer) or w1.dtype
-    cache.prefetch(layer, (w1, b1, w3, b3, w2), dtype)
+    if cache.is_due(layer, dtype):  # mostly it has begun by itself
+        one, two, three, four, five = [None if w is None else local_weight(w) for w in (w1, b1, w3, b3, w2)]
+        cache.prefetch(layer, (one, two, three, four, five), dtype)
 
 
 def cache_gather(

@@ -306,6 +306,17 @@ class SharedCache:
         for ahead in range(1, len(self.slots) + 1):
             self._fill_ahead(index - ahead if backward else index + ahead, backward)
 
+    def is_due(self, path: str, dtype: torch.dtype) -> bool:
+        """Called when a scheduled graph comes to the gather of a layer: whether that is to begin now. Not in recomputation of a
+        checkpointed forward, which fetches layers from last to first.
+        """
+        index = self._index[path]
+        if in_backward():
+            return False
+        if index <= self._last:
+            self._new_pass()
+        return not self._is_ready(self._slot_of[index], index, dtype, backward=False)
+
     def prefetch(self, path: str, weights: Weights, dtype: torch.dtype) -> None:
         """Starts the gather of a layer ahead of its `fetch`, as a scheduled graph says.
 
@@ -314,12 +325,6 @@ class SharedCache:
         """
         index = self._index[path]
         slot = self._slot_of[index]
-        if in_backward():  # recomputation of a checkpointed forward, which fetches layers from last to first
-            return
-        if index <= self._last:
-            self._new_pass()
-        if self._is_ready(slot, index, dtype, backward=False):
-            return
         if slot.busy:
             raise PlanError(
                 f"the schedule gathers {path!r} while {self.layers[slot.layer].path!r} still uses the slot: "
