@@ -5,13 +5,13 @@ Written without any code of the product, so that it can judge it.
 
 import copy
 import dataclasses
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -122,12 +122,9 @@ def operators_run(
 
     Zero means that the original code ran, and a comparison says nothing.
     """
-    memo = {
-        id(v): v
-        for v in gc.get_objects()
-        if issubclass(type(v), torch.Tensor) and v.requires_grad and not _is_parameter(v)
-    }
-    count, copied = _CountHexa(), copy.deepcopy(model, memo)
+    count = _CountHexa()
+    with _SharedResults():
+        copied = copy.deepcopy(model)
     with torch.set_grad_enabled(gradients), torch.random.fork_rng():
         copied(*args, **(kwargs or {}))
         with count:
@@ -135,12 +132,13 @@ def operators_run(
     return count.calls
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    """A leaf; views that torch forbids to be asked, and losses that a module keeps, are not."""
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return False
+class _SharedResults(TorchFunctionMode):
+    """Copies share what autograd computed, such as a loss that a module keeps: torch refuses to copy it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _CountHexa(TorchDispatchMode):
