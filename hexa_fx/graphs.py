@@ -117,10 +117,13 @@ class BlockGraphs:
     def _repr_html_(self) -> str:
         return Graphs({self.path: self})._repr_html_()
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Pickles graphs as text: they are only read, and operators do not pickle."""
-        fixed = (self.taken, self.path, self.facts, self.costs)
-        return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
+        return {**self.__dict__, "rewritten": self._rewritten_code, "lowered": self._lowered_code}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraphs:
+        """As text too, so that a copied model does not keep the original's modules; what is only read is shared."""
+        return BlockGraphs(**self.__getstate__())
 
     def __repr__(self) -> str:
         stages = ", ".join(stage.name for stage in self.stages)
