@@ -37,6 +37,7 @@ from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import CachedLayer, SavedTensors, SharedCache, in_backward
 from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.plan import AttachedPartition, Plan, describe_layer
 from hexa_fx.runtime.program import Program
 from hexa_fx.steps.fully_sharded import forget_step
@@ -145,7 +146,7 @@ class PartitionSession(AttachedPartition):
             raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
         forms, plan = self.graphs[path], self.plan
         graph = forms.get(mode) or next(iter(forms.values()))
-        here = [layer for layer in plan.layers if layer.path == path or layer.path.startswith(f"{path}.") or not path]
+        here = [layer for layer in plan.layers if path in with_ancestors(layer.path)]
         head = [f"# rank {self.rank} of {plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
         return "\n".join([*head, graph.python_code("self").src])
 

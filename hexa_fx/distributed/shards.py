@@ -17,14 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hexa_fx.distributed.geometry import Chunk, Geometry, taken
 from hexa_fx.distributed.groups import local_part
 from hexa_fx.errors import PlanError
-from hexa_fx.isolation.module_tree import inside
+from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, with_ancestors
 from hexa_fx.sources import peft
 
 _OTHER = {torch.float32: torch.float64}
@@ -260,7 +259,7 @@ def parameters_here(shards: Sequence[ShardedParameter], model: nn.Module | None)
     """What was cut of a layer, as this rank holds it; nothing where FSDP2 has put parameters of its own in its place."""
     replaced = [shard for shard in shards if shard.parameter is not shard.original]
     if replaced and model is not None:
-        above = replaced[0].name.split(".")
-        if any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above))):
+        around = map(model.get_submodule, with_ancestors(replaced[0].name.rpartition(".")[0]))
+        if any(map(is_unit_of_fsdp, around)):
             return ()
     return tuple(local_part(shard.parameter) for shard in shards)

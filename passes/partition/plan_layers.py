@@ -12,6 +12,7 @@ from typing import Literal
 
 from hexa_fx.allocation import DeviceCosts, Measured, even
 from hexa_fx.errors import PlanError
+from hexa_fx.isolation.module_tree import with_ancestors
 from hexa_fx.plan import DataParallel, ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 _ID_BYTES = 8  # top_k_index is int64
@@ -239,20 +240,11 @@ def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[
         if kind != "auto" and kind not in MODES:
             where = f" of {path!r}" if path else ""
             raise PlanError(f"strategy {kind!r}{where}: expected {_EXPECTED}")
-    unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
-    if unknown:
+    around = {path: [*with_ancestors(path)] for path in shapes}
+    unknown = given.keys() - {key for keys in around.values() for key in keys}
+    if shapes and unknown:
         raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")
-    return {path: _closest(path, given) for path in shapes}
-
-
-def _is_in(path: str, key: str) -> bool:
-    """Whether a layer is the module ``key`` or lies in it."""
-    return not key or path == key or path.startswith(f"{key}.")
-
-
-def _closest(path: str, given: Mapping[str, Kind]) -> Kind:
-    found = [key for key in given if _is_in(path, key)]
-    return given[max(found, key=len)] if found else "auto"
+    return {path: next((given[key] for key in keys if key in given), "auto") for path, keys in around.items()}
 
 
 def _plan_layer(
