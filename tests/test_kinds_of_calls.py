@@ -154,3 +154,47 @@ def test_a_report_says_that_experts_were_exchanged() -> None:
     opt.layers[1] = nn.Linear(D, D)
     assert "1 of them runs its own code now" in opt.report.summary()
     assert "no part of the model any more" in str(opt.report)
+
+
+class LossInTraining(nn.Module):
+    """Draws noise and gives a loss in train mode, and None in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.calls = nn.Linear(D, E), 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self.calls += 1
+        scores = self.gate(x)
+        loss = scores.square().mean() if self.training else None
+        scores = scores + torch.randn_like(scores) if self.training else scores
+        weights, ids = scores.softmax(-1).topk(2)
+        return weights, ids, loss
+
+
+class WithLoss(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = LossInTraining()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        flat = x.reshape(-1, D)
+        weights, ids, loss = self.router(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape), loss
+
+
+def test_what_a_router_gives_tells_modes_apart_as_often_as_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    model, opt = pair(WithLoss().double().eval(), tokens())
+    for turn in range(2 * CONFIG.specialisations + 4):
+        before = opt.router.calls
+        opt.train(turn % 2 == 1)(tokens())
+        assert opt.router.calls == before + 1, "it is called once, and answers what it gave"
+    (calls,) = (block.calls for block in opt.report.blocks)
+    assert (calls.rewritten, calls.kinds, calls.own) == (turn + 1, 2, {})
+    assert not caplog.messages
+    for training in (False, True, False, True):
+        assert compare(model, opt, (tokens(),), train=training).within(1e-10)

@@ -112,8 +112,7 @@ logger = logging.getLogger(__name__)
 SMALL = "its own code is faster for inputs this small"
 """The reason of calls that run a block's own code by choice."""
 
-FOR_THE_NEXT = "its router had been called before the call was found to be of another kind; the next one runs rewritten"
-_UNSAID = (SMALL, FOR_THE_NEXT, RUNS_ALREADY)
+_UNSAID = (SMALL, RUNS_ALREADY)
 
 _WARN_AFTER = 100
 _MOST_MISTAKES = 3
@@ -162,7 +161,7 @@ class HexaForward(InPlace):
     def _forget_calls(self) -> None:
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.ran, self.own = 0, Counter[str]()
-        self._warned, self._mistakes = False, 0
+        self._warned, self._mistakes, self._tried = False, 0, False
         self._latest = next(iter(self.specialisations), None)
 
     def _bind(self, module: nn.Module) -> None:
@@ -289,12 +288,6 @@ class HexaForward(InPlace):
                 self._leave(why)
             except GuardMiss as found:
                 miss = found
-        if miss is not None and miss.called:
-            reason = miss.args[0]
-            if self.analyst is not None:  # for the next call: in this one submodules have been called
-                reason = self.analyst.specialise(self, args, kwargs, miss, there) or FOR_THE_NEXT
-            with answered(self.module, miss.called):
-                return self._own(reason, args, kwargs, restart=False)
         return self._analysed(args, kwargs, miss, there)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,18 +311,33 @@ class HexaForward(InPlace):
         """
         module = self.module
         training = bool(module.training)
-        for each in made:
+        for place, each in enumerate(made):
             try:
                 result = each.run(module, self._arguments, self.adapters, args, kwargs)
             except GuardMiss as found:
-                miss = found if each.holds_in(training) or miss is None else miss
                 if found.called:
-                    break
+                    return self._first_answered(made[place + 1 :], args, kwargs, found)
+                miss = found if each.holds_in(training) or miss is None else miss
                 self._restart()
                 continue
             self._latest = each
             return result
         raise miss or GuardMiss("nothing was made of the block yet")
+
+    def _first_answered(
+        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss
+    ) -> Any:
+        """The same in a call in which submodules have been called before ``miss``: they give what they gave."""
+        for each in made:
+            try:
+                with answered(self.module, miss.called):
+                    result = each.run(self.module, self._arguments, self.adapters, args, kwargs)
+            except GuardMiss as found:
+                miss = found if len(found.called) > len(miss.called) else miss
+                continue
+            self._latest = each
+            return result
+        raise miss
 
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
         """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes.
@@ -348,19 +356,21 @@ class HexaForward(InPlace):
             reason = self.analyst.specialise(self, args, kwargs, miss, tried)
         if reason:
             try:
-                return self._own(reason, args, kwargs)
+                return self._own(reason, args, kwargs, miss)
             except Exception:
                 if left != (self.refused, self.exhausted) and self._mistakes < _MOST_MISTAKES:
                     (self.refused, self.exhausted), self._mistakes = left, self._mistakes + 1
                 raise
-        self._restart()
         first = min(tried, len(self.specialisations) - 1)  # `add` may have taken the others away
         added = self.specialisations[first:]
         try:
-            result = self._first_of(added, args, kwargs, None)
+            if miss is not None and miss.called:
+                result = self._first_answered(added, args, kwargs, miss)
+            else:
+                self._restart()
+                result = self._first_of(added, args, kwargs, None)
         except GuardMiss as found:
-            with answered(self.module, found.called):
-                return self._own(found.args[0], args, kwargs, restart=not found.called)
+            return self._own(found.args[0], args, kwargs, found)
         self.ran += 1
         return result
 
@@ -381,13 +391,16 @@ class HexaForward(InPlace):
         for told in self.restarted:
             told()
 
-    def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], restart: bool = True) -> Any:
+    def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
         self.why = f": {reason}"
         if not self.lost:  # else no call ran
             self.own[reason] += 1
-            if reason not in _UNSAID:
+            if reason not in _UNSAID and not self._tried:
                 self._say(reason)
-        return self.original(*args, **kwargs) if restart else self.run_original(args, kwargs)
+        if miss is None or not miss.called:
+            return self.original(*args, **kwargs)
+        with answered(self.module, miss.called):
+            return self.run_original(args, kwargs)
 
     def _say(self, reason: str) -> None:
         """Logs each reason once, and that a block mostly runs its own code."""
@@ -415,13 +428,13 @@ class HexaForward(InPlace):
 
     @contextmanager
     def on_trial(self) -> Iterator[None]:
-        """A context in which calls are neither analysed nor counted."""
-        analyst, ran, own = self.analyst, self.ran, self.own.copy()
-        self.analyst = None
+        """A context in which calls are neither analysed nor counted, and nothing is said of them."""
+        analyst, ran, own, tried = self.analyst, self.ran, self.own.copy(), self._tried
+        self.analyst, self._tried = None, True
         try:
             yield
         finally:
-            self.analyst, self.ran, self.own = analyst, ran, own
+            self.analyst, self.ran, self.own, self._tried = analyst, ran, own, tried
 
     def _copied(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE}
@@ -444,5 +457,5 @@ class HexaForward(InPlace):
 
 
 _OF_ONE = frozenset(
-    "_module within _arguments restarted called ran own _warned _mistakes _latest __doc__ __name__".split()
+    "_module within _arguments restarted called ran own _warned _mistakes _tried _latest __doc__ __name__".split()
 )
