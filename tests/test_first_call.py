@@ -152,6 +152,31 @@ def test_a_wrapper_that_is_put_in_front_later() -> None:
     assert counts(opt) == {"left.1": (2, 0), "right.0": (1, 0), "right.1": (1, 0)}
 
 
+class OwnActivation(nn.Module):
+    """Keeps a function that closes over the expert itself, as Megatron's gated experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.inner = nn.Linear(D, 16), nn.Linear(8, D), nn.SiLU()
+
+        def gated(x: torch.Tensor) -> torch.Tensor:
+            gate, up = x.chunk(2, -1)
+            return self.inner(gate) * up
+
+        self.act = gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+def test_functions_that_close_over_the_module_that_keeps_them() -> None:
+    block, x = Branches().left[1], torch.randn(6, D)
+    block.experts = nn.ModuleList(OwnActivation() for _ in block.experts)
+    opt = hexa_fx.optimize(block, config=CONFIG)
+    torch.testing.assert_close(opt(x), block(x))
+    assert counts(opt) == {"": (1, 0)}
+
+
 def test_a_wrapper_around_a_model_that_is_a_block_itself() -> None:
     block, x = Branches().left[1], torch.randn(6, D)
     opt = hexa_fx.optimize(block, config=CONFIG)
