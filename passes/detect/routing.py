@@ -28,6 +28,7 @@ from hexa_fx.passes.detect.routing_sources import (
     find_mask,
     find_repeated,
     ids_of,
+    other_factors,
     straight_through,
 )
 from hexa_fx.passes.detect.slots import Capacity, Pairs, Slots, chosen_apart, find_capacity
@@ -63,7 +64,7 @@ class Routing:
     @property
     def weights(self) -> list[torch.fx.Node]:
         """The nodes that hold factors on the experts' outputs."""
-        return [node for source in self.after for node in source.nodes]
+        return [node for source in self.after if not source.divides for node in source.nodes]
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -152,16 +153,14 @@ def _may_be_rows(node: torch.fx.Node) -> bool:
 def _find_after(
     active: Pairs, slots: Slots, search: Search, covers_dropped: bool
 ) -> tuple[tuple[RoutingSource, ...], float]:
-    """The factors of the outputs: one tensor's, or also one number for every expert; or times a constant."""
+    """The factors of the outputs: one tensor's, or those of two; or times a constant."""
     try:
         sources = find_factor(active.after, slots, search, covers_dropped)
         return sources or (counts_of_choices(slots, search) if slots.apart else ()), 1.0
     except Refuse as refusal:
-        for vector in search.vectors():
-            numbers = slots.value(vector).reshape(-1)[active.expert]
+        for factor, numbers in other_factors(slots, search):
             with suppress(Refuse):
-                sources = find_factor(active.after / numbers, slots, search, covers_dropped)
-                return (*sources, RoutingSource((vector,), "expert")), 1.0
+                return (*find_factor(active.after / numbers, slots, search, covers_dropped), factor), 1.0
         for constant in _constants(search.end, search.tags):
             with suppress(Refuse):
                 return find_factor(active.after / constant, slots, search, covers_dropped), constant

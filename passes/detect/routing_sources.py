@@ -15,7 +15,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.operations import operation
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.slots import TWICE, Pairs, Slots, is_factor
@@ -45,11 +45,13 @@ class RoutingSource:
     """A routing quantity: the nodes that hold it and how they are read.
 
     ``groups``: it holds an entry for each group of tokens that follow each other, such as a sequence, not for each token.
+    ``divides``: it is a factor that the code divides by.
     """
 
     nodes: tuple[torch.fx.Node, ...]
     reading: Reading = "token_slot"
     groups: bool = False
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,11 +223,38 @@ def find_factor(
         raise Refuse(TWICE, search.end)
     if columns is None:
         raise Refuse(
-            "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
-            "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
+            "expert outputs enter their token times a number that no tensor computed before the experts holds for each token, "
+            "sequence or expert; it has to be the router's weight, perhaps times one such number or a constant, not a count of "
+            "tokens or something computed from the outputs",
             search.end,
         )
     return (RoutingSource(columns, "columns"),)
+
+
+def other_factors(slots: Slots, search: Search) -> Iterator[tuple[RoutingSource, torch.Tensor]]:
+    """What experts' outputs may be multiplied by beside their weights, with its number for every pair: one number for every expert,
+    or what the code multiplies or divides them by on their way."""
+    for vector in search.vectors():
+        yield RoutingSource((vector,), "expert"), slots.value(vector).reshape(-1)[slots.pairs.expert]
+    tags, behind = search.tags, ancestors([search.end]) | {search.end}
+    region = [n for n in search.captured.graph.nodes if n in behind and tags[n].experts and not tags[n].weight]
+    scaled = [(n, kind(n) == "div") for n in region if kind(n) in ("mul", "div")]
+    factors = ((factor, divides) for node, divides in scaled for factor in node.all_input_nodes[divides:])
+    moved = dict.fromkeys((source, divides) for factor, divides in factors for source in _moved(factor))
+    for source, divides in moved:
+        if source not in search.candidates or not is_float(source):
+            continue
+        for groups, reading, table in _readings(slots.value(source), slots):
+            numbers = table[slots.pairs.token, slots.pairs.expert if _by_expert(reading) else slots.slot]
+            yield RoutingSource((source,), reading, groups, divides), 1 / numbers if divides else numbers
+
+
+def _moved(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """``node``, and what it holds rows of."""
+    yield node
+    while ops.moves(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        yield node
 
 
 def straight_through(slots: Slots, known: Sequence[torch.fx.Node], end: torch.fx.Node) -> tuple[RoutingSource, ...]:
@@ -305,6 +334,8 @@ def covered(sources: Sequence[RoutingSource], slots: Slots) -> bool:
     if not slots.dropped:
         return True
     for source in sources:
+        if source.divides:
+            continue
         if source.reading == "columns":
             table = torch.stack([slots.value(node).reshape(-1) for node in source.nodes], 1)
             if _zero_when_dropped(table, "token_slot", slots):

@@ -457,6 +457,7 @@ class RegionEmitter:
         product: torch.fx.Node | None = None
         for source in sources:
             factor = self._routing.quantity(source, index)
+            factor = self.graph.call_method("reciprocal", (factor,)) if source.divides else factor
             product = factor if product is None else self.graph.call_function(operator.mul, (product, factor))
         return product
 

@@ -198,6 +198,35 @@ class ByExpert(Looped):
         return super().forward(x), chosen
 
 
+class DividesOutputs(Looped):
+    """Weights are normalised only where experts' outputs have been multiplied by them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        weights, index = self.route(x)
+        total = weights.sum(1) + 1e-6
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            y = self.weighted(expert(x[token]), weights[token, slot, None])
+            y /= total[token, None]
+            out.index_add_(0, token, y)
+        return out
+
+
+class TwoFactors(Looped):
+    """All experts' outputs, of which the chosen ones are multiplied by their weight and by a number of their token's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        chosen = outputs[torch.arange(len(x))[:, None], index] * weights[..., None]
+        return (chosen * self.scale(x).sigmoid()[:, None]).sum(1)
+
+
 class InSlices(nn.Module):
     """Products with a weight's slices one after another, as ``pretraining_tp`` of github.com/feizc/DiT-MoE has them."""
 
@@ -293,6 +322,8 @@ VARIANTS = (
     variant("body_weights_in_slices", ExpertsInSlices, "products with slices of each weight", inputs=flat_tokens),
     variant("router_repeated_ids", RanksAsIds, "an expert is given a token several times", inputs=flat_tokens),
     variant("weight_constant_factor", ConstantFactor, "a constant beside the routing weight", inputs=flat_tokens),
+    variant("weight_divided_outputs", DividesOutputs, "outputs are divided by the sum of weights", inputs=flat_tokens),
+    variant("weight_two_factors", TwoFactors, "gathered outputs times a weight and a scale", inputs=flat_tokens),
     variant("body_limited_swiglu", LimitedSwiGLU, "gate and up within limits", inputs=flat_tokens),
     variant("body_limited_gate", LimitedSwiGLU, "the gate below a limit", inputs=flat_tokens, up=None),
     variant("body_limited_up", LimitedSwiGLU, "up within a limit", inputs=flat_tokens, gate=None),
