@@ -332,3 +332,44 @@ def test_one_row_of_zeros_in_the_first_call(family: str) -> None:
     optimized = hexa_fx.optimize(experts, None, HexaConfig(own_code_when_small=False))
     torch.testing.assert_close(optimized(*given), experts(*given))
     assert operators_run(optimized, given), str(optimized.report)
+
+
+class CountsWhereItRuns(Looped):
+    """Leaves out experts without tokens, and counts those of the others, in a buffer and in a tensor that is none."""
+
+    def __init__(self, of_sequences: bool) -> None:
+        super().__init__(lambda: MLP(8, 12), 8, 6, 1)
+        self.of_sequences, self.seen = of_sequences, torch.zeros(6)
+        self.register_buffer("counts", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor, of_sequence: torch.Tensor) -> torch.Tensor:
+        seen = of_sequence.expand_as(x) if self.of_sequences else x
+        weights, index = self.router(seen).softmax(-1).topk(1, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = (index == number).any(-1)
+            if mask.any():
+                self.counts[number] += mask.sum()
+                self.seen[number] += mask.sum().item()
+                out[mask] += expert(x[mask]) * weights[index == number].unsqueeze(-1)
+        return out
+
+
+@pytest.mark.parametrize(("of_sequences", "size"), [(False, (1, 4)), (True, (2, 20))])
+def test_what_code_counts_where_experts_run_that_got_no_tokens_of_the_example(
+    of_sequences: bool, size: tuple[int, int]
+) -> None:
+    torch.manual_seed(3)
+    model = CountsWhereItRuns(of_sequences).double()
+    opt = hexa_fx.optimize(model, (given := sequences(*size)), config=HexaConfig(own_code_when_small=False))
+    assert operators_run(opt, given), str(opt.report)
+    for batch in (9, 2, 1):
+        given = sequences(batch, 5)
+        assert compare(model, opt, given).within(1e-10)
+        model.seen.zero_(), opt.seen.zero_()
+        model(*given), opt(*given)
+        assert torch.equal(model.seen, opt.seen)
+
+
+def sequences(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, length, 8, dtype=torch.float64), torch.randn(batch, 1, 8, dtype=torch.float64)

@@ -28,6 +28,8 @@ FEW = 4
 """Fewer tokens than this may show too little of the block."""
 
 _ENOUGH, _MANY = 16, 128
+_FOR_ALL = 16
+"""Sequences of two tokens for each expert, so that every one gets some."""
 _SAME = 1e-5
 _NOTHING = 1e-6
 """Of the largest row: what experts make of less is lost in rounding."""
@@ -56,13 +58,14 @@ def examples(observation: Observation) -> Iterator[Observation]:
     yield from [*_with_fresh_tokens(observation, few), observation]
 
 
-def after_refusal(reasons: Collection[str], observation: Observation) -> Iterator[Observation]:
-    """Others that may show what these ``reasons`` say is missing.
+def after_refusal(reasons: Collection[str], observation: Observation, differs: bool = False) -> Iterator[Observation]:
+    """Others that may show what these ``reasons`` say is missing, or, if what was found ``differs`` from the block, what code does
+    for experts that got no tokens.
 
     One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
     sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In others
-    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too. And one has enough tokens to reach
-    more than one expert.
+    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too. And some have enough tokens to reach
+    more than one expert, or all of them.
     """
     if NO_SUM in reasons and any(map(_is_mask, _tensors(observation))):
         yield from (_with_masks(observation, number) for number in (1, 0))
@@ -71,11 +74,23 @@ def after_refusal(reasons: Collection[str], observation: Observation) -> Iterato
     matrix = _matrix(observation)
     if PADDED in reasons:
         yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
-    if APART in reasons and matrix is not None and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
-        experts = number_of_experts(observation.module)
-        inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
-        args, kwargs = inputs.at(max(_ENOUGH, experts or 0), 1, matrix.dtype)
+    if matrix is None:
+        return
+    experts = number_of_experts(observation.module) or 0
+    size = None
+    if APART in reasons and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
+        size = max(_ENOUGH, experts), 1
+    elif differs and _fewest_rows(observation) < _FOR_ALL * experts:
+        size = _FOR_ALL * experts, 2
+    if size is not None:
+        inputs = FreshInputs(observation.args, observation.kwargs, experts or None, seed=13)
+        args, kwargs = inputs.at(*size, matrix.dtype)
         yield replace(observation, args=args, kwargs=kwargs)
+
+
+def _fewest_rows(observation: Observation) -> int:
+    """Of what may choose experts: tokens, or something given for a sequence."""
+    return min(t.shape[:-1].numel() for t in _tensors(observation) if t.is_floating_point() and t.dim() > 1)
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
