@@ -527,8 +527,8 @@ def _why_not(wanted: torch.Tensor) -> str:
     of_token, of_expert = wanted.sum(1), wanted.sum(0)
     if int(of_token.min()) == int(of_token.max()):
         return (
-            f"{_NO_IDS}; only a fixed number of ids a token is rewritten, not experts that choose their tokens, nor a number of "
-            "experts that differs from token to token"
+            f"{_NO_IDS}, or of every sequence of tokens that follow each other; each is given {int(of_token[0])} experts here, "
+            "perhaps by a comparison, which may give others more; it is rewritten where ids (T, k) say which, as topk gives them"
         )
     if int(of_expert.min()) == int(of_expert.max()):
         return (
