@@ -23,12 +23,13 @@ from hexa_fx.passes.detect.routing_sources import (
     Search,
     counts_of_choices,
     covered,
+    factors_of_experts,
+    factors_on_outputs,
     find_factor,
     find_index,
     find_mask,
     find_repeated,
     ids_of,
-    other_factors,
     straight_through,
 )
 from hexa_fx.passes.detect.slots import Capacity, Pairs, Slots, chosen_apart, find_capacity
@@ -158,12 +159,15 @@ def _find_after(
         sources = find_factor(active.after, slots, search, covers_dropped)
         return sources or (counts_of_choices(slots, search) if slots.apart else ()), 1.0
     except Refuse as refusal:
-        for factor, numbers in other_factors(slots, search):
+        for factor, numbers in factors_of_experts(slots, search):
             with suppress(Refuse):
                 return (*find_factor(active.after / numbers, slots, search, covers_dropped), factor), 1.0
         for constant in _constants(search.end, search.tags):
             with suppress(Refuse):
                 return find_factor(active.after / constant, slots, search, covers_dropped), constant
+        for factor, numbers in factors_on_outputs(slots, search):
+            with suppress(Refuse):
+                return (*find_factor(active.after / numbers, slots, search, covers_dropped), factor), 1.0
         raise refusal from None
 
 

@@ -231,11 +231,16 @@ def find_factor(
     return (RoutingSource(columns, "columns"),)
 
 
-def other_factors(slots: Slots, search: Search) -> Iterator[tuple[RoutingSource, torch.Tensor]]:
-    """What experts' outputs may be multiplied by beside their weights, with its number for every pair: one number for every expert,
-    or what the code multiplies or divides them by on their way."""
+def factors_of_experts(slots: Slots, search: Search) -> Iterator[tuple[RoutingSource, torch.Tensor]]:
+    """Numbers, one for every expert, that experts' outputs may be multiplied by beside their weights, and those of every pair."""
     for vector in search.vectors():
         yield RoutingSource((vector,), "expert"), slots.value(vector).reshape(-1)[slots.pairs.expert]
+
+
+def factors_on_outputs(slots: Slots, search: Search) -> Iterator[tuple[RoutingSource, torch.Tensor]]:
+    """What the code multiplies or divides experts' outputs by on their way, with its number for every pair."""
+    if slots.apart:  # one run does not show how often a factor of all experts' counts
+        return
     tags, behind = search.tags, ancestors([search.end]) | {search.end}
     region = [n for n in search.captured.graph.nodes if n in behind and tags[n].experts and not tags[n].weight]
     scaled = [(n, kind(n) == "div") for n in region if kind(n) in ("mul", "div")]
