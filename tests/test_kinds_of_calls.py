@@ -198,3 +198,32 @@ def test_what_a_router_gives_tells_modes_apart_as_often_as_they_change(caplog: p
     assert not caplog.messages
     for training in (False, True, False, True):
         assert compare(model, opt, (tokens(),), train=training).within(1e-10)
+
+
+class ChangesBefore(WithLoss):
+    """Draws, counts or writes before its router is called, so that a call cannot be begun anew behind the router."""
+
+    def __init__(self, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().forward(self.change(self, x))
+
+
+CHANGES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "noise": lambda block, x: x * (1 + 0.1 * torch.randn_like(x)),
+    "a count": lambda block, x: x * block.steps.add_(1),
+    "its input": lambda block, x: x.mul_(1.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_router_that_cannot_be_asked_is_called_in_the_mode_that_it_was_recorded_in(change: str) -> None:
+    model, opt = pair(ChangesBefore(CHANGES[change]).double().eval(), tokens())
+    for training in (False, True, True, False, True):
+        assert compare(model, opt, (tokens(),), train=training).within(1e-10)
+        assert operators_run(opt, (tokens(),))
+    (calls,) = (block.calls for block in opt.report.blocks)
+    assert (calls.kinds, calls.own) == (2, {})

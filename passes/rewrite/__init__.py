@@ -176,7 +176,7 @@ class _Rewriter:
     opened: tuple[StoredValue, ...] = ()
     """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
-    """Submodules that the code calls in places where the new graph does not."""
+    """Submodules that the code calls in places where the new graph does not, and those of whose results nothing can be asked."""
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
@@ -194,6 +194,7 @@ class _Rewriter:
         refuse_late_conditions(conditions, order, kept)
         self.elsewhere = replaced(captured, kept)
         routers = kept_routers(captured, kept, order, self.match.regions, self.elsewhere)
+        self.elsewhere |= routers.unasked
         for node in order:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import NoneType
 from typing import Any
 
 import torch.fx
@@ -330,12 +331,15 @@ class KeptRouters:
         reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
         in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
         at_once: what is asked of modules that decide on data, or give objects, before their results are taken apart, by path.
+        unasked: routers of whose results nothing can be asked, as something has been drawn or written by then: what their code asks
+            for and reads counts instead.
     """
 
     forms: dict[torch.fx.Node, list[Form]]
     reads: tuple[PythonRead, ...]
     in_trace: tuple[PythonRead, ...]
     at_once: dict[str, Form]
+    unasked: frozenset[str]
 
 
 def kept_routers(
@@ -389,12 +393,16 @@ def kept_routers(
     inside = cache(partial(is_within, paths=alone))
 
     def is_followed(scope: str, read: PythonRead) -> bool:
-        return inside(scope) and not numbers(read, counted) and not numbers(read, limited, (int, float))
+        return inside(scope) and not numbers(read, counted, _DISCRETE) and not numbers(read, limited, (int, float))
 
     followed = [(read, all(is_followed(scope, read) for scope in read.scopes)) for read in captured.reads]
     reads = tuple(read for read, left in followed if not left)
     in_trace = tuple(read for read, left in followed if left and numbers(read, told))
-    return KeptRouters(forms, reads, in_trace, at_once)
+    return KeptRouters(forms, reads, in_trace, at_once, frozenset(counted))
+
+
+_DISCRETE = (int, bool, str, NoneType)
+"""Settings by which a router may give something of another form. A float is a temperature, say, which changes all the time."""
 
 
 def _leaves_plain(captured: CapturedBlock, path: str) -> bool:
