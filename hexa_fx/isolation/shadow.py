@@ -145,7 +145,6 @@ def _wrapper_rebound(wrapper: types.FunctionType, shadows: dict[int, Any]) -> An
     made = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
     made.__defaults__ = tuple(_rebound(each, shadows) for each in wrapper.__defaults__ or ()) or None
     made.__kwdefaults__ = {key: _rebound(each, shadows) for key, each in (wrapper.__kwdefaults__ or {}).items()} or None
-    functools.update_wrapper(made, wrapper).__dict__ = dict(
-        vars(wrapper)
-    )  # without `__wrapped__`: it is the same function
+    functools.update_wrapper(made, wrapper)
+    made.__dict__ = dict(vars(wrapper))  # `__wrapped__` would say that it is another function
     return made
