@@ -10,6 +10,10 @@ _SAFE = "The block runs its own code, which is always right."
 
 _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
+        ("rounds to fewer bits",),
+        "Run the whole block in the precision that it rounds to, by a cast of the model or under torch.autocast.",
+    ),
+    (
         ("hexa_fx itself failed", "differs from the original", "gives other numbers than hexa_fx reads"),
         f"{_SAFE} Please report it with what HEXA_FX_DUMP_DIR=folder writes.",
     ),

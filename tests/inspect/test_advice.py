@@ -42,6 +42,7 @@ def test_nearly_every_refusal_has_advice_of_its_own():
     ("reason", "says"),
     [
         ("mean inside the experts does not keep their rows apart", "over the last dimension only"),
+        ("the rewritten block differs from the original: on the way the block rounds to fewer bits", "torch.autocast"),
         ("dropout is active inside the experts, and its random numbers", "behind the weighted sum"),
         ("every token is given to every expert with a weight of its own: a dense (soft) mixture", "Only top-k"),
         (
