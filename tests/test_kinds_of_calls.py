@@ -150,7 +150,7 @@ def test_an_input_may_be_written_to_after_the_call(write: Callable[..., Any], gi
 
 def test_a_report_says_that_experts_were_exchanged() -> None:
     _, opt = pair(Layers(lambda: nn.Sequential(Plain())), tokens(torch.float32).flatten(0, 1))
-    assert "original code now" not in opt.report.summary()
+    assert "own code now" not in opt.report.summary()
     opt.layers[1] = nn.Linear(D, D)
     assert "1 of them runs its own code now" in opt.report.summary()
     assert "no part of the model any more" in str(opt.report)
