@@ -11,7 +11,8 @@ The checkpoint is made and saved by the script (30 GiB for Qwen3-30B, in memory 
     bf16      the dequantised model, by hexa_fx, and before and after it by transformers' ``grouped_mm``: a drift of the host shows
 
 ``apart`` is how far logits are from those of the dequantised model by ``grouped_mm``, relative to them, and ``same_first`` how
-often both find the same token likeliest. *Prefill* is a forward of `--tokens` without a cache, *decoding* greedy `generate`.
+often both find the same token likeliest. *Prefill* is a forward of `--tokens` without a cache, *decoding* greedy `generate`;
+``rewritten`` and ``own`` count the calls of blocks that a row took.
 `--shrink 32 --device cpu --layers 2 --tokens 64 --new 4` tries the script without a GPU.
 """
 

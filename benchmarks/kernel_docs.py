@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
-from benchmarks.use_docs import FOUR_LAYERS, checkpoint, on_a_cpu, trained, trained_in_short, use, use_in_short, wide
+from benchmarks.use_docs import FOUR_LAYERS, WIDE, checkpoint, on_a_cpu, trained, trained_in_short, use, use_in_short
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -265,7 +265,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "docs" / "fp8.md": {
         "layers": fp8_layers,
         "products": fp8_products,
-        "wide": wide,
+        "wide": partial(trained, name=WIDE),
         "checkpoint": checkpoint,
     },
     ROOT / "docs" / "fine_tuning.md": {

@@ -74,17 +74,30 @@ def _times(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     return {key: theirs[key] / ms for key, ms in ours.items()}
 
 
-def trained(folder: Path) -> str:
-    """Milliseconds of a step, memory, and the mean loss of the last ten steps."""
-    rows = _read(folder / TRAINED)
-    head = ["implementation", "step (ms)", "peak (GiB)", "first step (s)", "steps", "loss at the end"]
-    return table(
-        head,
-        [
-            [r["impl"], r["ms"], r["peak_gib"], r["first_step_s"], len(r["losses"]), f"{r['last_loss']:.3f}"]
-            for r in rows
-        ],
-    )
+def trained(folder: Path, name: str = TRAINED) -> str:
+    """By weights and implementation: milliseconds of a step, tokens a second, memory, and the mean loss of the last ten steps."""
+    head = [
+        "weights",
+        "implementation",
+        "step (ms)",
+        "tokens/s",
+        "peak (GiB)",
+        "first step (s)",
+        "steps",
+        "loss at the end",
+    ]
+    lines = []
+    for r in _read(folder / name):
+        said = [
+            r["ms"],
+            f"{r['tokens_s']:,}",
+            r["peak_gib"],
+            r["first_step_s"],
+            len(r["losses"]),
+            f"{r['last_loss']:.3f}",
+        ]
+        lines.append([r["weights"], r["impl"], *said])
+    return table(head, lines)
 
 
 def trained_in_short(folder: Path) -> str:
@@ -100,18 +113,6 @@ def trained_in_short(folder: Path) -> str:
         f"is {less} % smaller**, since `grouped_mm` multiplies experts in float32 there."
     )
     return textwrap.fill(said, width=130)
-
-
-def wide(folder: Path) -> str:
-    """Layers of Qwen3-30B's widths: milliseconds of a step, tokens a second, memory, loss, by weights and implementation."""
-    head = ["weights", "implementation", "step (ms)", "tokens/s", "peak (GiB)", "loss at the end"]
-    return table(
-        head,
-        [
-            [r["weights"], r["impl"], r["ms"], f"{r['tokens_s']:,}", r["peak_gib"], f"{r['last_loss']:.3f}"]
-            for r in _read(folder / WIDE)
-        ],
-    )
 
 
 def checkpoint(folder: Path) -> str:
