@@ -5,8 +5,9 @@
 
 The model has OLMoE's form, with bytes as tokens. Weights are float32 under bf16 autocast, or bf16 with `--weights bfloat16`. Every
 implementation starts from the same weights and sees the same batches: ``eager`` and ``grouped_mm`` are transformers' own, ``hexa``
-is one line of hexa_fx, ``hexa-fp8`` lets experts multiply in FP8. Steps are timed once all kernels are there; the optimizer is
-AdamW with clipping, warm-up and a cosine.
+is one line of hexa_fx, ``hexa-fp8`` lets experts multiply in FP8; ``-compiled`` behind any of them has `torch.compile` compile
+every decoder layer. A step is `--micro` batches of `--tokens` tokens and AdamW with clipping, warm-up and a cosine. Steps are timed
+once all kernels are there.
 """
 
 from __future__ import annotations
@@ -93,46 +94,55 @@ def model_of(options: argparse.Namespace) -> Any:
 def train(implementation: str, data: list[torch.Tensor], options: argparse.Namespace) -> dict[str, Any]:
     """Losses of all steps, milliseconds and tokens a second of a step, and peak memory."""
     model = model_of(options)
-    if implementation.startswith("hexa"):
-        compute = "fp8_block" if implementation == "hexa-fp8" else "native"
-        model = hexa_fx.optimize_(model, config=hexa_fx.HexaConfig(compute=compute, own_code_when_small=False))
-    else:
-        model.set_experts_implementation(implementation)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-    warm = max(1, len(data) // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min(1, (s + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * s / len(data)))
-    )
     cuda = options.device == "cuda"
     cast = torch.autocast(options.device, torch.bfloat16) if options.weights == "float32" else nullcontext()
+    way, compiled, _ = implementation.partition("-compiled")
+    if way.startswith("hexa"):
+        compute = "fp8_block" if way == "hexa-fp8" else "native"
+        example = {"input_ids": data[0].to(options.device)} if compiled else None  # a compiler's trace analyses nothing
+        with cast:
+            config = hexa_fx.HexaConfig(compute=compute, own_code_when_small=False)
+            model = hexa_fx.optimize_(model, example, config)
+    else:
+        model.set_experts_implementation(way)
+    for layer in model.model.layers if compiled else ():
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    warm = max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min(1, (s + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * s / options.steps))
+    )
     losses, seconds = [], []
-    for number, batch in enumerate(data):
-        ids = batch.to(options.device)
+    for number in range(options.steps):
+        micro = [batch.to(options.device) for batch in data[number * options.micro :][: options.micro]]
         if number == 3 and cuda:
             builder().wait()
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        with cast:
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        total = torch.zeros((), device=options.device)
+        for ids in micro:
+            with cast:
+                loss = model(input_ids=ids, labels=ids).loss / len(micro)
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the device
+        losses.append(total.item())  # waits for the device
         seconds.append(time.perf_counter() - began)
     steady = statistics.median(seconds[5:] or seconds)
     row: dict[str, Any] = {
         "impl": implementation,
         "weights": options.weights,
         "ms": round(1e3 * steady, 2),
-        "tokens_s": round(data[0].numel() / steady),
+        "tokens_s": round(options.micro * options.tokens / steady),
         "first_step_s": round(seconds[0], 2),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "last_loss": round(statistics.mean(losses[-10:]), 4),
         "losses": [round(loss, 4) for loss in losses],
     }
-    if implementation.startswith("hexa"):
+    if way.startswith("hexa") and not compiled:  # compiled calls are not counted
         calls = [block.calls for block in model.report.blocks]
         row["rewritten_calls"], row["own_calls"] = (
             sum(c.rewritten for c in calls),
@@ -147,7 +157,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=0, help="of a step; by default 16384, of a tiny model 512")
+    parser.add_argument("--micro", type=int, default=1, help="batches of a step")
+    parser.add_argument("--tokens", type=int, default=0, help="of a batch; by default 16384, of a tiny model 512")
     parser.add_argument("--length", type=int, default=0, help="of a sequence; by default 512, of a tiny model 64")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -156,7 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     tiny = options.size == "tiny"
     options.tokens, options.length = options.tokens or (512 if tiny else 16384), options.length or (64 if tiny else 512)
-    data = batches(corpus(1 << (20 if tiny else 25)), options.tokens, options.length, options.steps, options.seed)
+    text = corpus(1 << (20 if tiny else 25))
+    data = batches(text, options.tokens, options.length, options.steps * options.micro, options.seed)
     rows = []
     for implementation in options.impls.split(","):
         rows.append(train(implementation, data, options))

@@ -32,7 +32,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, any_of, still_the_same, submodule
+from hexa_fx.runtime.resolution import Resolution, any_of, generates, still_the_same, submodule
 
 _OF_ALL = (
     torch_module._global_forward_hooks,
@@ -124,6 +124,10 @@ class AttributeGuards:
         self._bases = bases
         self._found: Resolution | None = None
         self._is_same: Callable[[Any], bool] | None = None
+        self._sides: tuple[Callable[[Any], bool] | None, Callable[[Any], bool] | None] = (
+            None,
+            None,
+        )  # of generate's switch
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
@@ -134,11 +138,24 @@ class AttributeGuards:
         block, is_same, found = self._block(), self._is_same, self._found  # read once: other threads may check, too
         if is_same is None and found is not None:
             self._is_same = is_same = still_the_same(found, block)
+            self._sides = self._sides[0], is_same
             self._found = None
         if is_same is None or not is_same(block):
-            self._resolve()  # raises if something differs, and otherwise knows the new objects
+            other = self._on_other_side(block, is_same)
+            if other is not None:
+                self._is_same = other
+            else:
+                self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
+
+    def _on_other_side(self, block: Any, is_same: Callable[[Any], bool] | None) -> Callable[[Any], bool] | None:
+        """What holds now if `generate` has switched to or from its decoding, as it did before; else None."""
+        plain, decoding = self._sides
+        if plain is None or decoding is None or is_same not in (plain, decoding):
+            return None
+        other = plain if is_same is decoding else decoding
+        return other if other(block) and (other is plain or generates()) else None
 
     def _check_in_trace(self) -> None:
         """Dtypes, settings and what has two names, by plain attribute access, which a tracer follows and looks at in every call."""
@@ -168,7 +185,8 @@ class AttributeGuards:
         return modules[path]
 
     def _resolve(self) -> None:
-        block, self._found, self._is_same = self._block(), None, None
+        block, before = self._block(), self._is_same
+        self._found, self._is_same, self._sides = None, None, (None, None)
         assert block is not None
         names = frozenset(name for names in self.other_names for name in names)
         reads = (*self.forward, *self.reads)
@@ -185,6 +203,7 @@ class AttributeGuards:
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
+        self._sides = before if found.switched else None, None
         self._found = found  # last: other threads take it as it is
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeGuards:

@@ -46,9 +46,12 @@ _MODULE = "transformers.generation.utils"
 
 def is_switch_of_generate(key: object, before: object, now: object) -> bool:
     """Whether `generate` runs, and put ``now`` in place of ``before`` under the attribute ``key``."""
-    if key not in _READ or (before, now) != ("grouped_mm", "batched_mm") or _MODULE not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
+    return key in _READ and (before, now) == ("grouped_mm", "batched_mm") and generates()
+
+
+def generates() -> bool:
+    """Whether transformers' `generate` is on the stack."""
+    frame: FrameType | None = sys._getframe(1) if _MODULE in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
             return True
@@ -97,6 +100,7 @@ class Resolution:
         self.owners: list[tuple[Any, str, Any]] = []
         self.others: list[tuple[Any, ...]] = []
         """What else is checked: as text, with places for the objects that come after it."""
+        self.switched = False  # by `generate`, while it decodes
         self._bases, self._packed, self._other_names = bases, packed, other_names
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
@@ -149,8 +153,10 @@ class Resolution:
             found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
         self._seen[id(holder), key] = value
-        if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
-            raise _miss(read, value)
+        if not _is_like(value, read.value):
+            if not is_switch_of_generate(key, read.value, value):
+                raise _miss(read, value)
+            self.switched = True
         through = (read.is_global, read.root, read.steps) in self._through
         path = inside(read.root, key)
         if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:

@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import hexa_fx
+from hexa_fx.runtime import attribute_guards
 from tests.zoo.compare import _CountHexa
 
 
@@ -60,8 +61,24 @@ def test_every_step_runs_the_operators(
     assert "original forward" not in caplog.text
 
 
-def test_what_the_user_sets_is_run(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_first_decoding_looks_for_what_code_reads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", as_on_a_gpu)
+    operators_in_generate(model, 3)
+    made: list[Any] = []
+    monkeypatch.setattr(attribute_guards, "Resolution", lambda *args: made.append(args))
+    assert operators_in_generate(model, 3) >= 3
+    assert not made
+
+
+@pytest.mark.parametrize("generated", [False, True])
+def test_what_the_user_sets_is_run(
+    model: Any, generated: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ids = torch.randint(1, 64, (1, 5))
+    if generated:
+        monkeypatch.setattr(type(model), "_optimize_model_for_decode", as_on_a_gpu)
+        operators_in_generate(model, 3)
+        model(ids)
     model.set_experts_implementation("batched_mm")
     with caplog.at_level(logging.WARNING, logger="hexa_fx"), _CountHexa() as count, torch.no_grad():
         model(ids)
