@@ -105,6 +105,7 @@ def train(implementation: str, data: list[torch.Tensor], options: argparse.Names
             model = hexa_fx.optimize_(model, example, config)
     else:
         model.set_experts_implementation(way)
+    torch.compiler.reset()  # what was compiled for another implementation
     for layer in model.model.layers if compiled else ():
         layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)

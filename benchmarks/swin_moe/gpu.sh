@@ -26,6 +26,13 @@ export HEXA_FX_WAIT_FOR_KERNELS=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_T
 export HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
 export NCCL_NVLS_ENABLE=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 
+# What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.
+running=
+end_with_it() {
+  trap 'trap "" TERM INT HUP; kill $running 2>/dev/null; wait; exit 143' TERM INT HUP
+}
+end_with_it
+
 keep() { # what there is so far, in two files
   (cd "$work" && tar cf "$work/.tar_$1" $(ls | grep -E '^(swin_.*[.]json|log_.*)$') 2>/dev/null
     cp "$work/.tar_$1" "$out/swin.tar")
@@ -38,12 +45,14 @@ run() { # visible GPUs, log, second until which a case may start, arguments
   rest=$((begin + end - $(date +%s)))
   [ "$rest" -gt 10 ] || { echo "gave up: $* (no time)" >>"$work/log_$log"; return; }
   CUDA_VISIBLE_DEVICES=$gpus timeout -k 3 $((rest + 12)) "$python" -m benchmarks.swin_moe "$@" $tiny --out "$work" \
-    --until $((begin + end)) --timeout 40 --case-seconds 120 >>"$work/log_$log" 2>&1 ||
-    echo "gave up: $* ended early" >>"$work/log_$log"
+    --until $((begin + end)) --timeout 40 --case-seconds 120 >>"$work/log_$log" 2>&1 &
+  running=$!
+  wait $running || echo "gave up: $* ended early" >>"$work/log_$log"
   keep "$log"
 }
 
 first=$((seconds * 52 / 100))
+all=
 trainings() {
   for variant in 0 1 2 3 4 5 6; do
     beside run $((variant % 4)) convergence$variant $((seconds * 40 / 100)) convergence --variant $variant --tag _v$variant
@@ -58,12 +67,15 @@ right() {
   run 2,3 model $first heterogeneity_model --tag _model
 }
 beside() { # at the same time; one after the other on a CPU
-  if [ -n "$tiny" ]; then "$@"; else "$@" & fi
+  if [ -n "$tiny" ]; then "$@"; return; fi
+  { end_with_it; "$@"; } &
+  all="$all $!"
 }
 
 trainings
 beside left
 beside right
+running=$all
 wait
 run 0,1,2,3 four "$seconds" latency_base ablation_latency crossover latency_small saturated
 rest=$((begin + seconds - $(date +%s)))
