@@ -17,7 +17,7 @@ shift 2
 begin=$(date +%s)
 mkdir -p "$out"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-tiny="" short="" size="--device cuda --size wide" steps=40 several=10
+tiny="" short="" size="--device cuda --size wide" steps=40 several=8
 [ -z "${SMOKE:-}" ] || { tiny="--shrink 32 --device cpu --tokens 64" short="--layers 2 --new 4" size="--size tiny" steps=2 several=2; }
 
 # What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.

@@ -170,20 +170,16 @@ def main() -> None:
     options.tokens, options.length = options.tokens or (512 if tiny else 16384), options.length or (64 if tiny else 512)
     text = corpus(1 << (20 if tiny else 25))
     data = batches(text, options.tokens, options.length, options.steps * options.micro, options.seed)
-    rows = []
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    kept: dict[str, Any] = {"command": " ".join(sys.argv), "torch": torch.__version__, "device": device, "rows": []}
     for implementation in options.impls.split(","):
-        rows.append(train(implementation, data, options))
-        print({key: value for key, value in rows[-1].items() if key != "losses"}, flush=True)
+        row = train(implementation, data, options)
+        print({key: value for key, value in row.items() if key != "losses"}, flush=True)
+        kept["rows"].append(row)
+        if options.json:
+            options.json.write_text(json.dumps(kept) + "\n", encoding="utf-8")
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.json:
-        about = {
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        }
-        options.json.write_text(
-            json.dumps({"command": " ".join(sys.argv), **about, "rows": rows}) + "\n", encoding="utf-8"
-        )
 
 
 if __name__ == "__main__":
