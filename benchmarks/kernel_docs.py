@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
-from benchmarks.use_docs import FOUR_LAYERS, WIDE, checkpoint, on_a_cpu, trained, trained_in_short, use, use_in_short
+from benchmarks.use_docs import (
+    FOUR_LAYERS,
+    TRAINED_BF16,
+    WIDE,
+    WIDE_BATCHES,
+    checkpoint,
+    on_a_cpu,
+    trained,
+    trained_in_short,
+    use,
+    use_in_short,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -252,6 +263,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "use in short": use_in_short,
         "use of four layers": partial(use, name=FOUR_LAYERS),
         "trained": trained,
+        "trained in bf16": partial(trained, name=TRAINED_BF16),
         "on a cpu": on_a_cpu,
         "models": models,
         "layers": summary,
@@ -266,6 +278,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "layers": fp8_layers,
         "products": fp8_products,
         "wide": partial(trained, name=WIDE),
+        "wide in batches": partial(trained, name=WIDE_BATCHES),
         "checkpoint": checkpoint,
     },
     ROOT / "docs" / "fine_tuning.md": {

@@ -13,7 +13,9 @@ from benchmarks.pages import table
 USE = "use_h100.json"
 FOUR_LAYERS = "use_h200_four_layers.json"
 TRAINED = "train_small_moe_h100.json"
+TRAINED_BF16 = "train_small_moe_h200.json"
 WIDE = "train_wide_moe_h200.json"
+WIDE_BATCHES = "train_wide_moe_batches_h200.json"
 CHECKPOINT = "fp8_checkpoint_h200.json"
 DECODES = ("8 tokens", "packed, 8 tokens")
 
