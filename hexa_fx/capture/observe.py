@@ -98,8 +98,6 @@ class Selections(TorchFunctionMode):
     selecting: set[str] = field(default_factory=set)
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
-    called: set[str] = field(default_factory=set)
-    """Modules that ran."""
     used: set[int] = field(default_factory=set)
     """Parameters that functions of torch were given, by id."""
     runs: overlooked.Runs = field(default_factory=overlooked.Runs)
@@ -112,8 +110,6 @@ class Selections(TorchFunctionMode):
         kwargs, name = kwargs or {}, ops.canonical(getattr(func, "__name__", ""))
         if is_compiling():  # as torch.cond() does, which the compiler follows through this code, too
             return func(*args, **kwargs)
-        if (name in ops.ORDERS or name in ("where", "nonzero")) and self.stack:
-            self.runs.compare(self.stack[-1])
         given = (*args, *kwargs.values())
         self.used.update(id(each) for each in given if isinstance(each, nn.Parameter))
         self.used.update(
@@ -258,7 +254,7 @@ def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
         return True
     while path and isinstance(model.get_submodule(path), NEVER_CALLED):
         path = path.rpartition(".")[0]
-    return path in mode.called
+    return path in mode.runs.called
 
 
 def _overlooked(
@@ -270,17 +266,18 @@ def _overlooked(
 ) -> list[Candidate]:
     """Blocks with what looks like experts, beside those that are ``found``, that choose none by index."""
     left: dict[str, str] = {}
+    places: dict[str, SourceLocation | None] = {}
     for path in suspects:
         said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
-        if said is not None:
-            left.setdefault(*said)
+        if said is not None and said[0] not in left:
+            left[said[0]], places[said[0]] = said[1:]
     left = overlooked.in_plain_lists(model, mode.selecting) | mode.runs.tables() | left
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate(
             (recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),),
             reason,
-            location=mode.runs.place_of(path, reason),
+            location=places.get(path),
         )
         for path, reason in overlooked.innermost(left).items()
     ]
@@ -301,8 +298,7 @@ def _hooks(
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mode.stack.append(path)
-            mode.called.add(path)
-            mode.runs.see(path, (*args, *kwargs.values()))
+            mode.runs.call(path)
             owner = path.rpartition(".")[0]
             if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
                 mode.chained.add(owner)

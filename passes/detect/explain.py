@@ -11,7 +11,7 @@ from torch import nn
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.overlooked import SOFT
+from hexa_fx.capture.overlooked import UNCHOSEN
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.combine import APART
@@ -55,7 +55,7 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
         return Refuse(_ONE, refusal.node)
     odd = odd_expert(block) or _in_groups(block)
     if (odd or apart) and not chooses(captured):
-        return Refuse(SOFT, refusal.node)
+        return Refuse(UNCHOSEN, refusal.node)
     if (given := given_inside(captured)) is not None:
         return given
     odd = odd or _hooks_on_experts(block, groups)

@@ -212,7 +212,9 @@ class Soft(Mixture):
         return sum(gates[..., number, None] * y for number, y in enumerate(outputs))
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Centred, "mixed between tokens"), (Soft, "nothing is chosen here")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Centred, "mixed between tokens"), (Soft, "nothing in torch chooses among its experts")]
+)
 def test_the_line_is_the_reason(kind: type[nn.Module], said: str) -> None:
     (block,) = hexa_fx.explain(kind().double(), tokens(2, 7)).blocks
     assert said in block.reason
@@ -273,7 +275,7 @@ def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> N
 
 def test_soft_mixtures_for_several_tasks_are_named() -> None:
     (block,) = hexa_fx.explain(TwoTasks().double(), (tokens(2, 7), torch.randint(E, (2, 7)))).blocks
-    assert "nothing is chosen here: every token gets a mixture of all experts" in block.reason
+    assert "nothing in torch chooses among its experts by an index" in block.reason
 
 
 class Mapped(nn.Module):
