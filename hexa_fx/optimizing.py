@@ -178,6 +178,7 @@ def analyse_and_install(
             report = with_forwards(report, installed, model)
         graphs = Graphs.of(found.analyses, inspector, part.graphs)
         if alone:
+            peft.tell_of_tuners(request_kernels_in)
             ranks = peft.hand_over_in(model)
             same = {block.path: part.own(block.same_as) for block in found.report.blocks}
             find_sites(model, found.around, same, found.effects)
@@ -185,6 +186,13 @@ def analyse_and_install(
         trace.finish(report, graphs)
     _announce(report, part)
     return report, graphs
+
+
+def request_kernels_in(model: nn.Module) -> None:
+    """Requests what the rewritten blocks of a model launch for weights and adapters that came after they were rewritten."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    blocks = [block for value in held if isinstance(value, OptimizationReport) for block in value.blocks]
+    request_kernels_of_sources(blocks, peft.hand_over_in(model))
 
 
 def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, part: Part) -> OptimizationReport:

@@ -13,15 +13,13 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.report import OptimizationReport
+from hexa_fx.optimizing import request_kernels_in
 from hexa_fx.runtime.forward import HexaForward
 from hexa_fx.runtime.guards import AGAIN
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.listed_experts import reader_of
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.preflight import check_module
-from hexa_fx.source_kernels import request_kernels_of_sources
-from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import collecting, set_packed
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -73,10 +71,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
     for forward in blocks.values():
         _read_anew(forward)
         forward.never_small()  # its own code would unpack
-    ranks = peft.hand_over_in(model)
-    held = [value for module in model.modules() for value in vars(module).values()]
-    reports = [value for value in held if isinstance(value, OptimizationReport)]
-    request_kernels_of_sources((block for report in reports for block in report.blocks), ranks)
+    request_kernels_in(model)
     return model
 
 

@@ -8,7 +8,7 @@ call, so that adapters may be added, switched, disabled and merged at any time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -137,9 +137,19 @@ def watch() -> None:
     register_module_module_registration_hook(_registered)
 
 
+_told_of_tuners: dict[Callable[[nn.Module], object], None] = {}
+
+
+def tell_of_tuners(told: Callable[[nn.Module], object]) -> None:
+    """Has ``told`` called with every tuner that comes around a model, once its adapters are there."""
+    _told_of_tuners[told] = None
+
+
 def _registered(wrapper: Any, name: str, inner: Any) -> None:
     """Told of every module that becomes a part of another one."""
-    _check_merges(inner)
+    if _check_merges(inner):
+        for told in _told_of_tuners:
+            told(inner)
     if name != "base_layer" or not hasattr(type(wrapper), _METHOD):
         return
     block = inner
@@ -149,9 +159,12 @@ def _registered(wrapper: Any, name: str, inner: Any) -> None:
         wrapper.__dict__[_METHOD] = HandOver(wrapper)
 
 
-def _check_merges(tuner: Any) -> None:
-    if hasattr(type(tuner), _ASKED):
-        tuner.__dict__.setdefault(_ASKED, MergeCheck(tuner))
+def _check_merges(tuner: Any) -> bool:
+    """Has a tuner ask before it merges. Returns whether it is one."""
+    if not hasattr(type(tuner), _ASKED):
+        return False
+    tuner.__dict__.setdefault(_ASKED, MergeCheck(tuner))
+    return True
 
 
 def take_back(module: nn.Module) -> None:

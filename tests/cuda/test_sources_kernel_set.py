@@ -118,6 +118,16 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
     assert set(requested) == set(kernel_set(frozen(made), typical_card(90)))
 
 
+def test_those_of_adapters_are_requested_as_soon_as_these_are_put_on(requested: list[KernelSpec]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = hexa_fx.optimize_(Model().bfloat16(), torch.randn(20, D).bfloat16())
+    requested.clear()
+    peft.get_peft_model(model, peft.LoraConfig(r=8, target_parameters=["blocks.0.first", "blocks.0.second"]))
+    assert any(spec.option("low_rank") for spec in requested if spec.family == "gather_gemm_sm90")
+    assert any(spec.op == "low_rank_gradients" for spec in requested)
+
+
 def test_those_of_adapters_that_are_there_are_requested(requested: list[KernelSpec]) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
