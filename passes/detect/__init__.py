@@ -26,7 +26,7 @@ from hexa_fx.ir import RUNS_ALREADY, Refusal
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
-from hexa_fx.passes.detect.explain import explained, refuse_merged_weights, without_products
+from hexa_fx.passes.detect.explain import explained, without_products
 from hexa_fx.passes.detect.free import INSIDE, NotFree, detect_free, has_idle
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import Family, MoEMatch
@@ -130,7 +130,6 @@ def _detect_standard(family: Family) -> MoEMatch:
     contractions = find_contractions(captured, tags)
     if not contractions:
         raise without_products(captured, tags)
-    refuse_merged_weights(contractions)
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
     rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
     match_of = partial(_match_of, family, stored)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch.fx
 from torch import nn
 
-from hexa_fx import operations as ops
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.overlooked import UNCHOSEN
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.operations import kind, operation
+from hexa_fx.operations import operation
 from hexa_fx.passes.detect.combine import APART
 from hexa_fx.passes.detect.graph import is_float
-from hexa_fx.passes.detect.projections import MIXED, Contraction
+from hexa_fx.passes.detect.projections import MIXED
 from hexa_fx.passes.detect.rules import given_inside
-from hexa_fx.passes.detect.several import SEVERAL_GATES, chooses, of_several_routings
+from hexa_fx.passes.detect.several import chooses
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, shared_by_some, uneven_experts
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 from hexa_fx.runtime.guards import HOOKS
@@ -31,15 +30,7 @@ _NONE = (
     "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
     "parameters with the experts as their first dimension, and their layers are matrix products"
 )
-_MERGED = (
-    "experts' weights are added up before tokens meet them (a soft mixture of weights), so that no token is given to an expert; "
-    "only mixtures of what experts give are rewritten"
-)
 _ONE = "it has one expert, which is given every token: a plain layer, for which there is nothing to sort"
-_LOOKED_UP = (
-    "its experts are tables of vectors that are looked up (embedding), with no matrix product to save; only experts that multiply "
-    "matrices are rewritten"
-)
 _CONVOLUTION = (
     "its experts are convolutions ({}); only experts of matrix products are rewritten, as those of nn.Linear on channels that come "
     "last, which a 1x1 convolution is too"
@@ -60,8 +51,7 @@ def explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
         return given
     odd = odd or _hooks_on_experts(block, groups)
     uneven = _uneven(captured) if refusal.reason == MIXED else None
-    several = SEVERAL_GATES if (apart or isinstance(refusal, NoRouting)) and of_several_routings(captured) else None
-    known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else several)
+    known = shared_by_some(parameters) or uneven or (f"{odd} ({refusal.reason})" if odd else None)
     elsewhere = isinstance(refusal, NoRouting) and not known and not chooses(captured)
     return Refuse(known or refusal.reason, refusal.node, elsewhere)
 
@@ -91,26 +81,9 @@ def without_products(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag])
     if uneven or node is None:
         return Refuse(uneven or _NONE)
     name = operation(node)
-    if name == "embedding":
-        return Refuse(_LOOKED_UP, node)
     if name.startswith("conv"):
         return Refuse(_CONVOLUTION.format(name), node)
-    if (ops.contracts(node) or kind(node) in ("mul", "sum")) and record_of(node).value.dim() >= 2:
-        return Refuse(_MERGED, node)
     return Refuse(f"{_NONE} (here {name} reads them first)", node)
-
-
-def refuse_merged_weights(contractions: Sequence[Contraction]) -> None:
-    """Refuses products that add up experts' weights.
-
-    Raises:
-        Refuse: a product of all experts' weights with a number for each expert gives matrices like theirs.
-    """
-    for each in contractions:
-        weight, data, result = (record_of(node).value for node in (each.weight, each.data, each.node))
-        stacked = weight.dim() == 3 and data.shape[-1] == weight.shape[0]
-        if stacked and result.shape[-2:] == weight.shape[-2:] and len(weight) != weight.shape[1]:
-            raise Refuse(_MERGED, each.node)
 
 
 def _readers(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Iterator[torch.fx.Node]:

@@ -108,8 +108,7 @@ def _find_routing(pairs: Pairs, search: Search) -> Routing:
     try:
         index, ids = repeated or find_index(active, search)
     except NoRouting:
-        asked, dense = search.asked_by_host(), len(pairs.token) == tokens * experts
-        index, ids = find_index(active, search, asked, dense)
+        index, ids = find_index(active, search, search.asked_by_host())
     slots = Slots(ids, active, tokens, experts, search.replay.value, chosen_apart(index.nodes))
     before = find_factor(active.before, slots, search)
     given = [n for n in in_order[::-1] if _enters_experts(n, search.tags)] if search.prefer_earliest else []

@@ -369,10 +369,6 @@ def find_mask(slots: Slots, search: Search) -> RoutingSource:
 
 
 _NO_IDS = "no tensor holds the expert ids of every token"
-_STRAIGHT = (
-    "gumbel_softmax weighs what all experts give for every token, and its gradient reaches experts that were not chosen too, so "
-    "that all have to run; it is rewritten if experts get the rows of tokens that chose them, x[ids == e] with ids of argmax"
-)
 
 
 def find_repeated(pairs: Pairs, search: Search) -> tuple[RoutingSource, torch.Tensor] | None:
@@ -389,14 +385,9 @@ def find_repeated(pairs: Pairs, search: Search) -> tuple[RoutingSource, torch.Te
 
 
 def find_index(
-    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None, dense: bool = False
+    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None
 ) -> tuple[RoutingSource, torch.Tensor]:
-    """The node with the ids of every token, and the ids as (T, k).
-
-    Args:
-        asked: where to look in place of the candidates.
-        dense: whether all experts run on every token, of which the pairs are those that count.
-    """
+    """The node with the ids of every token, and the ids as (T, k); ``asked``: where to look in place of the candidates."""
     tokens, experts, end = search.tokens, search.experts, search.end
     known, in_order = (search.known, search.candidates) if asked is None else (asked, asked)
     flat = pairs.token * experts + pairs.expert
@@ -418,12 +409,7 @@ def find_index(
             return best[1], best[2]
     if experts > 1 and bool(wanted.all()):
         raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
-    try:
-        return _index_from_columns(wanted, tokens, experts, in_order, end)
-    except NoRouting:
-        if dense and any(operation(node) == "gumbel_softmax" for node in ancestors([end])):
-            raise NoRouting(_STRAIGHT, end) from None
-        raise
+    return _index_from_columns(wanted, tokens, experts, in_order, end)
 
 
 def _id_readings(
@@ -504,43 +490,20 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return RoutingSource(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    raise NoRouting(_why_not(wanted), next((node for node in end.graph.nodes if _decides(node, wanted)), end))
-
-
-def _decides(node: torch.fx.Node, wanted: torch.Tensor) -> bool:
-    """Whether it gives tokens to experts (T, E): a comparison, or the tokens that each expert takes."""
-    value = record_of(node).value if "hexa" in node.meta else None
-    if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        return False
-    for each in (value, value.t()):
-        if value.dtype == torch.bool and each.shape == wanted.shape and torch.equal(each, wanted):
-            return True
-        fits = value.dtype == torch.int64 and each.shape[1] == wanted.shape[1] and value.numel() == int(wanted.sum())
-        if fits and 0 <= int(value.min()) <= int(value.max()) < len(wanted):
-            return torch.equal(torch.zeros_like(wanted).scatter_(0, each, True), wanted)
-    return False
+    raise NoRouting(_why_not(wanted), end)
 
 
 def _why_not(wanted: torch.Tensor) -> str:
-    """By which tokens (T, E) experts are given, whether tokens choose, experts do, or neither as many each time."""
-    shared = wanted.all(0).nonzero().flatten().tolist()
-    if shared and len(shared) < len(wanted[0]):
-        return (
-            f"the expert at place {shared[0]} (counted from 0) is given every token, with a weight of its own or more done to it; "
-            "a shared expert beside the list of those that tokens choose can stay, and the others are rewritten"
-        )
+    """By which tokens (T, E) experts are given, whether experts choose, or how many experts tokens are given."""
     of_token, of_expert = wanted.sum(1), wanted.sum(0)
-    if int(of_token.min()) == int(of_token.max()):
-        return (
-            f"{_NO_IDS}, or of every sequence of tokens that follow each other; each is given {int(of_token[0])} experts here, "
-            "perhaps by a comparison, which may give others more; it is rewritten where ids (T, k) say which, as topk gives them"
-        )
-    if int(of_expert.min()) == int(of_expert.max()):
+    least, most = int(of_token.min()), int(of_token.max())
+    if least != most and int(of_expert.min()) == int(of_expert.max()):
         return (
             f"{_NO_IDS}: every expert takes {int(of_expert[0])} of them, and some tokens are taken more often than others (experts "
             "choose their tokens); it is rewritten if tokens choose, as many experts each"
         )
+    given = str(least) if least == most else f"{least} to {most}"
     return (
-        f"{_NO_IDS}: tokens are given to {int(of_token.min())} to {int(of_token.max())} experts; it is rewritten if topk chooses "
-        "as many for every token, with weights of zero for those that do not count"
+        f"{_NO_IDS}, or of every sequence of tokens that follow each other; each is given {given} experts here, perhaps by a "
+        "comparison, which may give others more; it is rewritten where ids (T, k) say which, as topk gives them"
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Protocol
 
 import torch.fx
@@ -18,11 +17,10 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind
 from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
-from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
 from hexa_fx.passes.detect.rules import opaque_nodes
-from hexa_fx.passes.detect.tags import ExpertGroups, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 REPEATED = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
@@ -31,10 +29,6 @@ IN_TURN = (
     "perhaps by a write into it (float() of a float32 tensor is that tensor, not a copy)"
 )
 
-SEVERAL_GATES = (
-    "the same experts run for several routings (several gates over one set of experts); a module for each routing, which holds its "
-    "gate and is given the experts, can be rewritten"
-)
 _picks = ops.of(
     "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
 )
@@ -112,19 +106,6 @@ def _companions(family: Members, groups: ExpertGroups) -> Members:
     """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
     owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
     return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
-
-
-def of_several_routings(captured: CapturedBlock) -> bool:
-    """Whether the same expert runs on tokens that different choices give it, or different choices weigh what it gives."""
-    members = [name for names in expert_groups(captured.named_tensors()).members.values() for name in names[:1]]
-    for read in captured.graph.find_nodes(op="get_attr", sort=False):
-        if read.target in members:
-            given = descendants([read])
-            meeting = [n for n in given if not given.issuperset(n.all_input_nodes)]
-            runs = [{n for n in ancestors(set(m.all_input_nodes) - given) if _chooses(n)} for m in meeting]
-            if any(not one & other for one, other in combinations(filter(None, runs), 2)):
-                return True
-    return False
 
 
 def chooses(captured: CapturedBlock) -> bool:

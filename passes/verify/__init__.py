@@ -31,7 +31,6 @@ from hexa_fx.passes.detect.decisions import is_count, sizes_asked
 from hexa_fx.passes.detect.explain import odd_expert
 from hexa_fx.passes.detect.graph import descendants, literals
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory import float64_copy_or_none
 from hexa_fx.passes.verify.cases import (
@@ -216,7 +215,7 @@ def why_refused(result: VerificationResult, match: MoEMatch) -> str:
     different = next((case for case in result.cases if case.outcome == "different"), None)
     if different is None:
         return result.reason
-    said = odd_expert(captured.block) or _kept(different) or _limited(captured.graph) or _of_sequences(match, different)
+    said = odd_expert(captured.block) or _kept(different) or _limited(captured.graph)
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
 
 
@@ -230,17 +229,6 @@ def _limited(graph: torch.fx.Graph) -> str:
     return (
         f"the code decides at {at} by how many tokens an expert gets, and one run shows what it does with them as it went there; "
         "done for all tokens at once, by a mask of those that are kept (torch.where), it can be rewritten"
-    )
-
-
-def _of_sequences(match: MoEMatch, different: VerificationCase) -> str:
-    """The sentence on experts that cannot do with rows what they do with sequences."""
-    bodies = [region.body for region in match.regions]
-    if not different.raised or not any(isinstance(body, FreeBody) and body.lead > 1 for body in bodies):
-        return ""
-    return (
-        "the experts are given whole sequences, and count dimensions or sizes of them; where they are given rows, as of "
-        "x.reshape(-1, x.shape[-1]), or count from the last dimension, they can be rewritten"
     )
 
 

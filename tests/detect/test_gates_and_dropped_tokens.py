@@ -99,7 +99,7 @@ def test_several_gates_over_one_set_of_experts() -> None:
     x = torch.randn(12, D, dtype=torch.float64)
     for kind in (GatesOnAll, SumOfGates):
         (report,) = hexa_fx.explain(kind().double(), x).blocks
-        assert "several gates over one set of experts" in report.reason
+        assert report.status == "refused"
     for block, count in ((Heads().double(), 2), (Gates().double(), 1)):
         opt = hexa_fx.optimize(copy.deepcopy(block), x)
         assert [block.status for block in opt.report.blocks] == ["rewritten"] * count

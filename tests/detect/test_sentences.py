@@ -12,34 +12,10 @@ import hexa_fx
 from hexa_fx.inspection.advice import advice
 from tests.detect.test_what_strangers_write import Mixture
 from tests.zoo.agree import tokens
-from tests.zoo.bodies import PreNormExpert
 from tests.zoo.common import MLP, TopKGate
 from tests.zoo.variant import D, E, I
 
 MASKS: defaultdict[tuple[int, ...], dict[str, torch.Tensor]] = defaultdict(dict)
-
-
-class Stacked(Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = None
-        self.up, self.down = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.gate(x.mean(1))
-        up, down = self.mixed(weights, index)
-        return torch.bmm(torch.bmm(x, up).relu(), down)
-
-
-class MergedByIds(Stacked):
-    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-        return [(weights[..., None, None] * each[index]).sum(1) for each in (self.up, self.down)]
-
-
-class MergedByProducts(Stacked):
-    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
-        gates = weights.new_zeros(len(weights), E).scatter(1, index, weights)
-        return [torch.einsum("be,exy->bxy", gates, each) for each in (self.up, self.down)]
 
 
 class GateAndUp(Mixture):
@@ -76,20 +52,9 @@ class Convolutions(Mixture):
         return out.transpose(1, 2)
 
 
-class Tables(Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Embedding(9, D) for _ in range(E))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.gate(x)
-        ids = x[..., 0].abs().long().clamp(max=8)
-        return sum(e(ids) * (weights * (index == n)).sum(-1, keepdim=True) for n, e in enumerate(self.experts))
-
-
 class Threshold(Mixture):
     def chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores > 0.2  # decides
+        return scores > 0.2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
@@ -103,7 +68,7 @@ class Threshold(Mixture):
 
 class ExpertsChoose(Threshold):
     def chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        best = scores.topk(3, 0).indices  # decides
+        best = scores.topk(3, 0).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter(0, best, True)
 
 
@@ -116,28 +81,6 @@ class ExpertsChooseInEach(Mixture):
         rows = torch.einsum("becs,bsd->becd", given, x)
         out = torch.stack([expert(rows[:, number]) for number, expert in enumerate(self.experts)], 1)
         return torch.einsum("becs,bec,becd->bsd", given, weights, out)
-
-
-class Gumbel(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = F.gumbel_softmax(self.gate.weight(x), hard=True)
-        return sum(weights[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
-
-
-class Headed(PreNormExpert):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.view(x.shape[0], x.shape[1], 2, -1).softmax(-1).flatten(2))
-
-
-class OnSequences(Mixture):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Headed() for _ in range(E))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, index = self.gate(x)
-        share = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights)
-        return sum(share[..., number, None] * expert(x) for number, expert in enumerate(self.experts))
 
 
 class Cached(Mixture):
@@ -173,16 +116,11 @@ class Groups(Mixture):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (MergedByIds, "experts' weights are added up before tokens meet them"),
-        (MergedByProducts, "experts' weights are added up before tokens meet them"),
         (GateAndUp, "an expert's part of first has more than two dimensions"),
         (Convolutions, "its experts are convolutions (conv1d)"),
-        (Tables, "its experts are tables of vectors that are looked up (embedding)"),
-        (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
+        (Threshold, "each is given 1 to 3 experts here, perhaps by a comparison"),
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
         (ExpertsChooseInEach, "every expert takes 6 of them, and some tokens are taken more often than others"),
-        (Gumbel, "its gradient reaches experts that were not chosen too, so that all have to run"),
-        (OnSequences, "the experts are given whole sequences, and count dimensions or sizes of them"),
         (Groups, "experts lie in groups here (experts is a list of lists)"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
     ],
@@ -195,8 +133,6 @@ def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said
     assert block.location is not None
     assert __file__.endswith(block.location.file.rpartition("/")[2])
     assert not advice(block.reason)  # it says so itself
-    if issubclass(kind, Threshold):
-        assert linecache.getline(__file__, block.location.line).endswith("# decides\n")
 
 
 class Centred(Mixture):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import hexa_fx
 from tests.zoo.agree import rewritten, tokens
 from tests.zoo.common import MLP, experts
-from tests.zoo.met import KeptLogits, Looped, ScaledBefore, SharedInList
+from tests.zoo.met import KeptLogits, Looped, ScaledBefore
 from tests.zoo.variant import D, E, K, weight
 
 
@@ -43,16 +43,6 @@ def test_what_a_router_keeps_has_its_gradient() -> None:
         found.append((loss.detach(), *torch.autograd.grad(loss, [*model.router.parameters()])))
     for one, other in zip(*found):
         torch.testing.assert_close(other, one)
-
-
-class SharedWithWeight(SharedInList):
-    def start(self, flat: torch.Tensor) -> torch.Tensor:
-        return super().start(flat) * flat.sum(-1, keepdim=True).sigmoid()
-
-
-def test_what_stands_in_the_way_is_said() -> None:
-    report = hexa_fx.explain(SharedWithWeight(), torch.randn(2, 12, D))
-    assert "is given every token, with a weight of its own" in report.blocks[0].reason
 
 
 class ByBmm(Looped):
