@@ -6,11 +6,13 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
+from hexa_fx.contexts import set_to
 from hexa_fx.isolation.module_tree import named_modules
 
 
@@ -93,26 +95,43 @@ SEED = 7_309_611_482
 """Of trial runs: a number that no code seeds its random numbers with, so that a run that does so shows."""
 
 
+_kept: ContextVar[bool] = ContextVar("hexa_fx_random_state_kept", default=False)
+
+
 @contextmanager
 def random_state_kept(seed: int | None = None) -> Iterator[None]:
     """A context at whose end the default generators of torch are in the state that they were in, those of all GPUs included, and
     Python's and numpy's.
 
+    Inside another one it only seeds them, if it is to: numpy takes as long for its state as a small block for a run.
+
     Args:
         seed: of these generators inside. `torch.manual_seed` would also decide what a process draws that first uses CUDA later.
     """
-    numpy, before = sys.modules.get("numpy"), random.getstate()
-    of_numpy = numpy.random.get_state() if numpy is not None else None
+    numpy = sys.modules.get("numpy")
+    if seed is not None and _kept.get():
+        _seed_torch(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        yield
+        return
+    before, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else ()
     try:
-        with torch.random.fork_rng(_devices()):
+        # numpy's state is no tuple where a user gave it another kind of generator, which takes no seed
+        with torch.random.fork_rng(_devices()), set_to(_kept, isinstance(of_numpy, tuple)):
             if seed is not None:
-                for generator in _generators():
-                    generator.manual_seed(seed)
+                _seed_torch(seed)
             yield
     finally:
         random.setstate(before)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
+
+
+def _seed_torch(seed: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(seed)
 
 
 def random_states() -> list[torch.Tensor]:

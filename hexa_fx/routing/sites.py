@@ -39,6 +39,7 @@ _OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed|moe_ffn_fp8|reindex)\(")
 
 
 @autocast_uncached()
+@random_state_kept()
 def find_sites(
     model: nn.Module,
     around: Mapping[str, Sequence[Observation]],

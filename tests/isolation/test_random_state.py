@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -50,6 +51,23 @@ def test_all_generators_are_seeded_inside_and_put_back(gpus: tuple[torch.Generat
     with pytest.raises(ZeroDivisionError):
         draw(0)
     assert _states(gpus) == before
+
+
+@pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64])
+def test_runs_inside_start_alike(kind: Callable[[int], Any]) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.random(), numpy.random.random(), float(torch.rand(()))
+
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(kind(3))
+    try:
+        states = random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state())
+        with random_state_kept():
+            one, two = (random_state_kept(seed=5)(draw)() for _ in range(2))
+        assert one == two
+        assert states == (random.getstate(), torch.get_rng_state().tolist(), str(numpy.random.get_state()))
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 @pytest.mark.parametrize("trial", ["observe", "capture", "explain"])
