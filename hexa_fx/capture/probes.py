@@ -15,23 +15,19 @@ from hexa_fx.operations import kind
 
 
 def probe_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], max_tokens: int, scale: float = 1.0
+    args: tuple[Any, ...], kwargs: dict[str, Any], max_tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with at most about ``max_tokens`` rows, float tensors multiplied by ``scale``.
+    """Arguments with at most about ``max_tokens`` rows.
 
     Cut along the first dimension where all tensors share it, then along the second dimension of a lone (B, S, D) input. Inputs
     that do not allow it are used whole.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
-    cut = {key: _scaled(value, scale) for key, value in _cut(tensors, max_tokens).items()}
+    cut = _cut(tensors, max_tokens)
     return tuple(cut.get(i, value) for i, value in enumerate(args)), {
         key: cut.get(key, value) for key, value in kwargs.items()
     }
-
-
-def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
-    return tensor * scale if tensor.is_floating_point() and scale != 1.0 else tensor
 
 
 def _cut(tensors: dict[Any, torch.Tensor], max_tokens: int) -> dict[Any, torch.Tensor]:

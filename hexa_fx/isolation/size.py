@@ -132,11 +132,6 @@ def available_bytes() -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
 
 
-def owns_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no view of a larger one."""
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
 _frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
 _MOST = 2**31 - 1
 """The largest threshold that Python takes."""

@@ -299,17 +299,15 @@ class HexaForward(InPlace):
         latest, made = self._latest, self.specialisations
         if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
             made = (latest, *(each for each in made if each is not latest))
-        return self._first_of(made, args, kwargs, None)
+        return self._first_of(made, args, kwargs)
 
-    def _first_of(
-        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None
-    ) -> Any:
+    def _first_of(self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the first of some specialisations that takes a call.
 
         Raises:
-            GuardMiss: none does; why the last one for this mode does not, else ``miss``.
+            GuardMiss: none does; why the last one for this mode does not.
         """
-        module = self.module
+        module, miss = self.module, None
         training = bool(module.training)
         for place, each in enumerate(made):
             try:
@@ -368,7 +366,7 @@ class HexaForward(InPlace):
                 result = self._first_answered(added, args, kwargs, miss)
             else:
                 self._restart()
-                result = self._first_of(added, args, kwargs, None)
+                result = self._first_of(added, args, kwargs)
         except GuardMiss as found:
             return self._own(found.args[0], args, kwargs, found)
         self.ran += 1

@@ -44,12 +44,6 @@ class ExpertGroups:
 
     members: Mapping[str, tuple[str, ...]]
 
-    def of(self, name: str) -> tuple[str, int] | None:
-        for pattern, names in self.members.items():
-            if name in names:
-                return pattern, names.index(name)
-        return None
-
 
 _INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\d+(?=\.|$)")
 _NUMBER = re.compile(r"\d+(?=[^.]*\.)")

@@ -43,8 +43,8 @@ class NoRouting(Refuse):
     """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""
 
 
-def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] = Refuse) -> Found:
-    """What the first of some attempts finds that does not refuse; no more are made after another refusal than ``refusals``.
+def first_match(attempts: Iterable[Callable[[], Found]]) -> Found:
+    """What the first of some attempts finds that does not refuse.
 
     Raises:
         Refuse: the first refusal, if all refuse.
@@ -56,8 +56,6 @@ def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] 
                 return attempt()
             except Refuse as refusal:
                 first = first or refusal
-                if not isinstance(refusal, refusals):
-                    break
         assert first is not None
         raise first
     finally:
