@@ -23,7 +23,7 @@ from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, is_float, is_tensor, literals, twins
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.steps import FreeBody, OfExpert, Product, RowFactor, TokenRows
+from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.tags import Tag
 
 Node = torch.fx.Node
@@ -163,6 +163,8 @@ class _Walk:
     lost: dict[Node, Lost] = field(default_factory=dict)
     seen: set[tuple[Role, Node]] = field(default_factory=set)
     todo: list[tuple[Role, Node]] = field(default_factory=list)
+    emitted: set[Node] = field(default_factory=set)
+    """What is made of single experts' parameters, and computed as recorded."""
 
     def __post_init__(self) -> None:
         match = self.match
@@ -210,6 +212,8 @@ class _Walk:
                 self._also("rows", body.runs[node])
             elif isinstance(role, RowFactor):
                 self._also("factor", body.runs[node])
+            elif isinstance(role, FromExpert):
+                self.emitted |= {*body.runs[node]}
 
     def _also(self, role: Role, nodes: Iterable[Node]) -> None:
         self.todo += [(role, node) for node in nodes]
@@ -327,7 +331,7 @@ class _Walk:
     def _weights(self, node: Node) -> None:
         """The experts' parameters on their way to what reads them: the rewritten graph reads them as they are."""
         moved = ops.moves(node) or ops.makes(node) or not (is_tensor(node) and node.op.startswith("call"))
-        if moved:
+        if moved or node in self.emitted:
             self._also("weights", self._parameters_in(node))
         else:
             self._lose(node, "weights")
