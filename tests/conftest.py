@@ -28,9 +28,8 @@ _LONG = tuple(
     detect/test_collected.py::test_compiled detect/test_collected.py::test_layers_that
     detect/test_other_numbers.py::test_plain_numbers_pass_no distributed/test_batch_dependence.py
     distributed/test_checkpoint.py distributed/test_compile.py distributed/test_counted.py distributed/test_elastic.py
-    distributed/test_failures.py distributed/test_lockstep.py::test_a_rank_that
-    distributed/test_lockstep.py::test_a_step_that distributed/test_mesh.py::test_a_checkpoint
-    distributed/test_rank_failures.py formats/test_formats.py::test_mxfp4_as_trans
+    distributed/test_failures.py distributed/test_lockstep.py::test_a_step_that
+    distributed/test_mesh.py::test_a_checkpoint formats/test_formats.py::test_mxfp4_as_trans
     inspect/test_cli.py::test_a_plan_says inspect/test_watching.py::test_torch_logs
     integrations/test_dynamo.py::test_a_failure integrations/test_dynamo.py::test_more_tokens
     integrations/test_dynamo.py::test_optimized_model integrations/test_experts.py::test_generate_and_compile
