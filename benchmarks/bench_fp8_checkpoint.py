@@ -44,7 +44,7 @@ from benchmarks.kept_rows import Row, calls_of, keep, options_of, synchronize, w
 from benchmarks.mesh_set_ups import adapt
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
 
-os.environ["HEXA_FX_WAIT_FOR_KERNELS"] = ""  # as users have it: a step of adapters whose kernels are being built waits for none
+os.environ["HEXA_FX_WAIT_FOR_KERNELS"] = ""  # as users have it: no step waits for kernels that are being built
 GIB = 2.0**30
 BLOCK, ELEMENT, STD = 128, torch.float8_e4m3fn, 0.02
 SEQUENCE, STEPS = 2048, 4
