@@ -10,7 +10,7 @@ import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -53,7 +53,7 @@ def untold(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
 def told_of_starts(wanted: Wanted) -> Iterator[None]:
     """A context in which ``wanted`` is called for every function that starts in this thread."""
     with ExitStack() as ended:
-        if not _is_monitored(wanted, ended):
+        if not _monitor(wanted, ended):
             _trace(wanted, ended)
         yield
 
@@ -70,14 +70,14 @@ def _trace(wanted: Wanted, ended: ExitStack) -> None:
     sys.settrace(started)
 
 
-def _is_monitored(wanted: Wanted, ended: ExitStack) -> bool:
-    """Whether Python 3.12 or newer tells of starts: it tells nothing of code that is left, and leaves debuggers alone, while every
-    `sys.settrace` there goes through all frames of the stack.
+def _monitor(wanted: Wanted, ended: ExitStack) -> bool:
+    """Has Python tell of starts from 3.12 on, and returns whether it does: nothing is told of code that is left, and debuggers are
+    left alone, while every `sys.settrace` there goes through all frames of the stack.
     """
     if sys.version_info < (3, 12):
         return False
     monitoring = sys.monitoring
-    tool = next((each for each in _TOOLS if monitoring.get_tool(each) is None), None)
+    tool = _taken_tool(monitoring)
     if tool is None:
         return False
     thread, events = get_ident(), monitoring.events.PY_START | monitoring.events.PY_RESUME
@@ -85,7 +85,6 @@ def _is_monitored(wanted: Wanted, ended: ExitStack) -> bool:
     def started(code: types.CodeType, offset: int) -> Any:
         return None if get_ident() != thread or wanted(sys._getframe(1)) else monitoring.DISABLE
 
-    monitoring.use_tool_id(tool, __name__)
     ended.callback(monitoring.free_tool_id, tool)
     for event in (monitoring.events.PY_START, monitoring.events.PY_RESUME):
         monitoring.register_callback(tool, event, started)
@@ -98,6 +97,15 @@ def _is_monitored(wanted: Wanted, ended: ExitStack) -> bool:
 
 _TOOLS = (3, 4)
 """Numbers that Python gives to no kind of tool."""
+
+
+def _taken_tool(monitoring: Any) -> int | None:
+    for tool in _TOOLS:
+        with suppress(ValueError):  # somebody has it
+            monitoring.use_tool_id(tool, __name__)
+            return tool
+    return None
+
 
 _GENERATED = "<eval_with_key>"
 _WORD = re.compile(r"[^\W\d]\w*")

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType, NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx
@@ -40,6 +40,10 @@ _OF_ALL = (
     torch_module._global_backward_hooks,
     torch_module._global_backward_pre_hooks,
 )
+
+
+Check: TypeAlias = Callable[[Any], bool]
+"""A function of the block that says whether everything lies where it was found."""
 
 
 class AttributeGuards:
@@ -123,11 +127,11 @@ class AttributeGuards:
         """Looks anew, and takes ``bases[id(module)]`` for a module."""
         self._bases = bases
         self._found: Resolution | None = None
-        self._is_same: Callable[[Any], bool] | None = None
-        self._sides: tuple[Callable[[Any], bool] | None, Callable[[Any], bool] | None] = (
+        self._is_same: Check | None = None
+        self._sides: tuple[Check | None, Check | None] = (
             None,
             None,
-        )  # of generate's switch
+        )  # what holds before `generate` decodes, and while it does
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
@@ -149,8 +153,8 @@ class AttributeGuards:
         if self._are_hooked():
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
-    def _on_other_side(self, block: Any, is_same: Callable[[Any], bool] | None) -> Callable[[Any], bool] | None:
-        """What holds now if `generate` has switched to or from its decoding, as it did before; else None."""
+    def _on_other_side(self, block: Any, is_same: Check | None) -> Check | None:
+        """What holds now if `generate` has begun or ended to decode, as it did before; else None."""
         plain, decoding = self._sides
         if plain is None or decoding is None or is_same not in (plain, decoding):
             return None
