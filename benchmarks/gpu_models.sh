@@ -8,7 +8,7 @@
 #                      wide8: with compiled layers, too, and eight batches a step
 #   use:MODELS:LAYERS  bench_use.py of these models in all its set-ups; `few` instead of `use` in those of 8 tokens, `main` in six
 #
-# Behind @, the seconds that a part may take; what it has measured by then is kept, but for a training. OUT gets
+# Behind @, the seconds that a part may take; what it has measured by then is kept. OUT gets
 # PART_GPU_NUMBER.json and models.log. SMOKE=1: the same tiny, on a CPU.
 set -u
 cd "$(dirname "$0")/.."

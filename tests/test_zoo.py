@@ -47,12 +47,12 @@ PLAINEST = {v.name.partition("_")[0]: v.name for v in reversed(EXACT)}
 
 
 def _exact(v: Variant) -> object:
-    return pytest.param(v, id=v.name, marks=() if v.name in PLAINEST.values() else pytest.mark.slow)
+    return pytest.param(v, id=v.name, marks=() if v.name in PLAINEST.values() else pytest.mark.more)
 
 
 @pytest.mark.parametrize("v", [*map(_exact, EXACT)])
 def test_exact(v: Variant) -> None:
-    """In float64, where nothing hides in rounding; `optimize` has compared in it too, so most wait for a release."""
+    """In float64, where nothing hides in rounding; `optimize` has compared in it too, so most are in README's second command."""
     model, opt = optimized(v, torch.float64)
     _as_intended(v, opt)
     _equal_in(v, model, opt, torch.float64, (TRACED, *OTHERS[1:]))
