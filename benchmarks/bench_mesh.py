@@ -4,7 +4,7 @@
 
 Models of `benchmarks/real_blocks.py`: published widths, ``--layers`` layers, bf16, random weights, a vocabulary of 1024. Tokens are
 those of all GPUs together, in sequences of at most 2048, as many on each. A step is forward, loss, backward and what combines
-gradients, without an optimizer. A row is made from nothing: the model, its sharding, two steps untimed, ``--rounds`` timed ones;
+gradients, without an optimizer. A row is made from nothing: the model, its sharding, five steps untimed, ``--rounds`` timed ones;
 the slowest rank's median in milliseconds, and the largest allocation of any rank from the first timed step on, in GiB.
 
     fsdp2_grouped_mm   `fully_shard` of every layer, experts by transformers' grouped_mm
@@ -178,7 +178,7 @@ def measured(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     wait_for_kernels()
     session = vars(model).get("partition")
     run = session.graphed(step) if row.endswith("_graphed") else step
-    for _ in range(6 if row.endswith("_graphed") else 1):
+    for _ in range(6 if row.endswith("_graphed") else 3):
         run(ids)
     milliseconds, peak = timed(lambda: run(ids), o.rounds)
     if row.endswith("_graphed"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hexa_fx.distributed.copies import Copies, copies_between
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import Glu, Layout
 from hexa_fx.plan import ExpertShape
@@ -101,7 +102,7 @@ class Geometry:
 
     def packing(self, rows: Tensor, weights: Weights) -> Copies:
         """The copies that `pack` makes, into given rows, without the padding. Valid while the tensors stay where they are."""
-        return Copies.between(self._stored_as(rows), self._in_halves(weights, rows.shape[0]))
+        return copies_between(self._stored_as(rows), self._in_halves(weights, rows.shape[0]))
 
     def views(self, rows: Tensor) -> Weights:
         """(channels, row) -> weights of a split or ungated expert, layout1 ``nk``, layout2 ``kn``. No copy."""
@@ -126,13 +127,13 @@ class Geometry:
             for size, there, want in zip(sizes, stored, wanted)
         ]
         weights = w1, b1, w3, b3, w2
-        Copies.between(self._in_halves(weights, channels), stored).run()
+        copies_between(self._in_halves(weights, channels), stored).run()
         return weights
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:
         """Gradients of `views` -> (I, row). Missing ones are zeros."""
         rows = self._empty_rows(_some(grads), self.shape.intermediate_size, dtype)
-        Copies.between(self.views(rows), grads).run()
+        copies_between(self.views(rows), grads).run()
         return rows
 
     def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
@@ -193,38 +194,6 @@ class Geometry:
         if self.layout2 == "nk":
             w2 = (experts, width, channels)
         return w1, (experts, wide), w3, (experts, channels), w2
-
-
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Copies made in one call, because a call from Python takes the host as long as a small copy takes the device.
-
-    Args:
-        targets, sources: where to copy, and from where.
-        missing: targets without a source, which become zero.
-    """
-
-    targets: list[Tensor]
-    sources: list[Tensor]
-    missing: list[Tensor]
-
-    @classmethod
-    def between(cls, targets: Weights, sources: Weights) -> Copies:
-        """The copies between roles that both have. A source without a target is left out."""
-        found = cls([], [], [])
-        for target, source in zip(targets, sources):
-            if target is not None and source is not None:
-                found.targets.append(target)
-                found.sources.append(source)
-            elif target is not None:
-                found.missing.append(target)
-        return found
-
-    def run(self) -> None:
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
-        for target in self.missing:
-            target.zero_()
 
 
 def _oriented(tensor: Tensor | None, as_stored: bool) -> Tensor | None:

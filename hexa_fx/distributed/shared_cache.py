@@ -31,7 +31,8 @@ from torch._C._autograd import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.distributed.collectives import Works, fill_slot, finish
-from hexa_fx.distributed.geometry import Copies, Geometry, Weights
+from hexa_fx.distributed.copies import Copies
+from hexa_fx.distributed.geometry import Geometry, Weights
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.lockstep import begin_forward, guarded, in_backward_of
 from hexa_fx.distributed.reductions import Destination, destinations, is_copy, origin

@@ -122,7 +122,8 @@ def _measure(
 ) -> dict[str, Measured]:
     """What `layer_cost` needs of every layer; layers of one layout are measured once."""
     tokens = config.tokens if config.tokens is not None else (config.batch or groups.world)
-    bandwidth, latency = measure_bandwidth(groups, sample.device)
+    elements = max(layer.geometry.shape.weight_numel for layer in layers)
+    bandwidth, latency = measure_bandwidth(groups, sample.device, elements * sample.element_size() // groups.world)
     attention = config.attention_seconds
     if attention is None:
         attention = seen.between * tokens / groups.world / seen.tokens if seen and seen.tokens else 0.0
