@@ -7,8 +7,7 @@ on tensors without data at one number of tokens in each interval between them, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -23,16 +22,17 @@ from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.codegen.family_rows import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import chosen, planned
-from hexa_fx.cuda.choosing import Card, card_of, collect, on_forget
+from hexa_fx.cuda.choosing import Card, card_of, on_forget
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
+from hexa_fx.cuda.fp8 import quantize_weight_fp8
 from hexa_fx.cuda.layer import PROGRAMS, WHEN_NEW
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.places import STEPS
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.errors import KernelError
-from hexa_fx.ops import library
+from hexa_fx.ops import fp8_weights, library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
-from hexa_fx.ops.listed import Listed, Places, dense
+from hexa_fx.ops.listed import Listed, Places
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
@@ -42,7 +42,6 @@ from hexa_fx.ops.table_layers import (
     MoeFfn,
     MoeFfnSources,
 )
-from hexa_fx.torch_private import DispatchMode
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     name, gradients = layer_of.name, layer_of.gradients
 
     def plan(end: str, *args: Any) -> list[KernelSpec]:
-        return [kernel.spec for kernel in planned(PROGRAMS[name + end], args, card, chosen()).kernels]
+        return _planned(PROGRAMS[name + end], args, card)
 
     found = plan("", *o)
     if not training:
@@ -130,6 +129,10 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     saved = dict(zip(layer_of.kept, kept)) | ({"h": None} if o.recompute_h else {})
     given = o.to(gradients, dy=o.x, top_k=o.top_k, needs=layer.needs, **saved)
     return found + plan("_forward", *o) + plan("_backward", *given, *layer.buffers)
+
+
+def _planned(function: Callable[..., Any], args: Sequence[Any], card: Card) -> list[KernelSpec]:
+    return [kernel.spec for kernel in planned(function, args, card, chosen()).kernels]
 
 
 def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[KernelSpec, ...]:
@@ -144,19 +147,27 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     if not card.is_hopper:
         return ()
     experts, top_k = layer.call.w1.shape[0], layer.call.top_k_index.shape[1]
-    with collected_on(card) as specs:
-        for tokens in (1, CLUSTER_ROWS * experts // top_k + 1):
-            o = MoeFfn._make(map(dense, with_tokens(layer.call, tokens))).to(MoeFfnFp8Forward, cached=False)
-            fp8.run(o, transposed=False, keep_h=False)
-            if training:
-                y, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
-                saved = dict(zip(fp8.LAYER.kept, kept)) | ({"h": None} if o.recompute_h else {})
-                given = o.to(MoeFfnFp8Backward, dy=y, top_k=top_k, needs=layer.needs, **saved)
-                fp8.backward(*given, *layer.buffers)
-    specs = [spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE)]
-    if not any(type(each) is Listed for each in layer.call):
-        return tuple(specs)
-    return tuple(spec.with_options(listed=True) if spec.op == "quantize_weight" else spec for spec in specs)
+    counts = 1, CLUSTER_ROWS * experts // top_k + 1
+    found = [spec for tokens in counts for spec in _launched_in_fp8(layer, card, tokens, training)]
+    return tuple(spec for spec in dict.fromkeys(found) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
+
+
+def _launched_in_fp8(layer: FfnLayer, card: Card, tokens: int, training: bool) -> list[KernelSpec]:
+    o = with_tokens(layer.call, tokens).to(MoeFfnFp8Forward, cached=False)
+    first, second = (o.w1, o.w3, o.layout1, o.glu), (o.w2, None, o.layout2, "none")
+    found, copies = [], []
+    for w, w3, layout, glu in (first, second):
+        copies.append(fp8_weights.empty(w, layout, glu, training))
+        found += _planned(quantize_weight_fp8, (*copies[-1], w, w3, layout, glu), card)
+    given = fp8.of_forward(o, *copies)
+    found += _planned(PROGRAMS["quantized_ffn"], [*given], card)
+    if not training:
+        return found
+    y, *kept = o.results()
+    saved = dict(zip(fp8.LAYER.kept, kept)) | ({"h": None} if o.recompute_h else {})
+    back = fp8.of_backward(o.to(MoeFfnFp8Backward, dy=y, top_k=o.top_k, needs=layer.needs, **saved), *copies)
+    found += _planned(PROGRAMS["quantized_ffn_forward"], [*given], card)
+    return found + _planned(PROGRAMS["quantized_ffn_backward"], (*back, *layer.buffers), card)
 
 
 def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:
@@ -167,13 +178,6 @@ def with_tokens(call: MoeFfn | MoeFfnSources, tokens: int) -> Any:
 
     rows = {name: of(getattr(call, name)) for name in ("x", "top_k_index", "top_k_weights")}
     return call._replace(**rows)
-
-
-@contextmanager
-def collected_on(card: Card) -> Iterator[list[KernelSpec]]:
-    """A context in which operators of hexa run their CUDA code on tensors without data; yields the kernels that they choose."""
-    with collect(card) as specs, torch.no_grad(), _OnCard():
-        yield specs
 
 
 def without_data(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -188,16 +192,6 @@ def listed_without_data(weight: Tensor, parts: int) -> Listed:
     made = Listed([matrices] * parts)
     made.places = Places(0, without_data((parts, experts), torch.int32), STEPS[0] // weight.element_size())
     return made
-
-
-class _OnCard(DispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        run = library.kernel_for(name, "cuda") if space == library.NAMESPACE else func
-        if run is func:
-            return func(*args, **(kwargs or {}))
-        with self:  # some are made of others
-            return run(*args)
 
 
 _seen: set[tuple[object, ...]] = set()

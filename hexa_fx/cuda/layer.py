@@ -1,5 +1,6 @@
-"""Layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`), their forward for training and their backward on CUDA: planned as a whole when
-a call of a kind comes again, or at once where its tokens are few.
+"""Layers (`hexa::moe_ffn`, `hexa::moe_ffn_sources`, and what `hexa::moe_ffn_fp8` computes once its weights are quantised), their
+forward for training and their backward on CUDA: planned as a whole when a call of a kind comes again, or at once where its tokens
+are few.
 
 For a small layer a device needs less time than the host, which runs a program of operators and allocates what each of them writes.
 All of that follows from types, shapes, strides and alignment. A call that does more (a fallback, checked mode, autotuning) stays on
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,8 +28,10 @@ from hexa_fx.cuda.planning import CannotPlan
 from hexa_fx.cuda.tune import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
+from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.moe_ffn import backward_on, forward_on
+from hexa_fx.ops.table_fp8 import QuantizedFfn, QuantizedFfnBackward
 from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 
 log = logging.getLogger(__name__)
@@ -42,34 +45,48 @@ _MOST = 1024
 
 General = Callable[..., Any]
 Sizes = Callable[[tuple[Any, ...]], tuple[Any, ...]]
-Record = type[MoeFfn | MoeFfnSources]
 
 
-def _inference(record: Record, few: Callable[[Any], Tensor | None], *args: Any) -> Any:
-    """In launches of their own where tokens or rows are few, else operator by operator."""
-    o = record._make(args)
-    y = few(o)
-    return forward_on("cuda", False, o) if y is None else y
+class _Layer(NamedTuple):
+    """A layer that is planned as a whole.
+
+    Args:
+        name: of its forward for inference.
+        record, gradients: of its operands, and of its backward's.
+        few: gives the result where tokens or rows are few, which then take launches of their own; None elsewhere.
+        forward_on, backward_on: its programs.
+    """
+
+    name: str
+    record: Any
+    gradients: Any
+    few: Callable[[Any], Tensor | None]
+    forward_on: General = forward_on
+    backward_on: General = backward_on
+
+    def inference(self, *args: Any) -> Any:
+        o = self.record._make(args)
+        y = self.few(o)
+        return self.forward_on("cuda", False, o) if y is None else y
+
+    def training(self, *args: Any) -> Any:
+        return self.forward_on("cuda", True, self.record._make(args))
+
+    def backward(self, *args: Any) -> Any:
+        return self.backward_on("cuda", self.gradients, args)
 
 
-def _training(record: Record, *args: Any) -> Any:
-    return forward_on("cuda", True, record._make(args))
-
-
-def _backward(record: Any, *args: Any) -> Any:
-    return backward_on("cuda", record, args)
-
-
-_LAYERS: tuple[tuple[str, Any, Any, Callable[[Any], Tensor | None]], ...] = (
-    ("moe_ffn", MoeFfn, MoeFfnBackward, few_tokens),
-    ("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, streamed_layer),
+_LAYERS = (
+    _Layer("moe_ffn", MoeFfn, MoeFfnBackward, few_tokens),
+    _Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, streamed_layer),
+    _Layer("quantized_ffn", QuantizedFfn, QuantizedFfnBackward, lambda _: None, fp8.forward_on, fp8.backward_on),
 )
 PROGRAMS: dict[str, General] = {}
-"""What runs an operator of a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
-for _name, _record, _gradients, _few in _LAYERS:
-    PROGRAMS[_name] = partial(_inference, _record, _few)
-    PROGRAMS[f"{_name}_forward"] = partial(_training, _record)
-    PROGRAMS[f"{_name}_backward"] = partial(_backward, _gradients)
+"""What runs a layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+for _layer in _LAYERS:
+    PROGRAMS[_layer.name] = _layer.inference
+    PROGRAMS[f"{_layer.name}_forward"] = _layer.training
+    PROGRAMS[f"{_layer.name}_backward"] = _layer.backward
 
 WHEN_NEW: dict[str, Callable[[tuple[Any, ...]], None]] = {}
 """What is told the operands of calls of a kind that was not seen before, by operator."""
@@ -91,28 +108,32 @@ def _call_forward(name: str, sizes: Sizes, general: General, *given: Any) -> Any
     return _call(name, general, args, args, *sizes(args))
 
 
-def _call_backward(name: str, sizes: Sizes, general: General, *given: Any) -> Any:
+def _call_backward(name: str, of_h: int, sizes: Sizes, general: General, *given: Any) -> Any:
+    """of_h: the number of h among the operands."""
     args = readable(given)
     v, w1 = sizes(args)
     if not _is_small(v, w1):
         return general(*args)  # before anything else refers to h, which is freed on the way
-    dy, x, h, *rest = args
+    h = args[of_h]
     in_list = isinstance(h, list)
-    found = _call(name, general, args, (dy, x, h[0] if in_list else h, *rest), v, w1)
+    flat = (*args[:of_h], h[0], *args[of_h + 1 :]) if in_list else args
+    found = _call(name, general, args, flat, v, w1)
     if in_list:
         h.clear()
     return found
 
 
 LAYERS: dict[str, Callable[..., Any]] = {}
-"""What runs an operator of a layer on plain CUDA tensors. It takes the general path, which checks its arguments, and then the
-operator's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
+"""What runs a layer on plain CUDA tensors. It takes the general path, which checks its arguments where nothing has before, and then
+the layer's arguments, unchecked: of backward, h may be in a list, which is empty afterwards, and buffers may follow that gradients
 are added to, one or None for each differentiable operand after x.
 """
-for _name, _record, _gradients, _ in _LAYERS:
+for _layer in _LAYERS:
     for _end in ("", "_forward"):
-        LAYERS[_name + _end] = partial(_call_forward, _name + _end, _record.pick("top_k_index", "w1"))
-    LAYERS[f"{_name}_backward"] = partial(_call_backward, f"{_name}_backward", _gradients.pick("v", "w1"))
+        _name = _layer.name + _end
+        LAYERS[_name] = partial(_call_forward, _name, _layer.record.pick("top_k_index", "w1"))
+    _name, _record = f"{_layer.name}_backward", _layer.gradients
+    LAYERS[_name] = partial(_call_backward, _name, _record._fields.index("h"), _record.pick("v", "w1"))
 
 
 def _is_small(slots: Tensor, w1: Tensor) -> bool:
@@ -161,7 +182,7 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
     except NotBuilt:
         return None
     except KernelError as reason:
-        log.debug("hexa::%s is launched operator by operator: %s", name, reason)
+        log.debug("%s is launched operator by operator: %s", name, reason)
         _general.add(key)
         return None
     _known[key] = plan

@@ -113,8 +113,10 @@ class Operand:
         dense = contiguous_strides(self.shape)
         return all(size == 1 or s == d for size, s, d in zip(self.shape, self.strides, dense, strict=True))
 
-    def __getitem__(self, index: int | slice) -> Operand:
-        """A row, or a run of rows."""
+    def __getitem__(self, index: Any) -> Any:
+        """A row, or a run of rows; any other part as torch finds it."""
+        if not isinstance(index, int | slice):
+            return self.planning.torch(Tensor.__getitem__, self, index)
         size, step = self.shape[0], self.strides[0]
         if isinstance(index, int):
             return self.view_of(self.shape[1:], self.strides[1:], self.offset + range(size)[index] * step)

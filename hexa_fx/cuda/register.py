@@ -12,13 +12,15 @@ from typing import Any
 
 from hexa_fx.cuda.modes import runs_torch_only
 
-_LAYERS = tuple(f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources") for end in ("", "_forward", "_backward"))
+_LAYERS = tuple(
+    f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources", "quantized_ffn") for end in ("", "_forward", "_backward")
+)
 _MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed_rows")
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """What runs ``hexa::<name>``, the function of that name. Imports it and all others."""
+    """What runs ``hexa::<name>``, or a layer, the function of that name. Imports it and all others."""
     layers, *modules = (vars(import_module(f"hexa_fx.cuda.{module}")) for module in ("layer", *_MODULES))
     found: Callable[..., Any] = next(each[name] for each in (*modules, layers["LAYERS"]) if name in each)
     return found

@@ -55,9 +55,11 @@ def moe_ffn_fixed(*args: Any) -> Any:
 
 def moe_ffn_fp8(*args: Any) -> Any:
     """``hexa::moe_ffn_fp8``."""
+    if library.is_eager(args, cuda=True):
+        return moe_ffn_fp8_layer.plain(*args)
     if any(map(sources.is_source, args)):
         return moe_ffn_fp8_layer.with_sources(*map(dense, args))
-    return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.listed, *args)
+    return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
 
 
 def reindex(*args: Any) -> Any:

@@ -76,7 +76,7 @@ def quantized(
     """
     parts: list[Any] = [*tensors_of((w, w3)), *(each for each in (w, w3) if isinstance(each, Tensor))]
     if not (cached and _keeps.get()):
-        return _written(_empty(w, layout, glu, transposed), w, w3, layout, glu)
+        return _written(empty(w, layout, glu, transposed), w, w3, layout, glu)
     storages = [t.untyped_storage() for t in parts]
     key = (
         *((s._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for s, t in zip(storages, parts)),
@@ -92,7 +92,7 @@ def quantized(
             return found.weight
         if found is None:
             _forget()
-            found = _Copy(_empty(w, layout, glu, transposed), tuple(map(StorageWeakRef, storages)), None)
+            found = _Copy(empty(w, layout, glu, transposed), tuple(map(StorageWeakRef, storages)), None)
             _copies[key] = found
         elif not complete:
             found.weight = _with_transposed(found.weight)
@@ -134,7 +134,8 @@ def _forget() -> None:
         del _copies[key]
 
 
-def _empty(w: Weight, layout: str, glu: str, transposed: bool) -> Fp8Weight:
+def empty(w: Weight, layout: str, glu: str, transposed: bool) -> Fp8Weight:
+    """What the copy of a projection's weight is written to."""
     experts, rows, columns = weight_sizes(w, layout, glu)
     q, s = _pair(w.tensors[0] if type(w) is Listed else w, experts, rows, columns)
     made = Fp8Weight(q, s, None, None)

@@ -249,17 +249,22 @@ def _without_gradients(layer: Layer, args: tuple[Any, ...]) -> Any:
 
 def run(name: str, *args: Any) -> Any:
     """Runs an operator of a layer on plain tensors."""
+    return on_device(name, library.checked_kernel(name, "any"), *args)
+
+
+def on_device(name: str, general: Callable[..., Any], *args: Any) -> Any:
+    """Runs a layer on plain tensors: as their device does, or as ``general`` does on any. name: as `register_on_cuda` takes it."""
     first, *_ = args
-    general = library.checked_kernel(name, "any")
     return _on_cuda[name](general, *args) if first.is_cuda and name in _on_cuda else general(*args)
 
 
 def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
-    """Registers what runs ``hexa::<name>`` on plain CUDA tensors.
+    """Registers what runs a layer on plain CUDA tensors.
 
     Args:
-        name: ``moe_ffn``, ``moe_ffn_forward``, ``moe_ffn_backward``, or of ``moe_ffn_sources``.
-        kernel: takes the general implementation, then the operator's arguments, unchecked.
+        name: ``moe_ffn``, ``moe_ffn_forward``, ``moe_ffn_backward``, or of ``moe_ffn_sources``, which are operators; or of
+            ``quantized_ffn`` (`hexa_fx.ops.moe_ffn_fp8`).
+        kernel: takes the general implementation, then the layer's arguments, unchecked.
     """
     _on_cuda[name] = kernel
 

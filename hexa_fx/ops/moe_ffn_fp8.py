@@ -1,14 +1,15 @@
 """``hexa::moe_ffn_fp8``: `hexa::moe_ffn` whose products multiply e4m3 with block scales, forward and backward.
 
-Tokens are quantised once each, weights once for as long as they stay what they are (`hexa_fx.ops.fp8_weights`). The activation and
-its gradient are computed in float32, and quantised from there (`hexa_fx.ops.table_fp8`). Of the pre-activation e4m3 is kept for
+Tokens are quantised once each, weights once for as long as they stay what they are (`hexa_fx.ops.fp8_weights`). What is computed
+with quantised weights is one program a direction, `forward_on` and `backward_on`, which devices may plan as a whole. The activation
+and its gradient are computed in float32, and quantised from there (`hexa_fx.ops.table_fp8`). Of the pre-activation e4m3 is kept for
 backward. A call that this cannot take runs `hexa::moe_ffn`, which is said once with its reason.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -23,11 +24,21 @@ from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops.activations import gate_and_up
 from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
+from hexa_fx.ops.library import Kernels
 from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
 from hexa_fx.ops.records import DENSE, Operands
-from hexa_fx.ops.rows import flip, routed_rows
-from hexa_fx.ops.table_fp8 import QUANTIZABLE, MoeFfnFp8, MoeFfnFp8Backward, MoeFfnFp8Forward, is_whole
+from hexa_fx.ops.rows import flip
+from hexa_fx.ops.table_fp8 import (
+    QUANTIZABLE,
+    MoeFfnFp8,
+    MoeFfnFp8Backward,
+    MoeFfnFp8Forward,
+    QuantizedFfn,
+    QuantizedFfnBackward,
+    Replaced,
+    is_whole,
+)
 from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, MoeFfn, MoeFfnSources, parameters
 from hexa_fx.torch_private import (
     DispatchKeySet,
@@ -37,12 +48,9 @@ from hexa_fx.torch_private import (
     _AutoDispatchBelowAutograd,
 )
 
+_OPS = torch.ops.hexa
 Call = MoeFfnFp8Forward | MoeFfnFp8Backward
-
-
-def steps(o: Call) -> tuple[str, bool, Sequence[float]]:
-    """What products are told of the activation."""
-    return o.activation, o.glu != "none", o.params
+Program = QuantizedFfn | QuantizedFfnBackward
 
 
 def first(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
@@ -59,18 +67,45 @@ def second(o: Call, transposed: bool, forward: bool = True) -> Fp8Weight:
     return quantized(o.w2, None, o.layout2, "none", transposed, o.cached, forward)
 
 
-def first_bias(o: Call) -> Tensor | None:
+def of_forward(o: MoeFfnFp8Forward, w1: Fp8Weight, w2: Fp8Weight) -> QuantizedFfn:
+    """What the forward program takes."""
+    return o.to(QuantizedFfn, **_replaced(o), q1=w1.q, s1=w1.s, q2=w2.q, s2=w2.s)
+
+
+def of_backward(o: MoeFfnFp8Backward, w1: Fp8Weight | None, w2: Fp8Weight) -> QuantizedFfnBackward:
+    """What the backward program takes: of the copies what it reads, whatever they hold besides."""
+    copies: dict[str, Any] = {"q2_t": w2.q_t, "s2_t": w2.s_t}
+    if w1 is not None and o.h is None:
+        copies |= {"q1": w1.q, "s1": w1.s}
+    if w1 is not None and o.needs[0]:
+        copies |= {"q1_t": w1.q_t, "s1_t": w1.s_t}
+    return o.to(QuantizedFfnBackward, **_replaced(o), **copies)
+
+
+def _replaced(o: Call) -> dict[str, Any]:
+    """Weights and biases as a program takes them."""
+    weights = {name: Replaced.of(getattr(o, name)) for name in ("w1", "w3", "w2")}
+    return weights | {name: dense(getattr(o, name)) for name in ("b1", "b3", "b2")}
+
+
+def steps(o: Program) -> tuple[str, bool, Sequence[float]]:
+    """What products are told of the activation."""
+    return o.activation, o.glu != "none", o.params
+
+
+def first_bias(o: Program) -> Tensor | None:
     """(E, H') float32: gate's bias, then up's."""
     halves: tuple[Tensor | None, ...] = (o.b1, o.b3) if o.glu == "split" else (o.b1,)
     if o.glu in ("concat", "interleaved") and o.b1 is not None:
         halves = gate_and_up(o.b1, o.glu)
-    if all(half is None for half in halves):
+    given = next((half for half in halves if half is not None), None)
+    if given is None:
         return None
-    none = torch.zeros((o.experts, o.inner), dtype=o.w1.dtype, device=o.w1.device)
+    none = given.new_zeros((o.experts, o.inner))
     return torch.cat([_filled_up(none if half is None else half) for half in halves], 1)
 
 
-def second_bias(o: Call) -> Tensor | None:
+def second_bias(o: Program) -> Tensor | None:
     """(E, D') float32."""
     return None if o.b2 is None else _filled_up(o.b2)
 
@@ -79,12 +114,18 @@ def _filled_up(bias: Tensor) -> Tensor:
     return torch.nn.functional.pad(bias.float(), (0, padded(bias.shape[1]) - bias.shape[1]))
 
 
-def kernel(name: str, like: Tensor) -> library.Kernel:
-    """An operator on the device of a tensor."""
-    return library.kernel_for(name, like.device.type)
+def forward_on(device: str, training: bool, o: QuantizedFfn) -> Any:
+    """The forward program by the kernels of a device type: y, for training also what backward needs. Arguments are not checked."""
+    ops, top_k = Kernels(device), o.top_k
+    v, inv, offs = ops.reindex(o.top_k_index, o.experts)
+    xq, xs = ops.quantize_rows_fp8(o.x, True)
+    keep_h = training and not o.recompute_h
+    h, hs, a, a_scales = ops.esmm_act_fp8(xq, xs, o.q1, o.s1, first_bias(o), v, offs, top_k, *steps(o), keep_h)
+    rows = ops.esmm_fp8(a, a_scales, o.q2, o.s2, second_bias(o), offs)
+    del a, a_scales
+    y = ops.combine_fp8(*rows, o.top_k_weights, inv, offs, top_k, o.output_size, o.x.dtype)
+    return (y, xq, xs, h, hs, v, inv, offs) if training else y
 
-
-_OPS = torch.ops.hexa
 
 Rows = tuple[Tensor, Tensor]
 """Elements and their scales."""
@@ -95,72 +136,69 @@ Found = dict[str, Tensor | None]
 _FIRST = ("w1", "b1", "w3", "b3")
 
 
-def backward(*args: Any) -> list[Tensor]:
-    """Kernel for any device: gradients of the operands that ``needs`` marks. An h in a list is freed after its last use.
+def backward_on(device: str, record: type[QuantizedFfnBackward], args: Iterable[Any]) -> list[Tensor]:
+    """The backward program by the kernels of a device type: gradients of the operands that ``needs`` marks.
 
-    Buffers to add gradients to may follow, one or None for each operand after x. These gradients are not among the results.
+    An h in a list is freed after its last use. Buffers to add gradients to may follow, one or None for each operand after x.
+    These gradients are not among the results.
     """
-    given, buffers = MoeFfnFp8Backward.split(args)
-    o = _with_stacked_biases(given)
-    dy, v, inv, offs, top_k = o.dy, o.v, o.inv, o.offs, o.top_k
+    o, buffers = record.split(tuple(args))
+    ops, dy, v, inv, offs, top_k = Kernels(device), o.dy, o.v, o.inv, o.offs, o.top_k
     needs, into = dict(zip(OPERANDS, o.needs, strict=True)), dict(zip_longest(("top_k_weights", *PARAMETERS), buffers))
     x = None if o.xq is None or o.xs is None else (o.xq, o.xs)
     h, hs = o.h, o.hs
     if h is None:
         assert x is not None
-        h, hs = _hidden(x, o)
+        h, hs = ops.esmm_act_fp8(*x, o.q1, o.s1, first_bias(o), v, offs, top_k, *steps(o), True)[:2]
     found: Found = {}
     wanted = needs["x"], any(needs[name] for name in _FIRST), needs["w2"], needs["top_k_weights"]
-    dh, dhs, *columns, dots = kernel("esmm_act_backward_fp8", dy)(
-        *kernel("quantize_rows_fp8", dy)(dy, False),
-        *second(o, transposed=True, forward=False).transposed,
+    dh, dhs, *columns, dots = ops.esmm_act_backward_fp8(
+        *ops.quantize_rows_fp8(dy, False),
+        *(o.q2_t, o.s2_t),
         *(h.pop() if isinstance(h, list) else h, hs, o.top_k_weights, v, offs, top_k, *steps(o), wanted),
     )
     del h
     of_dh, of_a = columns[:2], columns[2:]
     del columns
     if needs["w2"]:
-        of_dy = kernel("quantize_columns_fp8", dy)(dy, v, offs, top_k)
-        out = _out(o.w2, into["w2"])
-        _product(out, of_dy, tuple(of_a), o.layout2, offs, into["w2"] is not None)
+        of_dy = ops.quantize_columns_fp8(dy, v, offs, top_k)
+        out = _out(o, "w2", into)
+        _product(ops, out, of_dy, tuple(of_a), o.layout2, offs, into["w2"] is not None)
         found["w2"] = None if into["w2"] is not None else out
         del of_dy
     del of_a
     if needs["b2"]:
-        found["b2"] = _added(_OPS.ess(dy, v, offs, top_k, o.top_k_weights), o.b2, into["b2"])
+        found["b2"] = _added(ops.ess(dy, v, offs, top_k, o.top_k_weights), o.b2, into["b2"])
     if needs["top_k_weights"]:
-        found["top_k_weights"] = _routing_gradient(dots, o)
+        found["top_k_weights"] = _routing_gradient(ops, dots, o)
     if wanted[1]:
-        found |= _first_projection(tuple(of_dh), x, o, needs, into)
+        found |= _first_projection(ops, tuple(of_dh), x, o, needs, into)
     del of_dh
     if needs["x"]:
-        weight = first(o, transposed=True, forward=False).transposed
-        rows = kernel("esmm_fp8", dy)(dh, dhs, *weight, None, offs)
-        found["x"] = kernel("combine_fp8", dy)(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
+        rows = ops.esmm_fp8(dh, dhs, o.q1_t, o.s1_t, None, offs)
+        found["x"] = ops.combine_fp8(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
-def _hidden(x: Rows, o: MoeFfnFp8Backward) -> Rows:
-    """The pre-activation, computed again."""
-    w, ws, *_ = first(o, transposed=True, forward=False)
-    h, hs, _, _ = kernel("esmm_act_fp8", o.v)(*x, w, ws, first_bias(o), o.v, o.offs, o.top_k, *steps(o), True)
-    return h, hs
-
-
 def _first_projection(
-    of_dh: Groups, x: Rows | None, o: MoeFfnFp8Backward, needs: dict[str, bool], into: dict[str, Tensor | None]
+    ops: Kernels,
+    of_dh: Groups,
+    x: Rows | None,
+    o: QuantizedFfnBackward,
+    needs: dict[str, bool],
+    into: dict[str, Tensor | None],
 ) -> Found:
     """Gradients of the weights and biases of the first projection, as far as they are needed."""
     found: Found = {}
     if needs["w1"] or needs["w3"]:
         assert x is not None
-        of_x = kernel("group_rows_fp8", o.v)(*x, o.v, o.offs, o.top_k)
-        outs = {n: _out(w, into[n]) for n, w in (("w1", o.w1), ("w3", o.w3)) if w is not None and needs[n]}
+        of_x = ops.group_rows_fp8(*x, o.v, o.offs, o.top_k)
+        outs = {n: _out(o, n, into) for n in ("w1", "w3") if getattr(o, n) is not None and needs[n]}
         for name, out, part in _parts(outs, of_dh, o):
-            _product(out, part, of_x, o.layout1, o.offs, into[name] is not None)
+            _product(ops, out, part, of_x, o.layout1, o.offs, into[name] is not None)
         found |= {name: None if into[name] is not None else out for name, out in outs.items()}
     if needs["b1"] or needs["b3"]:
-        sums = kernel("ess_fp8", o.v)(*of_dh, o.offs)
+        sums = ops.ess_fp8(*of_dh, o.offs)
         halves = [half[:, : o.inner] for half in sums.chunk(1 if o.glu == "none" else 2, 1)]
         if o.glu == "concat":
             halves = [torch.cat(halves, 1)]
@@ -171,7 +209,7 @@ def _first_projection(
     return found
 
 
-def _parts(outs: dict[str, Tensor], of_dh: Groups, o: MoeFfnFp8Backward) -> list[tuple[str, Tensor, Groups]]:
+def _parts(outs: dict[str, Tensor], of_dh: Groups, o: QuantizedFfnBackward) -> list[tuple[str, Tensor, Groups]]:
     """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
     q, s = of_dh
     if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
@@ -186,14 +224,16 @@ def _parts(outs: dict[str, Tensor], of_dh: Groups, o: MoeFfnFp8Backward) -> list
     return [("w1", place, half) for place, half in zip(places, halves)]
 
 
-def _product(out: Tensor, outputs: Groups, inputs: Groups, layout: str, offs: Tensor, add: bool) -> None:
+def _product(ops: Kernels, out: Tensor, outputs: Groups, inputs: Groups, layout: str, offs: Tensor, add: bool) -> None:
     """A weight's gradient, of the gradients of the projection's outputs and of its inputs, 128 of which share a scale."""
     pair = (*outputs, *inputs) if layout == "nk" else (*inputs, *outputs)
-    kernel("estmm_fp8", out)(out, *pair, offs, layout == "nk", add)
+    ops.estmm_fp8(out, *pair, offs, layout == "nk", add)
 
 
-def _out(weight: Tensor, buffer: Tensor | None) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if buffer is None else buffer
+def _out(o: QuantizedFfnBackward, name: str, into: dict[str, Tensor | None]) -> Tensor:
+    """What the gradient of a weight is written or added to."""
+    weight, buffer = getattr(o, name), into[name]
+    return o.dy.new_empty(weight.shape, dtype=weight.dtype) if buffer is None else buffer
 
 
 def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tensor | None:
@@ -205,15 +245,15 @@ def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tens
     return gradient.to(bias.dtype).contiguous()
 
 
-def _routing_gradient(dots: Tensor, o: MoeFfnFp8Backward) -> Tensor:
+def _routing_gradient(ops: Kernels, dots: Tensor, o: QuantizedFfnBackward) -> Tensor:
     """The routing weights' gradient (T, k) of every row's dots, (n, .); with <dy, b2[e]> where there is a bias."""
     assert o.top_k_weights is not None
     total = dots.sum(1)
     if o.b2 is not None:
         column = o.b2.to(o.dy.dtype).unsqueeze(1)
-        total += _OPS.esmm(o.dy, column, None, o.v, o.offs, o.top_k, "nk").squeeze(1)
-    slots = torch.where(routed_rows(o.offs, total.shape[0]).squeeze(1), total, 0).index_select(0, o.inv)
-    return slots.view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
+        total = total.add(ops.esmm(o.dy, column, None, o.v, o.offs, o.top_k, "nk").squeeze(1))
+    of_slots = total.index_select(0, o.inv).masked_fill(torch.ge(o.inv, o.offs[-1]), 0)
+    return of_slots.view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
 
 
 _KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, Listed})
@@ -252,14 +292,14 @@ def why_not(o: MoeFfnFp8Forward) -> str:
     return f"there are no FP8 kernels for {o.x.device.type}" if ask is None else ask(o)
 
 
-def _exact_call(o: MoeFfnFp8) -> tuple[Any, Operands] | None:
+def _exact_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     """The operator that runs a call which FP8 cannot take, and its operands; None for others."""
     reason = why_not(o)
     if not reason:
         return None
     dtype = o.x.dtype
     say_once(f"compute='fp8_block' runs in {dtype}: {reason}")
-    if o.s1 is not None:
+    if isinstance(o, MoeFfnFp8) and o.s1 is not None:
         formats = [FP8_BLOCK.name, DENSE, FP8_BLOCK.name]
         scales = {"s1": [o.s1], "s3": [], "s2": [o.s2], "formats": formats, "alphas": [1.0] * 3}
         return _OPS.moe_ffn_sources.default, o.to(MoeFfnSources, **scales)
@@ -267,22 +307,14 @@ def _exact_call(o: MoeFfnFp8) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, o.to(MoeFfn, **weights)
 
 
-def _with_stacked_biases(o: Any) -> Any:
-    return o._replace(b1=dense(o.b1), b3=dense(o.b3), b2=dense(o.b2))
+def _run(o: MoeFfnFp8Forward, training: bool) -> Any:
+    """y, for training also tokens and h with their scales, and the routing."""
 
+    def general(*args: Any) -> Any:
+        return forward_on(o.x.device.type, training, QuantizedFfn._make(args))
 
-def run(given: MoeFfnFp8Forward, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
-    """y, tokens and h with their scales, and the routing. transposed: whether backward will need weights transposed."""
-    o = _with_stacked_biases(given)
-    x, top_k = o.x, o.top_k
-    (w1, s1, *_), (w2, s2, *_) = first(o, transposed), second(o, transposed)
-    v, inv, offs = kernel("reindex", x)(o.top_k_index, o.experts)
-    xq, xs = kernel("quantize_rows_fp8", x)(x, True)
-    h, hs, a, a_scales = kernel("esmm_act_fp8", x)(xq, xs, w1, s1, first_bias(o), v, offs, top_k, *steps(o), keep_h)
-    rows = kernel("esmm_fp8", x)(a, a_scales, w2, s2, second_bias(o), offs)
-    del a, a_scales
-    y = kernel("combine_fp8", x)(*rows, o.top_k_weights, inv, offs, top_k, o.output_size, x.dtype)
-    return y, xq, xs, h, hs, v, inv, offs
+    name = "quantized_ffn_forward" if training else "quantized_ffn"
+    return moe_ffn_autograd.on_device(name, general, *of_forward(o, first(o, training), second(o, training)))
 
 
 @library.kernel("moe_ffn_fp8", "any")
@@ -290,8 +322,7 @@ def _inference(o: MoeFfnFp8) -> Tensor:
     """Kernel for any device."""
     instead = _exact_call(o)
     if instead is None:
-        y, *_ = run(o, transposed=False, keep_h=False)
-        return y
+        return _run(o, False)  # type: ignore[no-any-return]
     operator, given = instead
     with _AutoDispatchBelowAutograd():
         return operator(*given)  # type: ignore[no-any-return]
@@ -300,7 +331,19 @@ def _inference(o: MoeFfnFp8) -> Tensor:
 @library.kernel("moe_ffn_fp8_forward", "any")
 def _training(o: MoeFfnFp8Forward) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
-    return run(o, transposed=True, keep_h=not o.recompute_h)
+    return _run(o, True)  # type: ignore[no-any-return]
+
+
+def backward(*args: Any) -> list[Tensor]:
+    """Kernel for any device, as `backward_on`."""
+    o, buffers = MoeFfnFp8Backward.split(args)
+    reads_first, copied = o.needs[0] or o.h is None, {"transposed": True, "forward": False}
+    given = of_backward(o, first(o, **copied) if reads_first else None, second(o, **copied))
+
+    def general(*args: Any) -> list[Tensor]:
+        return backward_on(o.dy.device.type, QuantizedFfnBackward, args)
+
+    return moe_ffn_autograd.on_device("quantized_ffn_backward", general, *given, *buffers)  # type: ignore[no-any-return]
 
 
 _KEPT = ("xq", "xs", "h", "hs", "v", "inv", "offs")
@@ -322,10 +365,10 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
     return library.below_autograd(_OPS.moe_ffn_fp8.default, keyset, args)
 
 
-def listed(*args: Any) -> Any:
-    """The layer on weights that are listed, past torch's dispatcher."""
+def plain(*args: Any) -> Any:
+    """The layer past torch's dispatcher, on weights that may be listed."""
     o = MoeFfnFp8Forward._make(args)
-    instead = _exact_call(o.to(MoeFfnFp8))
+    instead = _exact_call(o)
     if instead is None:
         return moe_ffn_autograd.listed(LAYER, *o)
     return listed_calls.layer("moe_ffn", *instead[1])

@@ -14,7 +14,7 @@ expert: what results hold there is unspecified, and nothing reads it. Results th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -444,3 +444,48 @@ class MoeFfnFp8Backward(Backward, _Cached, Static, Weights, _SavedInFp8, Layer):
 
     def results(self) -> list[Tensor]:
         return gradients_of(self, OPERANDS)
+
+
+class Replaced(NamedTuple):
+    """What is left of a weight whose quantised copy is read in its place."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Any) -> Replaced | None:
+        return None if weight is None else cls(weight.shape, weight.dtype)
+
+    def element_size(self) -> int:
+        """Bytes of an element of the rows that its copy multiplies."""
+        return ELEMENT.itemsize
+
+
+class QuantizedFfn(MoeFfnFp8Forward):
+    """What forward of `MoeFfnFp8` computes on: weights are `Replaced`, biases no lists.
+
+    Args:
+        q1, s1, q2, s2: the first projection, gate and up in one, and the second: `quantize_weight_fp8`'s q and s.
+    """
+
+    q1: Tensor
+    s1: Tensor
+    q2: Tensor
+    s2: Tensor
+
+
+class QuantizedFfnBackward(MoeFfnFp8Backward):
+    """What backward of `MoeFfnFp8` computes on, likewise.
+
+    Args:
+        q1, s1: the first projection, where h is computed again.
+        q1_t, s1_t: the same transposed, where x needs a gradient.
+        q2_t, s2_t: the second projection transposed.
+    """
+
+    q1: Tensor | None
+    s1: Tensor | None
+    q1_t: Tensor | None
+    s1_t: Tensor | None
+    q2_t: Tensor
+    s2_t: Tensor

@@ -11,7 +11,7 @@ from hexa_fx.cuda import fp8, register
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from hexa_fx.ops import library
 from hexa_fx.ops.table_fp8 import MoeFfnFp8
 from tests.cuda.cards import Cards
 
@@ -212,8 +212,7 @@ def test_a_layer_launches_what_its_set_holds(
     static = ("silu", glu, [], "nk", "kn", False, False)
     launched, inferring = set(), set()
     with monkeypatch.context() as patched:
-        patched.setattr(moe_ffn_fp8, "kernel", kernel)
-        patched.setattr(fp8_weights.library, "kernel_for", kernel)
+        patched.setattr(library, "kernel_for", kernel)
         for tokens in (T, CLUSTER_ROWS * E // K + 1):
             x, gates = torch.randn(tokens, 136).bfloat16().requires_grad_(), torch.rand(tokens, K).requires_grad_()
             index = torch.rand(tokens, E).argsort(1)[:, :K]
