@@ -330,6 +330,8 @@ def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
         _rows(o.to(EsmmActFp8, x=o.dy, xs=o.dys, **_PLAIN), da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
+        if o.needs[-1]:
+            planning_of(da).run(Tensor.zero_, results[-1])
         given = o._replace(dy=da, top_k_weights=weights)
         activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
     return results

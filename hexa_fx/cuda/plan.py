@@ -324,7 +324,7 @@ class CallPlan:
                 launches = [step for step in some if isinstance(step, Launch) and 0 not in step.grid]
                 runs += [Batch(launches, self._at, self._parts)] if launches else []
             else:
-                runs += [self._torch(step) for step in some if isinstance(step, TorchCall)]
+                runs.append(self._torch([step for step in some if isinstance(step, TorchCall)]))
         self._runs, self._steps = runs, []
 
     def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], device: torch.device) -> Any:
@@ -359,18 +359,28 @@ class CallPlan:
             return tensors[at[found.place]]
         return replaced(found, lambda o: tensors[at[o.place]])
 
-    def _torch(self, call: TorchCall) -> Callable[[CallMemory], None]:
-        at = self._at
+    def _torch(self, calls: Sequence[TorchCall]) -> Callable[[CallMemory], None]:
+        """Functions of torch that follow each other."""
+        prepared = [(call.function, self._given_by(call.args), call.kwargs, bool(call.results)) for call in calls]
 
         def run(memory: CallMemory) -> None:
-            args = replaced(call.args, lambda o: memory.tensors[at[o.place]])
             with without_autocast():
-                found = call.function(*args, **call.kwargs)
-            if call.results:
-                for t in [found] if isinstance(found, Tensor) else found:
-                    memory.add(t)
+                for function, args, kwargs, kept in prepared:
+                    found = function(*args(memory.tensors), **kwargs)
+                    if kept:
+                        for t in [found] if isinstance(found, Tensor) else found:
+                            memory.add(t)
 
         return run
+
+    def _given_by(self, args: tuple[Any, ...]) -> Callable[[Sequence[Tensor]], Sequence[Any]]:
+        """A function of a call's tensors that gives arguments with these in place of operands."""
+        at, nested = self._at, list[Operand]()
+        replaced([a for a in args if isinstance(a, list | tuple)], nested.append)
+        if nested:
+            return lambda tensors: replaced(args, lambda o: tensors[at[o.place]])  # type: ignore[no-any-return]
+        places = [(at[a.place] if isinstance(a, Operand) else None, a) for a in args]
+        return lambda tensors: [a if number is None else tensors[number] for number, a in places]
 
     def collected(self, tensors: Sequence[Tensor], collection: Collection) -> Any:
         """Notes its kernels in place of running it. What it returns is uninitialised; whole numbers are zero."""

@@ -19,7 +19,7 @@ from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
-from hexa_fx.formats.fp8_scaling import BLOCK, padded
+from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops.activations import gate_and_up
@@ -84,8 +84,8 @@ def of_backward(o: MoeFfnFp8Backward, w1: Fp8Weight | None, w2: Fp8Weight) -> Qu
 
 def _replaced(o: Call) -> dict[str, Any]:
     """Weights and biases as a program takes them."""
-    weights = {name: Replaced.of(getattr(o, name)) for name in ("w1", "w3", "w2")}
-    return weights | {name: dense(getattr(o, name)) for name in ("b1", "b3", "b2")}
+    biases = {"b1": dense(o.b1), "b3": dense(o.b3), "b2": dense(o.b2)}
+    return {"w1": Replaced.of(o.w1), "w3": Replaced.of(o.w3), "w2": Replaced.of(o.w2), **biases}
 
 
 def steps(o: Program) -> tuple[str, bool, Sequence[float]]:
@@ -169,14 +169,14 @@ def backward_on(device: str, record: type[QuantizedFfnBackward], args: Iterable[
     del of_a
     if needs["b2"]:
         found["b2"] = _added(ops.ess(dy, v, offs, top_k, o.top_k_weights), o.b2, into["b2"])
-    if needs["top_k_weights"]:
-        found["top_k_weights"] = _routing_gradient(ops, dots, o)
     if wanted[1]:
         found |= _first_projection(ops, tuple(of_dh), x, o, needs, into)
     del of_dh
     if needs["x"]:
         rows = ops.esmm_fp8(dh, dhs, o.q1_t, o.s1_t, None, offs)
         found["x"] = ops.combine_fp8(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
+    if needs["top_k_weights"]:  # at last: functions of torch between launches would part them
+        found["top_k_weights"] = _routing_gradient(ops, dots, o)
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
@@ -252,8 +252,7 @@ def _routing_gradient(ops: Kernels, dots: Tensor, o: QuantizedFfnBackward) -> Te
     if o.b2 is not None:
         column = o.b2.to(o.dy.dtype).unsqueeze(1)
         total = total.add(ops.esmm(o.dy, column, None, o.v, o.offs, o.top_k, "nk").squeeze(1))
-    of_slots = total.index_select(0, o.inv).masked_fill(torch.ge(o.inv, o.offs[-1]), 0)
-    return of_slots.view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
+    return total.index_select(0, o.inv).view(o.top_k_weights.shape).to(o.top_k_weights.dtype)
 
 
 _KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, Listed})
@@ -281,9 +280,15 @@ why_not_on: dict[str, Callable[[MoeFfnFp8Forward], str]] = {"cpu": _on_cpu}
 """By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
 
 
+_NUMBERS = ("x", *PARAMETERS)
+_numbers = MoeFfnFp8Forward.pick(*_NUMBERS)
+
+
 def why_not(o: MoeFfnFp8Forward) -> str:
     """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
-    for name, t in o.floating.items():
+    for name, t in zip(_NUMBERS, _numbers(o)):
+        if t is None or t.dtype == ELEMENT:
+            continue
         if t.dtype not in QUANTIZABLE:
             return f"{name} is {t.dtype}"
         if type(t) not in _KNOWN:

@@ -201,7 +201,8 @@ class EsmmActBackwardFp8(_GatheredSlots, _Kept, _QuantizedWeight, _GradientRows)
         dh, dhs: (n, H') e4m3 and (n, H' / 128), in blocks of 1 x 128.
         dh_t, dhs_t: (G, H', 128) e4m3 and (G, H'): dh as `QuantizeColumnsFp8` lays rows out.
         a_t, at_scales: (G, I', 128) e4m3 and (G, I'): a_s, likewise, of which 128 columns share a scale.
-        dots: (n, I' / 128) float32, whose sum over a row is ``<da[p], act(h[p])>``, the routing weight's gradient.
+        dots: (n, I' / 128) float32, whose sum over a row is ``<da[p], act(h[p])>``, the routing weight's gradient. Zero in rows
+            that have no expert.
     """
 
     needs: Sequence[bool]
@@ -384,12 +385,6 @@ class MoeFfnFp8Forward(_Cached, MoeFfn):
 
     mixed = (*FLOATING, ELEMENT)
     returns = "(Tensor y, Tensor xq, Tensor xs, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)"
-
-    @property
-    def floating(self) -> dict[str, Tensor]:
-        """x, and weights and biases that are not quantised already, by name."""
-        given = {name: getattr(self, name) for name in ("x", *PARAMETERS)}
-        return {name: t for name, t in given.items() if t is not None and t.dtype != ELEMENT}
 
     def results(self) -> tuple[Tensor, ...]:
         x = rows_and_scales(self.x, self.x.shape[0], padded(self.input_size))

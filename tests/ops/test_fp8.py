@@ -136,6 +136,7 @@ def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
     out = fp8.combine_fp8(y, ys, weights, inv, offs, K, D, torch.float32)
     found = fp8.esmm_act_backward_fp8(*dyq, *w2[2:], h, hs, weights, v, offs, K, "silu", gated, (), [True] * 4)
     routed, token = int(offs[-1]), v.long() // K
+    assert not found[6][routed:].any()
     expert = torch.repeat_interleave(torch.arange(E), offs.diff().long())
     rows, grads = (fp8_scaling.read_rows(*q)[token[:routed]] for q in (xq, dyq))
     first, second = (
