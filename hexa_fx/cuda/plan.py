@@ -298,6 +298,7 @@ class CallPlan:
                 parts[place] = Part(dtype.itemsize * math.prod(shape))
         places += [made.place for call in calls for made in call.results]
         self._at = {place: number for number, place in enumerate(places)}
+        self._result_of = self._filled(self._result)
         self._parts = parts
         for number, launch in enumerate(launch for launch in launches if 0 not in launch.grid):
             for pointer in launch.pointers:
@@ -351,17 +352,11 @@ class CallPlan:
             memory.work = work.data_ptr()
         for run in self._runs or ():
             run(memory)
-        return self._of(memory.tensors)
-
-    def _of(self, tensors: Sequence[Tensor]) -> Any:
-        found, at = self._result, self._at
-        if isinstance(found, Operand):
-            return tensors[at[found.place]]
-        return replaced(found, lambda o: tensors[at[o.place]])
+        return self._result_of(memory.tensors)
 
     def _torch(self, calls: Sequence[TorchCall]) -> Callable[[CallMemory], None]:
         """Functions of torch that follow each other."""
-        prepared = [(call.function, self._given_by(call.args), call.kwargs, bool(call.results)) for call in calls]
+        prepared = [(call.function, self._filled(call.args), call.kwargs, bool(call.results)) for call in calls]
 
         def run(memory: CallMemory) -> None:
             with without_autocast():
@@ -373,14 +368,15 @@ class CallPlan:
 
         return run
 
-    def _given_by(self, args: tuple[Any, ...]) -> Callable[[Sequence[Tensor]], Sequence[Any]]:
-        """A function of a call's tensors that gives arguments with these in place of operands."""
-        at, nested = self._at, list[Operand]()
-        replaced([a for a in args if isinstance(a, list | tuple)], nested.append)
-        if nested:
-            return lambda tensors: replaced(args, lambda o: tensors[at[o.place]])  # type: ignore[no-any-return]
-        places = [(at[a.place] if isinstance(a, Operand) else None, a) for a in args]
-        return lambda tensors: [a if number is None else tensors[number] for number, a in places]
+    def _filled(self, value: Any) -> Callable[[Sequence[Tensor]], Any]:
+        """A function of a call's tensors that gives the value with these in place of operands."""
+        at, kind = self._at, type(value)
+        if kind is Operand:
+            return itemgetter(at[value.place])
+        if kind not in (list, tuple) or any(_has_operands(one) for one in value if isinstance(one, list | tuple)):
+            return lambda tensors: replaced(value, lambda o: tensors[at[o.place]])
+        each = [(at[one.place] if isinstance(one, Operand) else None, one) for one in value]
+        return lambda tensors: kind([one if place is None else tensors[place] for place, one in each])
 
     def collected(self, tensors: Sequence[Tensor], collection: Collection) -> Any:
         """Notes its kernels in place of running it. What it returns is uninitialised; whole numbers are zero."""
@@ -397,6 +393,12 @@ class CallPlan:
             return made[o.place]
 
         return replaced(self._result, tensor)
+
+
+def _has_operands(value: Any) -> bool:
+    found: list[Operand] = []
+    replaced(value, found.append)
+    return bool(found)
 
 
 def _needed(steps: Sequence[Launch | TorchCall], result: Any) -> list[Launch | TorchCall]:

@@ -74,15 +74,12 @@ def quantized(
         cached: whether the copy may be kept; not where other weights take turns in the same memory.
         forward: whether forward asks: backward takes what forward of the same captured CUDA graph has made.
     """
-    parts: list[Any] = [*tensors_of((w, w3)), *(each for each in (w, w3) if isinstance(each, Tensor))]
     if not (cached and _keeps.get()):
         return _written(empty(w, layout, glu, transposed), w, w3, layout, glu)
+    parts: list[Any] = [*tensors_of((w, w3)), *[each for each in (w, w3) if isinstance(each, Tensor)]]
     storages = [t.untyped_storage() for t in parts]
-    key = (
-        *((s._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for s, t in zip(storages, parts)),
-        layout,
-        glu,
-    )
+    places = [(s._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for s, t in zip(storages, parts)]
+    key = (layout, glu, *places)
     capturing = transposed and w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     state = _state(parts)
     with _lock:
@@ -113,7 +110,7 @@ def clear() -> None:
 
 
 def _state(parts: Sequence[Tensor]) -> tuple[int, ...]:
-    return *(0 if t.is_inference() else t._version for t in parts), _optimizer_steps()
+    return *[0 if t.is_inference() else t._version for t in parts], _optimizer_steps()
 
 
 def _optimizer_steps() -> int:

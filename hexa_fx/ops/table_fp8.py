@@ -26,7 +26,7 @@ from hexa_fx.ops.library import operator
 from hexa_fx.ops.records import FLOATING, Form, Operands, exactly, index, numbers, shape
 from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.ops.table import Offs, TopK, V, routing_of
-from hexa_fx.ops.table_layers import OPERANDS, PARAMETERS, Backward, Layer, MoeFfn, Static, Weights, gradients_of
+from hexa_fx.ops.table_layers import OPERANDS, Backward, Layer, MoeFfn, Static, Weights, gradients_of
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 _SLOTS: TypeAlias = Annotated[Tensor, index("n")]
