@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ class _Copy:
 
 
 _copies: dict[tuple[Any, ...], _Copy] = {}
+_storage, _offset, _strides = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
+_address, _version = attrgetter("_cdata"), attrgetter("_version")
 _lock = Lock()
 _keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
 _steps: list[int] = []
@@ -77,9 +80,9 @@ def quantized(
     if not (cached and _keeps.get()):
         return _written(empty(w, layout, glu, transposed), w, w3, layout, glu)
     parts: list[Any] = [*tensors_of((w, w3)), *[each for each in (w, w3) if isinstance(each, Tensor)]]
-    storages = [t.untyped_storage() for t in parts]
-    places = [(s._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for s, t in zip(storages, parts)]
-    key = (layout, glu, *places)
+    storages = [*map(_storage, parts)]  # of lists there are hundreds
+    whole = [None if each is None else (each.shape, each.dtype, _is_turned(each)) for each in (w, w3)]
+    key = (layout, glu, *whole, *map(_address, storages), *map(_offset, parts), *map(_strides, parts))
     capturing = transposed and w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     state = _state(parts)
     with _lock:
@@ -98,6 +101,10 @@ def quantized(
         return found.weight
 
 
+def _is_turned(weight: Weight) -> bool:
+    return isinstance(weight, Listed) and weight.turned
+
+
 def nothing_kept() -> AbstractContextManager[None]:
     """A context in which this thread's copies are not kept: kernels are only listed, and results hold nothing."""
     return set_to(_keeps, False)
@@ -110,7 +117,10 @@ def clear() -> None:
 
 
 def _state(parts: Sequence[Tensor]) -> tuple[int, ...]:
-    return *[0 if t.is_inference() else t._version for t in parts], _optimizer_steps()
+    try:
+        return *map(_version, parts), _optimizer_steps()
+    except RuntimeError:  # an inference tensor has none
+        return *[0 if t.is_inference() else t._version for t in parts], _optimizer_steps()
 
 
 def _optimizer_steps() -> int:
