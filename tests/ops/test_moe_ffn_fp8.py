@@ -9,6 +9,7 @@ import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.cuda import choosing
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from hexa_fx.ops.listed import Listed
 from tests.ops.reference import ROUTINGS
 from tests.ops.test_moe_ffn_sources import NAMES, route, static
 from tests.ops.test_moe_ffn_sources import layer as layer_with_factors
@@ -294,3 +295,10 @@ def test_weights_of_a_class_of_their_own_run_in_their_dtype(caplog):
     found = fp8(given, SPECS[0])
     torch.testing.assert_close(found.as_subclass(torch.Tensor), exact(given, SPECS[0]).as_subclass(torch.Tensor))
     assert "w1 is of class Own" in caplog.text
+
+
+def test_a_list_that_is_turned_has_a_copy_of_its_own():
+    weight = Listed([[torch.randn(128, 128) for _ in range(2)]])
+    copies = [fp8_weights.quantized(w, None, "nk", "none", False, True) for w in (weight, weight.transpose(1, 2))]
+    plain, turned = (copy.q.float() for copy in copies)
+    assert torch.equal(plain, turned.transpose(1, 2))
