@@ -20,12 +20,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 PYTHONPATH="$PWD
 tiny="" short="" size="--device cuda --size wide" steps=40 several=8
 [ -z "${SMOKE:-}" ] || { tiny="--shrink 32 --device cpu --tokens 64" short="--layers 2 --new 4" size="--size tiny" steps=2 several=2; }
 
-# What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.
-running=
-end_with_it() {
-  trap 'trap "" TERM INT HUP; kill $running 2>/dev/null; wait; exit 143' TERM INT HUP
-}
-end_with_it
+. benchmarks/end_with_it.sh
 
 command_of() { # place, kind, models, layers
   use="python3 benchmarks/bench_use.py $tiny --models $3 --layers $4 --seconds 0.2 --json $out/$2_$1.json"

@@ -33,9 +33,7 @@ smoke=${SMOKE:+--smoke}
 large="--layers 4" few=8192 some=65536 many=$((65536 * gpus)) steps=300 swin=:swin-moe-b
 [ -z "$smoke" ] || { large="--shrink 32 --layers 2 --rounds 1" few=64 some=96 many=128 steps=3 swin=; }
 
-# What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.
-running=
-trap 'trap "" TERM INT HUP; kill $running 2>/dev/null; wait; exit 143' TERM INT HUP
+. benchmarks/end_with_it.sh
 
 launch() { # command, whose process is then $!
   "$@" &

@@ -26,12 +26,7 @@ export HEXA_FX_WAIT_FOR_KERNELS=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_T
 export HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
 export NCCL_NVLS_ENABLE=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 
-# What runs is ended with this script, which may run under a timeout of its caller's. A shell hears of signals only while it waits.
-running=
-end_with_it() {
-  trap 'trap "" TERM INT HUP; kill $running 2>/dev/null; wait; exit 143' TERM INT HUP
-}
-end_with_it
+. benchmarks/end_with_it.sh
 
 keep() { # what there is so far, in two files
   (cd "$work" && tar cf "$work/.tar_$1" $(ls | grep -E '^(swin_.*[.]json|log_.*)$') 2>/dev/null
