@@ -162,8 +162,8 @@ def _is_masked(operands: Iterable[Node]) -> bool:
 
 
 ON_DATA = (
-    "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or the decision "
-    "outside of the block, can be rewritten"
+    "the code takes a host decision (if, while, item()) on the data, or on random numbers, not on the routing; torch.where in its "
+    "place, or the decision outside of the block, can be rewritten"
 )
 _ON_EXPERTS = "the code takes a host decision (if, while, assert, item()) on what the experts computed"
 _EXACT = (
@@ -431,6 +431,8 @@ class Decisions:
     def _of_inputs(self, decision: Node, reads_inputs: bool, is_bool: bool) -> tuple[Verdict, str]:
         """On inputs beside the tokens, if on any; ``len(x)`` of a loop over rows is legitimate inside the experts alone."""
         behind = ancestors([decision])
+        if is_bool and any(map(draws, behind)):
+            return Verdict.REFUSED, ON_DATA
         floats = (n for n in behind if is_float(n) and n.op != "placeholder")
         if any(operation(user) not in ops.SIZES for n in floats for user in n.users if user in behind):
             return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")

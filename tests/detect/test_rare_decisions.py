@@ -215,3 +215,34 @@ class Looks(Mixture):
 def test_choices_by_which_no_expert_gets_tokens_are_of_the_data(way: str) -> None:
     (report,) = hexa_fx.explain(Looks(way).double(), torch.randn(9, D, dtype=torch.float64)).blocks
     assert ON_DATA in report.reason
+
+
+class Dropped(Mixture):
+    """Expert dropout: experts that are switched off at random, unless too few were left."""
+
+    def mix(self, x: torch.Tensor) -> Any:
+        off = torch.rand(E) < 0.05
+        if off.sum() > E - K:
+            off = torch.zeros_like(off)
+        weights, ids = self.router(x).masked_fill(off, float("-inf")).softmax(-1).topk(K, -1)
+        return weights, ids, self.chosen(x, weights, ids)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)[2]
+
+
+class AnyOf(Mixture):
+    """Random routing: whether an expert was drawn is a question of the routing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids, out = torch.randint(0, E, (len(x),)), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (ids == number).any():
+                out[ids == number] = expert(x[ids == number])
+        return out
+
+
+def test_a_decision_on_drawn_numbers_is_one_on_data() -> None:
+    x = torch.randn(9, D, dtype=torch.float64)
+    assert ON_DATA in hexa_fx.explain(Dropped().double(), x).blocks[0].reason
+    assert hexa_fx.explain(AnyOf().double(), x).rewritten
