@@ -207,13 +207,16 @@ class Specialiser:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.config, self.finish, self.written)
+        return _unpickled, (self.config, self.finish, self.reports, self.written)
 
 
 def _unpickled(
-    config: HexaConfig, finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock], written: frozenset[str]
+    config: HexaConfig,
+    finish: Callable[[RewrittenBlock, HexaConfig], RewrittenBlock],
+    reports: dict[str, BlockReport],
+    written: frozenset[str],
 ) -> Specialiser:
-    return Specialiser(config, finish, StructureCache(), {}, written)
+    return Specialiser(config, finish, StructureCache(), reports, written)
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -207,12 +207,13 @@ class RoutingEmitter:
         return call("masked_fill", (ids, unmarked, experts))
 
     def _by_expert(self, node: torch.fx.Node, source: RoutingSource, value: torch.Tensor) -> torch.fx.Node:
-        """A routing quantity as (T, E)."""
+        """A routing quantity as (T, E); of stacks that were cut, E is another number by now."""
         call, experts = self.graph.call_method, self.match.num_experts
         if source.reading == "token_expert":
             return node if value.dim() == 2 else call("reshape", (node, -1, experts))
         if source.reading == "expert_token":
-            return call("t", (call("reshape", (node, experts, -1)),))
+            is_matrix = value.dim() == 2 and value.shape[0] == experts and value.shape[1] > 1
+            return call("t", (node if is_matrix else call("reshape", (node, experts, -1)),))
         return call("reshape", (call("sum", (node, -1)), -1, experts))
 
 

@@ -216,3 +216,23 @@ def test_an_optimized_model_can_be_pickled() -> None:
     copied = pickle.loads(pickle.dumps(optimized))
     torch.testing.assert_close(copied(**example).logits, optimized(**example).logits)
     assert operators_run(copied, (), example)
+    before = copied.report.blocks[0].calls.rewritten
+    copied(**example)
+    assert copied.report.blocks[0].calls.rewritten > before
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "mixtral", "granitemoe"])
+def test_experts_that_are_cut_off_an_optimized_model(family: str) -> None:
+    """The number of experts is a size of stacks and of what the router gives."""
+    model, example = tiny_model(family)
+    optimized = hexa_fx.optimize_(copy.deepcopy(model), example, hexa_fx.HexaConfig(own_code_when_small=False))
+    for each in (model, optimized):
+        for module in each.modules():
+            for name, number in vars(module).items():
+                if name in ("num_experts", "num_local_experts", "out_features") and number == 8:
+                    setattr(module, name, 4)
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter[:4].detach().clone() if len(parameter) == 8 else parameter.data
+    for _ in range(2):
+        torch.testing.assert_close(optimized(**example).logits, model(**example).logits, rtol=1e-4, atol=1e-5)
+    assert operators_run(optimized, (), example)
