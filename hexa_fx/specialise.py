@@ -125,11 +125,12 @@ class Specialiser:
                 if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
                 self.cache.forget_runs()
-                if first and (analysis.rewritten is not None or not left):
+                if analysis.rewritten is not None:
+                    self._add(forward, analysis.rewritten)
+                if len(forward.specialisations) == 1 if analysis.rewritten is not None else first and not left:
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
-                    self._add(forward, analysis.rewritten)
                     return ""
                 reason = analysis.refusal.reason if analysis.refusal else ""
         except RankError:

@@ -203,15 +203,22 @@ class HexaForward(InPlace):
             InputError: it reads other weights under a name than one that is there.
         """
         module = self.module
-        if exchanged := [each for name in self.reads_under() if (each := vars(module)[name]).reads_exchanged()]:
-            self.specialisations = ()  # all were made of what is gone
-            for reader in exchanged:
-                reader.walk_anew()
+        other = {weight.name: weight for weight in block.packed}
+        for name in self.reads_under():
+            reader: WeightReader = vars(module)[name]
+            if reader.reads_exchanged() or (
+                reader.weight != other.get(name, reader.weight) and not self._takes_calls()
+            ):
+                self.specialisations = ()  # all were made of what is gone
+                del module.__dict__[name]
         module.__dict__.update(readers(module, block))
         made = Specialisation(module, block, self._own_original)
         made.look_anew(module)
         self.bind_added(made)
         self.specialisations, self._latest = (*self.specialisations, made), made
+
+    def _takes_calls(self) -> bool:
+        return any(each.why_not_now(self.module) is None for each in self.specialisations)
 
     def exchange(self, blocks: Sequence[RewrittenBlock], analyst: Analyst | None) -> None:
         """Takes what was made of the module anew for all that there is, and goes on counting."""

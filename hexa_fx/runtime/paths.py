@@ -60,10 +60,6 @@ class WeightReader:
         self.paths = tuple(tuple(path.split(".")) for part in self.weight.parts for path in part)
         self.see_through({})
 
-    def walk_anew(self) -> None:
-        """Reads the experts that are there now."""
-        self._bind(self.block)
-
     def see_through(self, bases: Mapping[int, nn.Module]) -> None:
         """Walks anew, and takes ``bases[id(module)]`` for a module that is there in place of a parameter's owner."""
         self._bases = bases
@@ -187,11 +183,14 @@ class WeightReader:
         return self._bases.get(id(owner), owner)
 
     def reads_exchanged(self) -> bool:
-        """Whether an expert was replaced since the weight was first read."""
+        """Whether an expert was replaced or taken out since the weight was first read."""
         if not self._ready:
             return False
-        with MOVING:
-            self._walk_again()
+        try:
+            with MOVING:
+                self._walk_again()
+        except GuardMiss:  # there are fewer now
+            return True
         return [parent.get(key) for parent, key in zip(self._parents, self._keys)] != self._children
 
     def _said_of_exchanged(self) -> str:

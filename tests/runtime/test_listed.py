@@ -251,6 +251,42 @@ def test_experts_that_are_no_longer_alike_are_left_to_the_original(change):
     assert type(outcomes[0]) is type(outcomes[1])
 
 
+def _without(model: Loop, gone: int) -> None:
+    del model.experts[gone]
+    model.gate.weight = nn.Parameter(torch.cat([model.gate.weight[:gone], model.gate.weight[gone + 1 :]]).detach())
+
+
+def _with_another(model: Loop) -> None:
+    model.experts.append(copy.deepcopy(model.experts[1]))
+    model.gate.weight = nn.Parameter(torch.cat([model.gate.weight, 2 * model.gate.weight[:1]]).detach())
+
+
+def _with_biases(model: Loop) -> None:
+    for expert in model.experts:
+        expert.up.bias = nn.Parameter(torch.ones(WIDTH).double())
+
+
+CHANGES: dict[str, tuple[Callable[[Loop], None], int]] = {
+    "the last is taken out": (lambda model: _without(model, len(model.experts) - 1), -1),
+    "one is taken out": (lambda model: _without(model, 4), -1),
+    "one is added": (_with_another, 1),
+    "they get biases": (_with_biases, 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_that_change_are_listed_anew(change: str) -> None:
+    """As often as it happens; and the report says how many there are."""
+    own, made, x = pair()
+    for times in range(1, 3):
+        made(x)
+        for model in (own, made):
+            CHANGES[change][0](model)
+        assert_trains_alike(own, made, x)
+        assert made.report.blocks[0].num_experts == E + times * CHANGES[change][1]
+        assert made.report.blocks[0].calls.kinds == 1
+
+
 def of_all(model: nn.Module) -> dict[str, int]:
     """Sizes of what a user saves or copies."""
 
