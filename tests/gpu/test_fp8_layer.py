@@ -235,6 +235,7 @@ def test_a_step_in_a_graph_sees_other_inputs_and_weights(spec: FfnSpec, recorded
     """Captured when it is played again already, or before it was planned; weights are quantised as a part of it."""
     layer = Layer(spec, bias=True)
     dy = torch.randn_like(layer.call().detach())
+    torch.cuda.synchronize()  # another stream reads the copies next
     with torch.cuda.stream(torch.cuda.Stream()):  # a leaf's gradient waits for the stream where it was first asked for
         for _ in range(3 if recorded else 1):
             layer.step(dy)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.cuda import choosing
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from hexa_fx.ops import direct, fp8_weights, library, moe_ffn_fp8
 from hexa_fx.ops.listed import Listed
 from tests.ops.reference import ROUTINGS
 from tests.ops.test_moe_ffn_sources import NAMES, route, static
@@ -116,6 +116,20 @@ def test_without_routing_weights_and_of_other_strides():
         "w2": given["w2"].transpose(1, 2).clone().transpose(1, 2),
     }
     compare(given, SPECS[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["FP8", "of another dtype"])
+def test_past_the_dispatcher_the_same(dtype):
+    given = layer(SPECS[0], dtype=dtype)
+
+    def run(given, spec):
+        return direct.moe_ffn_fp8(*(given[name] for name in OPERANDS), *static(spec), True)
+
+    expected = results(fp8, given, SPECS[0])
+    for name, value in results(run, given, SPECS[0]).items():
+        assert torch.equal(value, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(run(given, SPECS[0]), expected["y"])
 
 
 @pytest.mark.parametrize("operator", ["moe_ffn_fp8", "moe_ffn_fp8_forward"])
