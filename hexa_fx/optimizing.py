@@ -109,14 +109,17 @@ def at_first_call(
         model, graphs: to which what is found in a part is added.
         around: the data parallel wrapper that was optimized, if the model is inside of one.
     """
-    beside = None
-    if is_elsewhere(module):
-        let_go(module)
-    else:
-        beside = shadow_of(module, frozenset({*PUT_ON, "report", "graphs"}), own_forward)
-    part = replace(model, path=path)
+    part, beside = replace(model, path=path), None
     try:
-        with undisturbed(), collections_are_cheap(), compiled_as_python():
+        with (
+            undisturbed(),
+            collections_are_cheap(),
+            compiled_as_python(),
+        ):  # parameters of a shadow may want gradients, too
+            if is_elsewhere(module):
+                let_go(module)
+            else:
+                beside = shadow_of(module, frozenset({*PUT_ON, "report", "graphs"}), own_forward)
             found, made = analyse_and_install(module, Call(args, kwargs), config, ONE_DEVICE, beside, part)
     except Exception as error:
         why = f"its first call could not be analysed: {kind_and_line(error)}"

@@ -107,6 +107,19 @@ def test_weights_in_modules_that_are_never_called() -> None:
     assert counts(opt) == {"0": (2, 0)}
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_first_call_without_gradients_sees_biases_of_zero(mode: Any) -> None:
+    """As new ones are: nothing shows of them in a run, unless they are others in it."""
+    pytest.importorskip("transformers")
+    from hexa_fx.integrations.tiny_models import tiny_model
+
+    model: Any = hexa_fx.optimize(tiny_model("gpt_oss")[0], config=CONFIG)
+    with mode():
+        model(input_ids=IDS)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert set(counts(model).values()) == {(2, 0)}
+
+
 def test_a_branch_that_the_first_call_does_not_take() -> None:
     model, x = Branches(), torch.randn(6, D)
     opt = hexa_fx.optimize(model, config=CONFIG)

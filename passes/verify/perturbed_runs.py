@@ -84,7 +84,7 @@ def _masks(inputs: FreshInputs, module: nn.Module) -> Iterator[Perturbation]:
     args, kwargs = inputs.example(torch.float64)
     names = argument_names(module, args, kwargs)
     for number, (leaf, kind) in enumerate(zip(pytree.tree_leaves((args, kwargs)), inputs.kinds)):
-        if not isinstance(leaf, torch.Tensor) or not leaf.numel() or number == inputs.tokens_at():
+        if not isinstance(leaf, torch.Tensor) or not leaf.numel() or leaf.is_complex() or number == inputs.tokens_at():
             continue
         mask, integers = f"the mask {names[number]!r} drawn at random", kind in ("integer", "ids")
         leaf = leaf.detach()

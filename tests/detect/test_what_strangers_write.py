@@ -219,6 +219,21 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     rewritten(kind().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
 
 
+class Rotated(Mixture):
+    """Positions are complex numbers, as in Llama 4."""
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (D // 2, 2)))
+        return super().forward(torch.view_as_real(pairs * turns).flatten(-2))
+
+
+def test_an_argument_of_complex_numbers() -> None:
+    calls = [
+        (tokens(2, n), torch.polar(torch.ones(n, D // 2), torch.randn(n, D // 2)).to(torch.complex128)) for n in (7, 5)
+    ]
+    rewritten(Rotated().double(), *calls, train=False)
+
+
 @pytest.mark.parametrize(("listed", "dtype"), [(True, torch.int64), (False, torch.uint8)])
 def test_experts_from_a_table_by_the_tokens_ids(listed: bool, dtype: torch.dtype) -> None:
     """Another table is another routing: it is read in every call."""
