@@ -1,6 +1,7 @@
 """`hexa_fx.optimize_` with a mesh on unmodified transformers models: every strategy, every kind of capacities."""
 
 import copy
+import gc
 import io
 import pickle
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +29,9 @@ from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.errors import InputError, PlanError
+from hexa_fx.passes.partition import plan_layers
 from hexa_fx.passes.partition.plan_layers import PartitionConfig
+from hexa_fx.plan import LayerCost
 from tests.zoo.common import Looped
 
 pytest.importorskip("transformers")
@@ -121,6 +125,26 @@ def test_one_step_equals_one_process(name, strategy, capacities):
         if capacities == (3.0, 1.0):
             assert plan.layers[0].shards == (4, 20)
             assert plan.batch == (1, 4)
+
+
+def whole_experts_alive(rank, world, mode):
+    """Bytes of the experts' whole weights that are left; ``mode`` is what auto finds."""
+    model, ids = build("qwen3"), torch.randint(0, 40, (4, 6))
+    experts = [StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters() if ".experts." in name]
+    plan_layers.layer_cost = lambda *_, **__: (mode, LayerCost(0.0, 0.0))
+    hexa_fx.optimize_(model, {"input_ids": ids}, mesh=mesh_of(world), strategy="auto", capacities=None)
+    assert {layer.mode for layer in model.partition.plan.layers} == {mode}
+    gc.collect()
+    alive = sum(not storage.expired() for storage in experts)
+    model(input_ids=ids[2 * rank :][:2], labels=ids[2 * rank :][:2]).loss.backward()
+    model.partition.close()
+    return len(experts), alive
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "data_centric", "model_centric"])
+def test_nothing_holds_whole_experts(mode):
+    """The run that auto times puts back what was there before, and the session keeps what plans it anew."""
+    assert run(2, whole_experts_alive, mode) == [(4, 0), (4, 0)]
 
 
 def wrong_requests(rank, world):
