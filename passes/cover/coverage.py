@@ -39,10 +39,12 @@ def is_constant(node: Node) -> bool:
 def levels_out(node: Node) -> bool:
     """Whether it makes one number of different ones, as a weight over the sum of the chosen ones is 1 where one is chosen.
 
-    On other inputs, and in backward, it is more than that number.
+    On other inputs, and in backward, it is more than that number. The one weight of an expert's only token is none, unless it is 1.
     """
-    inputs = (record_of(n).value for n in node.all_input_nodes if is_float(n))
-    return _is_level(record_of(node).value) and any(
+    inputs, made = (record_of(n).value for n in node.all_input_nodes if is_float(n)), record_of(node).value
+    if made.numel() == 1 and not torch.allclose(made, torch.ones_like(made), rtol=_LEVEL, atol=0.0):
+        return False
+    return _is_level(made) and any(
         not _is_level(value) and not bool(((value == 0) | (value == 1)).all()) for value in inputs
     )
 

@@ -13,7 +13,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.isolation.size import batches
-from hexa_fx.operations import operation
+from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_scored
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, is_stack, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -147,9 +147,11 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
 
 
 def feature_size(node: torch.fx.Node) -> int:
-    """Size of the last dimension; a trailing 1 makes the value a column vector, whose features are the dimension before."""
+    """Size of the last dimension; a trailing 1 makes the value a column vector, whose features are the dimension before, unless a
+    linear layer gives it, as that of experts of one output does.
+    """
     shape = record_of(node).value.shape
-    return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 else shape[-1])
+    return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 and kind(node) != "linear" else shape[-1])
 
 
 _BATCH = 1 << 20
