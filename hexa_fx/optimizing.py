@@ -111,11 +111,8 @@ def at_first_call(
     """
     part, beside = replace(model, path=path), None
     try:
-        with (
-            undisturbed(),
-            collections_are_cheap(),
-            compiled_as_python(),
-        ):  # parameters of a shadow may want gradients, too
+        with undisturbed(), collections_are_cheap(), compiled_as_python():
+            # here, since the parameters of a shadow may want gradients, too
             if is_elsewhere(module):
                 let_go(module)
             else:

@@ -125,9 +125,11 @@ class Specialiser:
                 if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
                 self.cache.forget_runs()
+                is_said = first and not left
                 if analysis.rewritten is not None:
                     self._add(forward, analysis.rewritten)
-                if len(forward.specialisations) == 1 if analysis.rewritten is not None else first and not left:
+                    is_said = len(forward.specialisations) == 1
+                if is_said:
                     report = describe(analysis.placed_in(module), same_as, self._inspector)
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
