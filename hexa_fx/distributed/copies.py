@@ -2,12 +2,11 @@
 
 torch copies such tensors element by element, in bf16 2 bytes at a time. What lies one behind the other in both is copied in chunks
 of 16 bytes, the most that a thread moves; what has to be turned, in two such steps. On an H200, 201 MB of bf16 take 0.10 ms and not
-0.27, and turned 0.38 and not 0.93. What changes its type does so where its numbers lie one behind the other, a step of its own.
+0.27, and turned 0.38 and not 0.93.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,9 +17,6 @@ from torch import Tensor
 
 _CHUNK = torch.complex128
 """A type of 16 bytes. Its numbers are copied bit for bit."""
-
-_LEAST_CAST = 2**20
-"""Elements from which a step of their own is worth its launch."""
 
 Pair = tuple[Tensor, Tensor]
 """Where to copy, and from where. Views of other types and shapes, where copies are turned."""
@@ -34,14 +30,12 @@ class Copies:
         targets, sources: where to copy, and from where.
         turned: chunks change places and then the elements in them, which are near each other; or the other way round. The source,
             once its numbers lie one behind the other, is seen in the target's type and shape.
-        cast: large ones of another type.
         missing: targets without a source, which become zero.
     """
 
     targets: list[Tensor]
     sources: list[Tensor]
     turned: list[Pair]
-    cast: list[Pair]
     missing: list[Tensor]
 
     def run(self) -> None:
@@ -49,15 +43,13 @@ class Copies:
             torch._foreach_copy_(self.targets, self.sources)
         for target, source in self.turned:
             target.copy_(source.contiguous().view(target.dtype).view(target.shape))
-        for target, source in self.cast:
-            _cast(target, source)
         for target in self.missing:
             target.zero_()
 
 
 def copies_between(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> Copies:
     """The copies between tensors of which both are there. A source without a target is left out."""
-    found = Copies([], [], [], [], [])
+    found = Copies([], [], [], [])
     for target, source in zip(targets, sources):
         if target is None:
             continue
@@ -70,8 +62,6 @@ def copies_between(targets: Sequence[Tensor | None], sources: Sequence[Tensor | 
             found.turned.append((_elements(target), _chunks(source)))
         elif how == "to columns":
             found.turned.append((_chunks(target), _elements(source)))
-        elif how == "cast":
-            found.cast.append((target, source))
         else:
             found.targets.append(target.view(_CHUNK) if how == "in chunks" else target)
             found.sources.append(source.view(_CHUNK) if how == "in chunks" else source)
@@ -80,16 +70,14 @@ def copies_between(targets: Sequence[Tensor | None], sources: Sequence[Tensor | 
 
 Lies = tuple[torch.dtype, tuple[int, ...], int]
 """A tensor's type, strides and offset."""
-Way = Literal["by element", "in chunks", "to rows", "to columns", "cast"]
+Way = Literal["by element", "in chunks", "to rows", "to columns"]
 
 
 @lru_cache(maxsize=4096)
 def _way(shape: tuple[int, ...], target: Lies, source: Lies) -> Way:
     """How to copy (..., R, C). Cached, because the host asks it for every layer and step."""
-    if 0 in shape:
+    if target[0] != source[0] or 0 in shape:
         return "by element"
-    if target[0] != source[0]:
-        return "cast" if math.prod(shape) >= _LEAST_CAST else "by element"
     if _in_chunks(shape, *target) and _in_chunks(shape, *source):
         return "in chunks"
     if len(shape) < 3:
@@ -100,16 +88,6 @@ def _way(shape: tuple[int, ...], target: Lies, source: Lies) -> Way:
     if source[1][-1] == 1 != target[1][-1] and _in_chunks(turned_shape, target[0], turned_target, target[2]):
         return "to columns"
     return "by element"
-
-
-def _cast(target: Tensor, source: Tensor) -> None:
-    """By a third tensor, which lies as the one of them that has no gaps."""
-    if 1 + sum((n - 1) * step for n, step in zip(source.shape, source.stride())) == source.numel():
-        copies_between([target], [source.to(target.dtype)]).run()
-        return
-    between = torch.empty_like(target, dtype=source.dtype)
-    copies_between([between], [source]).run()
-    target.copy_(between)
 
 
 def _in_chunks(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int) -> bool:

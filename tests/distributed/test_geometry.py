@@ -70,18 +70,3 @@ def test_copies_in_chunks_keep_every_bit(dtype, across):
     ]
     copies.run()
     assert torch.equal(target.contiguous().view(torch.int16), bits)
-
-
-@pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_large_weights_of_another_type(layout):
-    """They become another type in a step of their own, on the way to rows and back."""
-    shape = ExpertShape(E, 640, 640, 3)
-    geometry = Geometry(shape, "concat", layout, layout, False)
-    whole = weights("concat", layout, layout, False, 640, 640)
-    local = tuple(whole.get(role) for role in ROLES)
-    rows = torch.empty(640, geometry.row, dtype=torch.bfloat16)
-    copies = geometry.packing(rows, local)
-    assert (len(copies.cast), len(copies.targets), len(copies.turned)) == (2, 0, 0)
-    copies.run()
-    for back, sent in zip(geometry.unpack(rows, torch.float32), local):
-        assert back is None or torch.equal(back, sent.bfloat16().float())
