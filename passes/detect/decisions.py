@@ -338,7 +338,7 @@ class Decisions:
 
     def _is_size_or_choice(self, node: Node) -> bool:
         made = node.args[0] if kind(node) == "getitem" else node
-        of_choice = isinstance(made, Node) and _choices(made) and node in self.chosen
+        of_choice = isinstance(made, Node) and ((_choices(made) and node in self.chosen) or node in self.routing)
         if (node.op.startswith("call") and operation(node) in ops.SIZES | _FILLED) or (
             of_choice and is_tensor(node) and not is_float(node)
         ):

@@ -102,6 +102,23 @@ class HashTable(nn.Module):
         return x + out
 
 
+class Signs(nn.Module):
+    """The signs of two projections say which of four experts: nothing but comparisons and sums makes the ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = experts(MLP, 4)
+        self.register_buffer("planes", torch.randn(D, 2, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bits, out = (x @ self.planes > 0).long(), torch.zeros_like(x)
+        leaf = 2 * bits[..., 0] + bits[..., 1]
+        for e, expert in enumerate(self.experts):
+            if (leaf == e).sum() > 0:
+                out[leaf == e] = expert(x[leaf == e])
+        return out
+
+
 def words_and_states(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Hidden states (batch, seq, D) and the tokens' words (batch, seq)."""
     (x,), kwargs = hidden_states(batch, seq, dtype, seed)
@@ -282,6 +299,7 @@ VARIANTS = (
     variant("sorted_pad_sequence", Padded, "pad_sequence and baddbmm, bias starts at zero"),
     variant("dense_lora_mixture", LoraMixture, "low-rank experts on one base layer"),
     variant("router_hash_table", HashTable, "the expert of every word in a buffer", inputs=words_and_states),
+    variant("router_signs", Signs, "ids made of comparisons"),
     variant("router_load_loss", LoadLoss, "noisy top-k, load loss by torch.distributions"),
     variant("router_warm_up", WarmUp, "condition on a buffer: asked again in every call"),
     variant("shape_pixels", Pixels, "images, every pixel a token", inputs=images),
