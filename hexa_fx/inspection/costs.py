@@ -31,6 +31,7 @@ from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.program import direct
 from hexa_fx.sources import linear4bit
+from hexa_fx.torch_private import without_autocast
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +193,8 @@ class _OneExpertStack(nn.Module):
         if linear4bit.is_four_bit(firsts[0]):
             self.weight: torch.Tensor = linear4bit.repeated(firsts, count)
             return
-        whole = torch.cat([first.detach() for first in firsts])
+        with without_autocast():  # to bf16 it refuses to join tensors in float16
+            whole = torch.cat([first.detach() for first in firsts])
         self.weight = nn.Parameter(whole.unsqueeze(0).expand(count, *whole.shape))
 
     def forward(self, top_k_index: torch.Tensor | None = None) -> torch.Tensor:

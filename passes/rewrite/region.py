@@ -29,6 +29,7 @@ from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
+from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _leads_on = ops.of("unique unique_consecutive sort msort cat stack")
 _leaves_out = ops.of("argsort eq ne lt le gt ge size numel nelement dim")
@@ -293,6 +294,8 @@ class RegionEmitter:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
+        if self._cast_to:
+            tokens = self.graph.call_method("to", (tokens, self._cast_to))
         index = self._routing.as_given(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
@@ -465,10 +468,23 @@ class RegionEmitter:
     def _dtype(self) -> torch.dtype:
         """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
         match, source = self.match, record_of(self.match.source).value.dtype
-        dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
+        dtype = (
+            record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else self._cast_to or source
+        )
         if match.passing is not None:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
+
+    @property
+    def _cast_to(self) -> torch.dtype | None:
+        """What code casts tokens to for experts whose weights have another dtype; None if it does not, or multiplies in a third."""
+        match = self.match
+        if isinstance(match.body, FreeBody) or _is_any_autocast_enabled():
+            return None
+        held, given = self.weights.dtype_of(match.body.gate.base), record_of(match.source).value.dtype
+        products = (product.node for run in match.instances for product in (*run.first, run.second))
+        alike = all(record_of(product).value.dtype == held for product in products)
+        return held if alike and held != given else None
 
     def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""

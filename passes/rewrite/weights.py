@@ -134,10 +134,16 @@ class WeightEmitter:
         node = self._read(name, known, 0)
         return node if self._dims(known[0]) == 2 else self.graph.call_method("flatten", (node, 1))
 
+    def dtype_of(self, base: str) -> torch.dtype:
+        """That experts' parameters have now."""
+        return self._first_of(base).dtype
+
     def _dims(self, base: str) -> int:
         """Of all experts' parameters, stacked."""
-        listed = self._groups.get(base)
-        return self.captured.tensor_of(listed[0] if listed else base).dim() + bool(listed)
+        return self._first_of(base).dim() + (base in self._groups)
+
+    def _first_of(self, base: str) -> torch.Tensor:
+        return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
     def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
         """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert."""
