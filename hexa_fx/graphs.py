@@ -18,11 +18,10 @@ from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Snapshots, Stage
-from hexa_fx.ir import FfnSpec, Refusal, RewrittenBlock
+from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside
-from hexa_fx.observers import muted
 from hexa_fx.passes.block_analysis import BlockAnalysis
-from hexa_fx.passes.lowering.lower import Lowered, lower
+from hexa_fx.passes.lowering.lower import Lowered
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 
 
@@ -33,8 +32,6 @@ class BlockGraphs:
     Args:
         captured: code of the recorded run (one routing, one size).
         rewritten: the block's new forward, with `hexa::moe_ffn` in it.
-        lowered: that node as expert-specific operators, forward and backward. None for experts of an unusual form, which
-            ``rewritten`` already holds as expert-specific operators.
         taken: the snapshots behind `stages`.
         path: the block's path in the model.
         facts: (name, value) pairs that describe the block.
@@ -43,7 +40,6 @@ class BlockGraphs:
 
     captured: str
     rewritten: torch.fx.GraphModule | str
-    lowered: Lowered | tuple[str, str] | None
     taken: Snapshots = field(default_factory=Snapshots)
     path: str = ""
     facts: tuple[tuple[str, str], ...] = ()
@@ -63,7 +59,6 @@ class BlockGraphs:
         return cls(
             alike.captured if alike else captured.code,
             alike.rewritten if alike else _readable(rewritten, captured.block),
-            alike.lowered if alike else _lowered(rewritten),
             inspector.with_partition(analysis.path, taken),
             analysis.path,
             facts.pairs() if facts else (),
@@ -79,6 +74,14 @@ class BlockGraphs:
     def case(self) -> FfnCase | None:
         """The call of `hexa::moe_ffn` with the example's sizes."""
         return self.taken.case
+
+    @property
+    def lowered(self) -> Lowered | None:
+        """That call as expert-specific operators, forward and backward.
+
+        None for experts of an unusual form, which ``rewritten`` already holds as expert-specific operators.
+        """
+        return self.case.lowered if self.case is not None else None
 
     def stage(self, name: str) -> Stage:
         """The snapshot after a pass, such as ``capture``, ``rewrite``, ``lower`` or ``lower_backward``."""
@@ -119,7 +122,7 @@ class BlockGraphs:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles graphs as text: they are only read, and operators do not pickle."""
-        return {**self.__dict__, "rewritten": self._rewritten_code, "lowered": self._lowered_code}
+        return {**self.__dict__, "rewritten": self._rewritten_code}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockGraphs:
         """As text too, so that a copied model does not keep the original's modules; what is only read is shared."""
@@ -131,19 +134,13 @@ class BlockGraphs:
 
     def __str__(self) -> str:
         text = f"# rewritten\n{self._rewritten_code}"
-        if self._lowered_code is not None:
-            text += "\n# lowered forward\n{}\n# lowered backward\n{}".format(*self._lowered_code)
+        if self.lowered is not None:
+            text += f"\n# lowered forward\n{self.lowered.forward.code}\n# lowered backward\n{self.lowered.backward.code}"
         return text
 
     @property
     def _rewritten_code(self) -> str:
         return self.rewritten if isinstance(self.rewritten, str) else self.rewritten.code
-
-    @property
-    def _lowered_code(self) -> tuple[str, str] | None:
-        if isinstance(self.lowered, Lowered):
-            return self.lowered.forward.code, self.lowered.backward.code
-        return self.lowered
 
 
 class Graphs(Mapping[str, BlockGraphs]):
@@ -288,13 +285,3 @@ def _shape_of(value: Any) -> Any:
         return value
     empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
-
-
-def _lowered(rewritten: RewrittenBlock) -> Lowered | None:
-    node = next((n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)), None)
-    if node is None:
-        return None
-    _, _, weights, _, b1, _, b3, _, b2 = node.args[:9]
-    given = [operand is not None for operand in (weights, b1, b3, b2)]
-    with muted():
-        return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])

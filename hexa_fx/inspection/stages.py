@@ -21,7 +21,7 @@ from hexa_fx.ops.program import FfnRequest
 from hexa_fx.ops.table_layers import OPERANDS
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, values_on_meta
-from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
+from hexa_fx.passes.lowering.lower import Lowered, lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 
 Direction = Literal["block", "forward", "backward"]
@@ -80,6 +80,12 @@ class FfnCase:
         They follow from the call alone, and are made when first looked at: that takes as long as other parts of the analysis.
         """
         return _lowered_stages(self)
+
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The operators' graphs, forward and backward, before any pass; made when first asked for, too."""
+        with muted():
+            return Lowered(lower_forward(self.request), lower_backward(self.request))
 
     @cached_property
     def work(self) -> tuple[int, int]:

@@ -12,10 +12,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import is_
-from types import FrameType, FunctionType, MappingProxyType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -329,6 +329,12 @@ _SIMPLE = (bool, int, float, str)
 _NOTHING = repeat(MISSING)
 
 
+@lru_cache(256)
+def _compiled(source: str) -> CodeType:
+    """Once for identical layers, and for the copies on which a block is verified: it takes longer than all else about a check."""
+    return compile(source, "<hexa_fx checks>", "exec")
+
+
 class _Names:
     """Names for the objects that a written function compares with."""
 
@@ -344,8 +350,7 @@ class _Names:
         return name
 
     def function(self, arguments: str, *lines: str) -> Callable[..., Any]:
-        source = "\n    ".join((f"def check({arguments}):", *lines))
-        exec(compile(source, "<hexa_fx checks>", "exec"), self.values)
+        exec(_compiled("\n    ".join((f"def check({arguments}):", *lines))), self.values)
         function: Callable[..., Any] = self.values.pop("check")
         return function
 
