@@ -135,7 +135,9 @@ class BlockGraphs:
     def __str__(self) -> str:
         text = f"# rewritten\n{self._rewritten_code}"
         if self.lowered is not None:
-            text += f"\n# lowered forward\n{self.lowered.forward.code}\n# lowered backward\n{self.lowered.backward.code}"
+            text += (
+                f"\n# lowered forward\n{self.lowered.forward.code}\n# lowered backward\n{self.lowered.backward.code}"
+            )
         return text
 
     @property

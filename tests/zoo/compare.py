@@ -122,14 +122,24 @@ def operators_run(
 
     Zero means that the original code ran, and a comparison says nothing.
     """
-    count = _CountHexa()
-    with _SharedResults():
-        copied = copy.deepcopy(model)
-    with torch.set_grad_enabled(gradients), torch.random.fork_rng():
-        copied(*args, **(kwargs or {}))
-        with count:
-            copied(*args, **(kwargs or {}))
-    return count.calls
+    return Counted(model).run(args, kwargs, gradients=gradients)
+
+
+class Counted:
+    """A copy of a model, of which several calls are counted: most of the time of `operators_run` goes into the copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        with _SharedResults():
+            self.copied = copy.deepcopy(model)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, gradients: bool = False) -> int:
+        """As `operators_run`, in the mode that the copy is in."""
+        count = _CountHexa()
+        with torch.set_grad_enabled(gradients), torch.random.fork_rng():
+            self.copied(*args, **(kwargs or {}))
+            with count:
+                self.copied(*args, **(kwargs or {}))
+        return count.calls
 
 
 class _SharedResults(TorchFunctionMode):
