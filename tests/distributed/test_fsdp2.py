@@ -243,13 +243,13 @@ def test_units_of_fsdp2_in_calls_that_nobody_foresaw() -> None:
         assert all("is a unit of FSDP2 inside of the block" in reason for reason in reasons)
 
 
-def mixed(rank: int, world: int, kind: str, strategy: str) -> Any:
-    """FSDP2 with mixed precision around experts that it does not have: they multiply in its dtype, too."""
-    mesh, x = init_device_mesh("cpu", (world,)), tokens(8, torch.float32)
-    model, whole = build(kind, torch.float32), build(kind, torch.float32)
+def mixed(rank: int, world: int, kind: str, strategy: str, policy: MixedPrecisionPolicy, dtype: torch.dtype) -> Any:
+    """FSDP2 around experts that it does not have: with mixed precision they multiply in its dtype, too."""
+    mesh, x = init_device_mesh("cpu", (world,)), tokens(8, dtype)
+    model, whole = build(kind, dtype), build(kind, dtype)
     config = PartitionConfig(tile=2, batch=8, data_parallel="mean")
     hexa_fx.optimize_(model, x, mesh=mesh, strategy=strategy, capacities=(1.0, 2.0), partition=config)
-    session, policy = model.partition, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    session = model.partition
     for net, ignored in ((model, expert_parameters(session)), (whole, None)):
         for layer in net:
             fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=ignored)
@@ -257,8 +257,8 @@ def mixed(rank: int, world: int, kind: str, strategy: str) -> Any:
     mine = split_batch(x, session.plan, rank)
     for _ in range(2):
         y, want = model(mine), whole(mine)
-        (y.float() ** 2).sum().backward()
-        (want.float() ** 2).sum().backward()
+        (y.to(dtype) ** 2).sum().backward()
+        (want.to(dtype) ** 2).sum().backward()
     gathers, found = session.cache.gathers, whole_of(model, session, lambda p: p.grad)
     pairs = [(y, want), *((found[name], p.grad.full_tensor()) for name, p in whole.named_parameters())]
     near = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
@@ -266,13 +266,21 @@ def mixed(rank: int, world: int, kind: str, strategy: str) -> Any:
     return near, y.dtype, {p.grad.dtype for p in model.parameters()}, gathers
 
 
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "tolerance"),
+    [(HALF, torch.float32, 0.02), (MixedPrecisionPolicy(), torch.float64, 1e-12)],
+    ids=["mixed", "exact"],
+)
 @pytest.mark.parametrize("kind", ["stacked", "listed"])
 @pytest.mark.parametrize("strategy", ["data", "model"])
-def test_mixed_precision_around_experts(kind: str, strategy: str) -> None:
-    for near, dtype, kinds, gathers in run(2, mixed, kind, strategy):
-        assert near < 0.02
-        assert dtype == torch.bfloat16
-        assert kinds == {torch.float32}
+def test_around_experts(kind: str, strategy: str, policy: Any, dtype: torch.dtype, tolerance: float) -> None:
+    for near, of_result, kinds, gathers in run(2, mixed, kind, strategy, policy, dtype):
+        assert near < tolerance
+        assert of_result == (policy.param_dtype or dtype)
+        assert kinds == {dtype}
         assert gathers <= (8 if strategy == "data" else 0)  # once a pass
 
 

@@ -242,22 +242,24 @@ def test_fsdp_on_gpus(strategy: str, capacities: str, tmp_path: Path) -> None:
             assert "largest difference" in output
 
 
-def ddp(rank: int, world: int, strategy: str) -> Any:
-    """DDP over all ranks for everything but the experts, whose replicas the session averages."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "hexa"))
-    model, whole, x = build("stacked"), build("stacked"), data(14)
+def ddp(rank: int, world: int, kind: str, strategy: str) -> Any:
+    """DDP over all ranks for everything but the experts, whose replicas, if there are any, the session averages."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "hexa"))
+    model, whole, x = build(kind), build(kind), data(14)
     config = PartitionConfig(tile=2, data_parallel="mean", batch=7)
     axes = {"mesh": mesh["hexa"], "data_mesh": mesh["data"]}
     hexa_fx.optimize_(model, x, CONFIG, **axes, strategy=strategy, capacities=EVEN, partition=config)
     session = model.partition
     ignore_in_ddp(model, session)
     wrapped = DistributedDataParallel(model)
-    mine = split_batch(x.split((9, 5))[rank // 2], session.plan, mesh["hexa"].get_local_rank())
+    replicas = x.split((9, 5)) if world > 2 else (x,)
+    mine = split_batch(replicas[rank // 2], session.plan, mesh["hexa"].get_local_rank())
 
     def step() -> Tensor:
         loss = weighted_loss(session, loss_of(wrapped, mine), len(mine))
         loss.backward()
-        sync_gradients(model, session, only_experts=True)
+        if world > 2:
+            sync_gradients(model, session, only_experts=True)
         return loss.detach() / world
 
     found = trained(rank, model, whole, x, step, session)
@@ -265,9 +267,17 @@ def ddp(rank: int, world: int, strategy: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["data", pytest.param("model", marks=pytest.mark.slow)])
-def test_ddp(strategy: str) -> None:
-    assert max(map(max, run(4, ddp, strategy))) < 1e-12
+@pytest.mark.parametrize(
+    ("world", "kind", "strategy"),
+    [
+        (4, "stacked", "data"),
+        (2, "listed", "data"),
+        (2, "listed", "model"),
+        pytest.param(4, "stacked", "model", marks=pytest.mark.slow),
+    ],
+)
+def test_ddp(world: int, kind: str, strategy: str) -> None:
+    assert max(map(max, run(world, ddp, kind, strategy))) < 1e-12
 
 
 def tensor_parallel(rank: int, world: int, strategy: str) -> Any:

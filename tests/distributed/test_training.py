@@ -10,7 +10,6 @@ from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, large
 from test_mesh import CONFIG, build, difference, loss_of
 from test_mesh import data as tokens
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -67,41 +66,6 @@ def test_clipping_by_largest_gradient():
     assert max(run(2, accumulate, make_plan(2, "h0", MODES["mixed"], THREE), float("inf"))) < 1e-10
 
 
-def wrapped(rank, world, plan, how):
-    model, whole = Net(THREE), Net(THREE)
-    installed = install(model, plan)
-    if how == "ddp":
-        ignore_in_ddp(model, installed.session)
-        run_model = DistributedDataParallel(model)
-    else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (world,))
-        experts = expert_parameters(installed.session)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, ignored_params=experts)
-        run_model = fully_shard(model, mesh=mesh, ignored_params=experts)
-    x, target = batch(sum(plan.batch))
-    mine = own(plan.batch, rank)
-    mean = ((run_model(x[mine]) - target[mine]) ** 2).mean()
-    weighted_loss(installed.session, mean, plan.batch[rank]).backward()
-    ((whole(x) - target) ** 2).mean().backward()
-    norm = clip_grad_norm_(model, installed.session, 1e9)
-    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
-    for p in model.parameters():
-        if isinstance(p.grad, DTensor):
-            full = p.grad.full_tensor()
-            p.grad = None
-            p.__dict__["whole_grad"] = full
-    pairs = [(norm, expected)]
-    names = dict(whole.named_parameters())
-    for name, p in model.named_parameters():
-        grad = p.__dict__.get("whole_grad", p.grad)
-        pairs.append((grad, cut(installed.session, name, names[name].grad)))
-    return largest(pairs)
-
-
 def wrapped_wrongly(rank, world, listed):
     """Of lists of experts, which are plain slices, the first forward says it; of DTensors torch does, or averages are said."""
     from test_mesh import CONFIG, EVEN, build, data
@@ -134,13 +98,6 @@ def wrapped_wrongly(rank, world, listed):
 @pytest.mark.parametrize("listed", [False, True])
 def test_wrappers_that_would_mix_slices(listed):
     run(2, wrapped_wrongly, listed)
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("mode", ["model", "data", "mixed"])
-def test_under_wrappers_that_average(how, mode):
-    plan = make_plan(2, "uneven", MODES[mode], THREE, slots=2, data_parallel="mean")
-    assert max(run(2, wrapped, plan, how)) < 1e-10
 
 
 def recomputed(rank, world, plan):
