@@ -277,9 +277,13 @@ class Kept:
 
     def added(self, edges: ReadEdges, ran: RanCode, recorder: Recorder) -> list[StoredValue]:
         """What is put into lists, deques and dicts, in order. That these are read for it alone is no condition."""
-        filled = [met for met in self._met.values() if type(met.value) in _KINDS and met.added and not met.otherwise]
+        kept = [met for met in self._met.values() if type(met.value) in _KINDS and not met.otherwise]
+        filled = [met for met in kept if met.added]
         ways = edges.ways({id(met.value) for met in filled})
         found: list[tuple[int, StoredValue]] = []
+        for met in kept:  # code that adds to it in other calls alone, as in train mode, asks for nothing of it either
+            if not met.added and _is_added_to(met.value, edges, ran):
+                edges.forget(met.value)
         for met in filled:
             if id(met.value) not in ways or not _has_results([value for *_, value in met.added]):
                 continue
@@ -325,6 +329,12 @@ class Kept:
             if (found and not found[0].is_global) or _has_results(new):
                 label = str(found[0]) if found else f"a {type(met.value).__name__}"
                 yield ChangedInPlace(label, frozenset(met.changed))
+
+
+def _is_added_to(value: Any, edges: ReadEdges, ran: RanCode) -> bool:
+    """Whether code came to a collection, and does nothing with it but add to it."""
+    came = [edge for edge in edges if edge.value is value and edge.scopes]
+    return bool(came) and all(ran.only_adds(scope, str(edge.key)) for edge in came for scope in edge.scopes)
 
 
 def _put(place: ContainerItem, value: Any, scope: str, recorder: Recorder) -> StoredValue:

@@ -5,7 +5,7 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -316,6 +316,30 @@ def test_one_loss_an_expert() -> None:
     assert _runs(optimized)
     block(tokens(5))
     torch.testing.assert_close(optimized.losses, block.losses)
+
+
+class OfItsClass(Mixture):
+    """Adds to lists of its class and of its Python module in train mode."""
+
+    losses: ClassVar[list[Any]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        if self.training:
+            self.losses.append(probs.square().sum())
+            OfItsClass.losses.append(probs.exp().sum())
+            LOSSES.append(out.square().sum())
+        return out
+
+
+def test_eval_asks_nothing_of_lists_that_training_adds_to() -> None:
+    block, x = OfItsClass().double(), tokens()
+    optimized = hexa_fx.optimize_(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    for step in range(1, 4):
+        optimized.train()(x)
+        optimized.eval()(x)
+        assert (len(OfItsClass.losses), len(LOSSES)) == (2 * step, step)
+    assert optimized.report.blocks[0].calls == (6, 0, {}, 2)
 
 
 class Drawing(nn.Module):
