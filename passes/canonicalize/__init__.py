@@ -33,6 +33,7 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     for node in captured.graph.nodes:
         _as_subscript(node)
         _as_usual_product(node)
+        _as_cast(node)
         _past_other_writes(node)
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
@@ -74,6 +75,16 @@ def _as_usual_product(node: torch.fx.Node) -> None:
         node.op, node.target = "call_function", torch.matmul
     elif operation(node) == "inner" and isinstance(second, torch.fx.Node) and record_of(second).value.dim() == 2:
         node.op, node.target = "call_function", linear
+
+
+def _as_cast(node: torch.fx.Node) -> None:
+    """Makes ``weight.type_as(rows)`` and ``weight.to(rows)`` casts to the dtype that rows have: no number of theirs is read."""
+    weight, like = node.args if len(node.args) == 2 and kind(node) in ("type_as", "to") else (None, None)
+    if not isinstance(weight, torch.fx.Node) or not isinstance(like, torch.fx.Node) or node.kwargs:
+        return
+    given, made = record_of(weight).value, record_of(node).value
+    if made.device == given.device and not any(n.op == "placeholder" for n in ancestors([weight])):
+        node.op, node.target, node.args = "call_method", "to", (weight, made.dtype)
 
 
 def _past_other_writes(node: torch.fx.Node) -> None:

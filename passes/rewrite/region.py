@@ -294,8 +294,7 @@ class RegionEmitter:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        if self._cast_to:
-            tokens = self.graph.call_method("to", (tokens, self._cast_to))
+        tokens = self._cast(tokens, record_of(match.source).value.dtype)
         index = self._routing.as_given(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
@@ -342,12 +341,14 @@ class RegionEmitter:
         index: torch.fx.Node,
         factor: torch.fx.Node | None,
     ) -> torch.fx.Node:
-        operands = self.weights.emit(body)
+        operands, held = self.weights.emit(body), self.weights.dtype_of(body.gate.base)
+        given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
+        weights = tuple(node if node is None else self._cast(node, held) for node in given)
         static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(
             torch.ops.hexa.moe_ffn.default,
-            (tokens, index, factor, operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
+            (tokens, index, factor, *weights)
             + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
@@ -469,22 +470,28 @@ class RegionEmitter:
         """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
         match, source = self.match, record_of(self.match.source).value.dtype
         dtype = (
-            record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else self._cast_to or source
+            record_of(match.body.output).value.dtype
+            if isinstance(match.body, FreeBody)
+            else self._multiplied_in or source
         )
         if match.passing is not None:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
 
-    @property
-    def _cast_to(self) -> torch.dtype | None:
-        """What code casts tokens to for experts whose weights have another dtype; None if it does not, or multiplies in a third."""
-        match = self.match
-        if isinstance(match.body, FreeBody) or _is_any_autocast_enabled():
+    @functools.cached_property
+    def _multiplied_in(self) -> torch.dtype | None:
+        """The dtype of all of the experts' products, by the casts that the code makes; None if it is not one."""
+        if not isinstance(self.match.body, ExpertBody) or _is_any_autocast_enabled():
             return None
-        held, given = self.weights.dtype_of(match.body.gate.base), record_of(match.source).value.dtype
-        products = (product.node for run in match.instances for product in (*run.first, run.second))
-        alike = all(record_of(product).value.dtype == held for product in products)
-        return held if alike and held != given else None
+        products = (product for run in self.match.instances for product in (*run.first, run.second))
+        found = {record_of(product.data).value.dtype for product in products}
+        return found.pop() if len(found) == 1 else None
+
+    def _cast(self, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        """What has this dtype, in that of the products."""
+        if self._multiplied_in in (None, dtype):
+            return node
+        return self.graph.call_method("to", (node, self._multiplied_in))
 
     def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
