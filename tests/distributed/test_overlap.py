@@ -54,15 +54,6 @@ def test_gathers_start_as_soon_as_their_slot_is_free(slots):
     assert report.critical_path
 
 
-def test_two_slots_leave_more_between_start_and_use():
-    between = {}
-    for slots in (1, 2):
-        graph, _ = whole_graph("data", slots)
-        overlap(graph, slots)
-        between[slots] = positions(graph, nodes.cache_gather)[-1] - positions(graph, nodes.cache_prefetch)[-1]
-    assert between[2] > between[1]
-
-
 def test_tokens_travel_while_the_router_runs():
     graph, _ = whole_graph("model", 1)
     before = names(graph)

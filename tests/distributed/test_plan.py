@@ -181,6 +181,7 @@ def test_every_field_changes_the_fingerprint():
         ({"layers": (LayerPlan("a", "expert", SHAPE, (128, 128)),)}, "neither"),
         ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 128)),) * 2}, "repeat"),
         ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 128), bias_owner=2),)}, "no rank"),
+        ({"grad_dtype": "half"}, "grad_dtype"),
     ],
 )
 def test_impossible_plans_are_refused(change, says):

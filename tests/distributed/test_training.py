@@ -186,11 +186,6 @@ def test_weight_gradients_may_be_summed_in_the_autocast_dtype():
         assert half * 2 == all_bytes > 0
 
 
-def test_a_plan_names_a_known_grad_dtype():
-    with pytest.raises(PlanError, match="grad_dtype"):
-        make_plan(2, "even", MODES["data"], THREE, grad_dtype="half")
-
-
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("grad_dtype", ["parameter", "compute"])
 def test_autocast_gathers_in_its_dtype_and_reduces_in_the_one_planned(mode, grad_dtype):
