@@ -85,6 +85,14 @@ class ScaledExpert(MLP):
         return self.gain * super().forward(x) * self.gamma
 
 
+class CastedExpert(SwiGLU):
+    """Weights are kept in one dtype and multiplied in that of the tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (each.weight.type_as(x) for each in (self.gate_proj, self.up_proj, self.down_proj))
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
 class ResidualExpert(MLP):
     """The routing weights scale x too."""
 
@@ -314,6 +322,7 @@ VARIANTS = (
     variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
     variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert),
     variant("body_residual", Mixture, "x + f(x) inside the expert", make_expert=ResidualExpert),
+    variant("body_casted_weights", Mixture, "weights cast to the dtype of the tokens", make_expert=CastedExpert),
     variant("body_three_layers", Mixture, "three linear layers", make_expert=three_layers),
     variant("body_one_linear", Mixture, "one linear layer", make_expert=nn.Linear, in_features=D, out_features=D),
     variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
