@@ -126,7 +126,7 @@ BEST = _row("topk argmax sort argsort multinomial")
 CHOICES = BEST | {"argmin"}
 BY_INDEX = _row(
     "msort one_hot gumbel_softmax kthvalue max min cummax median mode nonzero argwhere bucketize searchsorted randint randperm "
-    "remainder long int",
+    "remainder",
     CHOICES,
 )
 FINDS = _row("nonzero where unique unique_consecutive masked_select argwhere")

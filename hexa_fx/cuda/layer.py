@@ -108,15 +108,13 @@ def _call_forward(name: str, sizes: Sizes, general: General, *given: Any) -> Any
     return _call(name, general, args, args, *sizes(args))
 
 
-def _call_backward(name: str, of_h: int, sizes: Sizes, general: General, *given: Any) -> Any:
-    """of_h: the number of h among the operands."""
+def _call_backward(name: str, read: Sizes, general: General, *given: Any) -> Any:
     args = readable(given)
-    v, w1 = sizes(args)
+    v, w1, h = read(args)
     if not _is_small(v, w1):
         return general(*args)  # before anything else refers to h, which is freed on the way
-    h = args[of_h]
     in_list = isinstance(h, list)
-    flat = (*args[:of_h], h[0], *args[of_h + 1 :]) if in_list else args
+    flat = tuple(h[0] if each is h else each for each in args) if in_list else args
     found = _call(name, general, args, flat, v, w1)
     if in_list:
         h.clear()
@@ -132,8 +130,8 @@ for _layer in _LAYERS:
     for _end in ("", "_forward"):
         _name = _layer.name + _end
         LAYERS[_name] = partial(_call_forward, _name, _layer.record.pick("top_k_index", "w1"))
-    _name, _record = f"{_layer.name}_backward", _layer.gradients
-    LAYERS[_name] = partial(_call_backward, _name, _record._fields.index("h"), _record.pick("v", "w1"))
+    _name = f"{_layer.name}_backward"
+    LAYERS[_name] = partial(_call_backward, _name, _layer.gradients.pick("v", "w1", "h"))
 
 
 def _is_small(slots: Tensor, w1: Tensor) -> bool:

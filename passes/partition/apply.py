@@ -80,9 +80,8 @@ def apply_partition(
     _put_in(model, installed, caller)
     shard_blocks(model, installed.session, installed.fsdp, mesh)
     wanted = replace(wanted, config=replace(config, batch=sum(plan.batch)))
-    caller = replace(
-        caller, example=None
-    )  # it holds the state that it puts back: whole weights, which FSDP2 has exchanged
+    # The timed run holds the state that it puts back: whole weights, which FSDP2 has exchanged.
+    caller = replace(caller, example=None)
     installed.session.replanner = _Replanner(tuple(blocks), installed.layers, wanted, caller)
     return installed.session
 

@@ -481,7 +481,10 @@ class RegionEmitter:
     @functools.cached_property
     def _multiplied_in(self) -> torch.dtype | None:
         """The dtype of all of the experts' products, by the casts that the code makes; None if it is not one."""
-        if not isinstance(self.match.body, ExpertBody) or _is_any_autocast_enabled():
+        body = self.match.body
+        if not isinstance(body, ExpertBody) or _is_any_autocast_enabled():
+            return None
+        if not self.weights.dtype_of(body.gate.base).is_floating_point:  # codes, which are multiplied as they are
             return None
         products = (product for run in self.match.instances for product in (*run.first, run.second))
         found = {record_of(product.data).value.dtype for product in products}
