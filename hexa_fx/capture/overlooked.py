@@ -21,8 +21,8 @@ from hexa_fx.isolation.module_tree import inside
 
 UNCHOSEN = (
     "nothing in torch chooses among its experts by an index: every token gets a mixture of all of them (a dense or soft mixture), "
-    "a comparison decides how many it gets, or each expert is given slots or rows by their place; a block is rewritten if topk or "
-    "argmax chooses as many for every token"
+    "a comparison decides how many it gets, Python chooses for all tokens alike (by a key, perhaps), or each expert is given slots "
+    "or rows by their place; a block is rewritten if topk or argmax chooses as many for every token"
 )
 INTEGERS = (
     "its experts' weights are integers in buffers ({}), which have no gradient and cannot be read as matrices; a block is "

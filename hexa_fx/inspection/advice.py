@@ -71,8 +71,8 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("not combined", "do not come together", "collects the expert outputs", "host loop or branch on data is left"),
         "Sum every token's weighted expert outputs into one tensor with a row a token, e.g. out.index_add_(0,"
-        " token, weight * y), and do "
-        "the rest on that tensor.",
+        " token, weight * y), and do the rest on that tensor; for each of several gates, run the experts on the tokens that it "
+        "gives them.",
     ),
     (
         ("keeps a result on the module", "compute on the module"),

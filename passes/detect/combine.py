@@ -36,7 +36,10 @@ _FACTORS = (1.0, -1.0, 64.0)
 
 _keeps_numbers = ops.of("view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after")
 
-APART = "expert outputs do not come together in one tensor with a row for every token"
+APART = (
+    "expert outputs do not come together in one sum with a row for every token: they stay apart, are used beside it, or are summed "
+    "up several times (for the gate of each task, perhaps)"
+)
 
 PADDED = (
     "the code adds rows to the tokens (up to a multiple, perhaps), which are alike, so that it cannot be seen where each "

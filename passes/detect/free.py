@@ -8,6 +8,7 @@ draws what the original would, expert after expert, each for its rows in the ori
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,11 @@ INSIDE = (
     "dropout is active inside the experts, and its random numbers depend on the order experts run in; it is rewritten where code "
     "runs them one after the other, each once and on its own tokens in their order; with probability 0 the block is "
     "rewritten in this mode too"
+)
+
+_SHARED = (
+    "the experts' weights are made of parameters that do not all have a part for each expert ({} does not); a weight has to be one "
+    "parameter, or a part of one"
 )
 
 
@@ -161,15 +167,17 @@ class _FreeSearch:
 
     def _experts(self) -> int:
         """Number of experts in the parameters that the runs read."""
-        counts = set()
+        counts = {}
         for node in self.runs.readers:
             for operand in node.all_input_nodes:
                 for base in self.tags[operand].bases if self.tags[operand].experts else ():
                     stored = self.weights.table(base)
-                    counts.add(0 if stored is None else len(stored[1]))
-        if len(counts) != 1:
-            raise Refuse("the experts' parameters are of different numbers of experts", self.runs.readers[0])
-        return counts.pop()
+                    counts[base] = 0 if stored is None else len(stored[1])
+        if len(set(counts.values())) != 1:
+            usual = statistics.mode(counts.values())
+            odd = sorted(base for base, count in counts.items() if count != usual)
+            raise Refuse(_SHARED.format(", ".join(odd)), self.runs.readers[0])
+        return counts.popitem()[1]
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

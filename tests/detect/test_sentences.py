@@ -113,9 +113,37 @@ class Groups(Mixture):
         return out.view(x.shape)
 
 
+class SeveralGates(Mixture):
+    """All experts on every token once, of which a sparse gate of each task sums up its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, summed = torch.stack([expert(x) for expert in self.experts]), []
+        for scores in (self.gate.weight(x), -self.gate.weight(x)):
+            weights, index = scores.topk(2)
+            summed.append(
+                torch.einsum("...e,e...d->...d", torch.zeros_like(scores).scatter(-1, index, weights), outputs)
+            )
+        return torch.cat(summed, -1)
+
+
+class SharedFactor(Mixture):
+    """A matrix of all experts is a factor of each expert's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(E, D, D))
+
+    def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
+        return self.experts[e](F.linear(rows, self.shared * self.own[e]))
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (
+            SharedFactor,
+            "parameters that do not all have a part for each expert (shared does not); a weight has to be one",
+        ),
         (GateAndUp, "an expert's part of first has more than two dimensions"),
         (Convolutions, "its experts are convolutions (conv1d)"),
         (Threshold, "each is given 1 to 3 experts here, perhaps by a comparison"),
@@ -133,6 +161,25 @@ def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said
     assert block.location is not None
     assert __file__.endswith(block.location.file.rpartition("/")[2])
     assert not advice(block.reason)  # it says so itself
+
+
+class ByKey(Mixture):
+    """One expert for all tokens."""
+
+    def forward(self, x: torch.Tensor, number: str = "1") -> torch.Tensor:
+        return x + self.experts._modules[number](self.gate.weight(x) @ self.gate.weight.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (SeveralGates, "or are summed up several times (for the gate of each task, perhaps)"),
+        (ByKey, "Python chooses for all tokens alike (by a key, perhaps)"),
+    ],
+)
+def test_what_is_said_of_experts_that_no_routing_is_read_of(kind: type[nn.Module], said: str) -> None:
+    (block,) = hexa_fx.explain(kind().double(), tokens(2, 7)).blocks
+    assert said in block.reason
 
 
 class Centred(Mixture):
