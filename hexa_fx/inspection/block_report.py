@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -164,7 +165,17 @@ class BlockReport:
     @property
     def sizes(self) -> str:
         """``E=8 k=2 D=64 I=256``."""
-        return f"E={self.num_experts} k={self.top_k} D={self.hidden_size} I={self.intermediate_size}"
+        return f"E={self.experts_now} k={self.top_k} D={self.hidden_size} I={self.intermediate_size}"
+
+    @property
+    def experts_now(self) -> int:
+        """How many experts there are, which some may have been cut off from by now."""
+        if self.forward is not None and self.weights == "stacked" and self.devices == 1:
+            with suppress(AttributeError, ReferenceError):  # under an adapter; of a model that is gone
+                read = (name for made in self.forward.specialisations for name in made.matrices)
+                found = [self.forward.module.get_parameter(name) for name in read]
+                return next((len(stack) for stack in found if stack.dim() == 3), self.num_experts)
+        return self.num_experts
 
     @property
     def advice(self) -> str:
@@ -187,6 +198,7 @@ class BlockReport:
         """Plain values, for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
+        found["num_experts"] = self.experts_now
         found["advice"], found["now"], found["packed"] = self.advice, self.now, self.packed
         found["calls"] = {**self.calls._asdict(), "own": dict(self.calls.own)}
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]

@@ -236,3 +236,4 @@ def test_experts_that_are_cut_off_an_optimized_model(family: str) -> None:
     for _ in range(2):
         torch.testing.assert_close(optimized(**example).logits, model(**example).logits, rtol=1e-4, atol=1e-5)
     assert operators_run(optimized, (), example)
+    assert all("E=4 " in block.sizes and block.as_dict()["num_experts"] == 4 for block in optimized.report.blocks)
