@@ -83,7 +83,7 @@ def _as_cast(node: torch.fx.Node) -> None:
     if not isinstance(weight, torch.fx.Node) or not isinstance(like, torch.fx.Node) or node.kwargs:
         return
     given, made = record_of(weight).value, record_of(node).value
-    if made.device == given.device and not any(n.op == "placeholder" for n in ancestors([weight])):
+    if made.device == given.device and _is_weight(weight):
         node.op, node.target, node.args = "call_method", "to", (weight, made.dtype)
 
 
@@ -149,7 +149,7 @@ def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], re
 
 def _is_weight(node: torch.fx.Node) -> bool:
     """Whether it is computed from parameters alone, or is those parts of one that ids choose."""
-    while operation(node) == "getitem" and isinstance(node.args[0], torch.fx.Node):
+    while (operation(node) == "getitem" or ops.casts(node)) and isinstance(node.args[0], torch.fx.Node):
         node = node.args[0]
     return not any(n.op == "placeholder" for n in ancestors([node]))
 

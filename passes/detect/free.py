@@ -59,11 +59,6 @@ INSIDE = (
     "rewritten in this mode too"
 )
 
-_SHARED = (
-    "the experts' weights are made of parameters that do not all have a part for each expert ({} does not); a weight has to be one "
-    "parameter, or a part of one"
-)
-
 
 class NotFree(Exception):
     """The block does not run experts one at a time, or not all alike, so the refusal of the standard form stands."""
@@ -168,16 +163,18 @@ class _FreeSearch:
     def _experts(self) -> int:
         """Number of experts in the parameters that the runs read."""
         counts = {}
-        for node in self.runs.readers:
-            for operand in node.all_input_nodes:
-                for base in self.tags[operand].bases if self.tags[operand].experts else ():
-                    stored = self.weights.table(base)
-                    counts[base] = 0 if stored is None else len(stored[1])
-        if len(set(counts.values())) != 1:
-            usual = statistics.mode(counts.values())
-            odd = sorted(base for base, count in counts.items() if count != usual)
-            raise Refuse(_SHARED.format(", ".join(odd)), self.runs.readers[0])
-        return counts.popitem()[1]
+        for operand in (operand for node in self.runs.readers for operand in node.all_input_nodes):
+            for base in self.tags[operand].bases if self.tags[operand].experts else ():
+                stored = self.weights.table(base)
+                counts[base] = 0 if stored is None else len(stored[1])
+        usual = statistics.mode(counts.values())
+        if odd := sorted(base for base, count in counts.items() if count != usual):
+            raise Refuse(
+                "the experts' weights are made of parameters that do not all have a part for each expert "
+                f"({', '.join(odd)} does not); a weight has to be one parameter, or a part of one",
+                self.runs.readers[0],
+            )
+        return usual
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

@@ -341,9 +341,11 @@ class RegionEmitter:
         index: torch.fx.Node,
         factor: torch.fx.Node | None,
     ) -> torch.fx.Node:
-        operands, held = self.weights.emit(body), self.weights.dtype_of(body.gate.base)
+        operands, up = self.weights.emit(body), None if body.up is None else body.up.base
         given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
-        weights = tuple(node if node is None else self._cast(node, held) for node in given)
+        bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
+        held = (base and self.weights.dtype_of(base) for base in bases)
+        weights = tuple(node and dtype and self._cast(node, dtype) for node, dtype in zip(given, held))
         static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(
@@ -480,7 +482,7 @@ class RegionEmitter:
 
     @functools.cached_property
     def _multiplied_in(self) -> torch.dtype | None:
-        """The dtype of all of the experts' products, by the casts that the code makes; None if it is not one."""
+        """The dtype of all of the experts' products, by the casts that the code makes; None if it is not one, or sums are wider."""
         body = self.match.body
         if not isinstance(body, ExpertBody) or _is_any_autocast_enabled():
             return None
@@ -488,7 +490,8 @@ class RegionEmitter:
             return None
         products = (product for run in self.match.instances for product in (*run.first, run.second))
         found = {record_of(product.data).value.dtype for product in products}
-        return found.pop() if len(found) == 1 else None
+        biases = filter(None, (body.gate_bias, body.up_bias, body.down_bias))
+        return found.pop() if len(found) == 1 and all(self.weights.is_in(base, *found) for base in biases) else None
 
     def _cast(self, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
         """What has this dtype, in that of the products."""

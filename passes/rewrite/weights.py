@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock
+from hexa_fx import operations as ops
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import Glu, Layout, PackedWeight
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.detect.stacks import Part, Stack, packed_shape, slice_of
 from hexa_fx.passes.detect.tags import expert_groups
 
@@ -137,6 +139,15 @@ class WeightEmitter:
     def dtype_of(self, base: str) -> torch.dtype:
         """That experts' parameters have now."""
         return self._first_of(base).dtype
+
+    def is_in(self, base: str, dtype: torch.dtype) -> bool:
+        """Whether the code has experts' parameters in this dtype, or their own holds no number that this one does not."""
+        roots = self.captured.graph.find_nodes(op="get_attr", target=self._groups.get(base, (base,))[0])
+        read = descendants(
+            roots, lambda n: not (n in roots or ops.views(n) or ops.casts(n) or ops.kind(n) == "getitem")
+        )
+        casts = {record_of(node).value.dtype for node in read if ops.casts(node)}
+        return dtype in casts or torch.promote_types(self.dtype_of(base), dtype) == dtype
 
     def _dims(self, base: str) -> int:
         """Of all experts' parameters, stacked."""

@@ -236,3 +236,58 @@ def test_products_of_several_dtypes_are_left_alone() -> None:
     (found,) = hexa_fx.optimize(block, x).report.blocks
     assert found.status == "refused"
     assert "rounds to fewer bits" in found.reason
+
+
+class Biased(OtherDtype):
+    """Casts weights of a dtype each for its tokens, and adds biases that it casts, or leaves as they are if they are ``wide``."""
+
+    def __init__(self, tokens: torch.dtype, up: torch.dtype, down: torch.dtype, bias: torch.dtype, wide: bool) -> None:
+        super().__init__("weights", tokens, up)
+        self.down, self.wide = nn.Parameter(self.down.detach().to(down)), wide
+        self.bias = nn.Parameter(torch.randn(EXPERTS, 16).to(bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number in range(EXPERTS):
+            token, slot = (ids == number).nonzero(as_tuple=True)
+            bias = self.bias[number] if self.wide else self.bias[number].to(x.dtype)
+            inner = (F.linear(x[token], self.up[number].to(x.dtype)) + bias).relu()
+            rows = F.linear(inner.to(x.dtype), self.down[number].type_as(x))
+            out.index_add_(0, token, rows * weights[token, slot, None])
+        return out
+
+
+LONG, SHORT = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "up", "down", "bias", "wide", "status"),
+    [
+        (LONG, LONG, SHORT, SHORT, False, "rewritten"),
+        (LONG, SHORT, LONG, SHORT, True, "rewritten"),
+        (SHORT, LONG, SHORT, LONG, False, "rewritten"),
+        (SHORT, SHORT, SHORT, LONG, True, "refused"),  # sums in float32, of products in bf16
+    ],
+)
+def test_each_parameter_has_a_dtype_of_its_own(
+    tokens: torch.dtype, up: torch.dtype, down: torch.dtype, bias: torch.dtype, wide: bool, status: str
+) -> None:
+    block, x = Biased(tokens, up, down, bias, wide), torch.randn(40, D, dtype=tokens)
+    optimized = hexa_fx.optimize(block, x)
+    assert [found.status for found in optimized.report.blocks] == [status]
+    limit = MANY if tokens == LONG else FEW
+    torch.testing.assert_close(optimized(x), block(x), rtol=limit, atol=limit)
+
+
+def test_weights_are_cast_after_they_were_gathered() -> None:
+    class Gathered(OtherDtype):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, ids = self.router(x).softmax(-1).topk(2, -1)
+            inner = torch.einsum("td,tkid->tki", x, self.up[ids].type_as(x)).relu()
+            return torch.einsum("tki,tkdi,tk->td", inner, self.down[ids].type_as(x), weights)
+
+    block, x = Gathered("weights", LONG, SHORT), torch.randn(40, D)
+    optimized = hexa_fx.optimize(block, x)
+    assert optimized.report.rewritten, str(optimized.report)
+    torch.testing.assert_close(optimized(x), block(x))
