@@ -93,7 +93,7 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Own
     made = forward.specialisations
     if not all(each.matrices for each in made):
         raise InputError(
-            f"{path or 'the block'} reads its experts' weights through other operations (a slice, a reshape, a factor); "
+            f"{path or 'the block'} reads its experts' weights through other operations (a slice, a cast, a factor); "
             "quantize_experts_ packs weights that are multiplied as they are"
         )
     layouts = {name: layout for each in made for name, layout in each.matrices.items()}
