@@ -80,7 +80,7 @@ def _as_usual_product(node: torch.fx.Node) -> None:
 def _as_cast(node: torch.fx.Node) -> None:
     """Makes ``weight.type_as(rows)`` and ``weight.to(rows)`` casts to the dtype that rows have: no number of theirs is read."""
     weight, like = node.args if len(node.args) == 2 and kind(node) in ("type_as", "to") else (None, None)
-    if not isinstance(weight, torch.fx.Node) or not isinstance(like, torch.fx.Node) or node.kwargs:
+    if not isinstance(weight, torch.fx.Node) or not isinstance(like, torch.fx.Node):
         return
     given, made = record_of(weight).value, record_of(node).value
     if made.device == given.device and _is_weight(weight):
