@@ -80,12 +80,9 @@ def _way(shape: tuple[int, ...], target: Lies, source: Lies) -> Way:
         return "by element"
     if _in_chunks(shape, *target) and _in_chunks(shape, *source):
         return "in chunks"
-    if len(shape) < 3:
-        return "by element"
-    turned_shape, turned_target, turned_source = _transposed(shape), _transposed(target[1]), _transposed(source[1])
-    if target[1][-1] == 1 != source[1][-1] and _in_chunks(turned_shape, source[0], turned_source, source[2]):
+    if target[1][-1] == 1 != source[1][-1] and _in_columns(shape, *source):
         return "to rows"
-    if source[1][-1] == 1 != target[1][-1] and _in_chunks(turned_shape, target[0], turned_target, target[2]):
+    if source[1][-1] == 1 != target[1][-1] and _in_columns(shape, *target):
         return "to columns"
     return "by element"
 
@@ -97,9 +94,10 @@ def _in_chunks(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, .
     return last == 1 and not any(at % each for at in (*steps, shape[-1], offset))
 
 
-def _transposed(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    *first, rows, columns = sizes
-    return (*first, columns, rows)
+def _in_columns(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...], offset: int) -> bool:
+    """The same of the dimension before the last."""
+    turned = [(*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, strides)]
+    return len(shape) > 2 and _in_chunks(turned[0], dtype, turned[1], offset)
 
 
 def _chunks(tensor: Tensor) -> Tensor:
