@@ -13,6 +13,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         ("rounds to fewer bits",),
         "Run the whole block in the precision that it rounds to, by a cast of the model or under torch.autocast.",
     ),
+    (("casts between the dtypes",), "Hold the experts' parameters in the dtype that they multiply and add in."),
     (
         ("hexa_fx itself failed", "differs from the original", "gives other numbers than hexa_fx reads"),
         f"{_SAFE} Please report it with what HEXA_FX_DUMP_DIR=folder writes.",

@@ -48,6 +48,7 @@ from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss, RoutingMiss
 from hexa_fx.torch_private import _is_any_autocast_enabled
 
 FEWER_BITS = "on the way the block rounds to fewer bits than its inputs have"
+_CASTS = "the code casts between the dtypes of its tensors in a way that is not followed"
 _CLOSE = 2e-5
 """Relative to a tensor's scale: what a cast to 16 bits loses is more, and what 32 bits lose is less, but where numbers cancel."""
 
@@ -285,7 +286,7 @@ class Comparison:
             return VerificationCase(name, "different", detail=f"only {raises}")
         if isinstance(other, Exception):
             mixed = self.subject.as_it_is and isinstance(other, InputError)  # dtypes, where the code casts its tokens
-            detail = FEWER_BITS if mixed else f"the rewritten block raises {kind_and_line(other)}"
+            detail = _CASTS if mixed else f"the rewritten block raises {kind_and_line(other)}"
             return VerificationCase(name, "different", detail=detail, raised=True)
         return original, other
 

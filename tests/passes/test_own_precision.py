@@ -235,7 +235,8 @@ def test_products_of_several_dtypes_are_left_alone() -> None:
     block, x = OtherDtype("apart", torch.float32, torch.bfloat16), torch.randn(40, D)
     (found,) = hexa_fx.optimize(block, x).report.blocks
     assert found.status == "refused"
-    assert "rounds to fewer bits" in found.reason
+    assert "casts between the dtypes of its tensors in a way that is not followed" in found.reason
+    assert found.advice.startswith("Hold the experts' parameters in the dtype")
 
 
 class Biased(OtherDtype):
@@ -276,6 +277,7 @@ def test_each_parameter_has_a_dtype_of_its_own(
     block, x = Biased(tokens, up, down, bias, wide), torch.randn(40, D, dtype=tokens)
     optimized = hexa_fx.optimize(block, x)
     assert [found.status for found in optimized.report.blocks] == [status]
+    assert ("the code casts between the dtypes" in optimized.report.blocks[0].reason) == (status == "refused")
     limit = MANY if tokens == LONG else FEW
     torch.testing.assert_close(optimized(x), block(x), rtol=limit, atol=limit)
 
