@@ -344,8 +344,10 @@ class RegionEmitter:
         operands, up = self.weights.emit(body), None if body.up is None else body.up.base
         given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
-        held = (base and self.weights.dtype_of(base) for base in bases)
-        weights = tuple(node and dtype and self._cast(node, dtype) for node, dtype in zip(given, held))
+        weights = tuple(
+            node if node is None or base is None else self._cast(node, self.weights.dtype_of(base))
+            for node, base in zip(given, bases)
+        )
         static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(

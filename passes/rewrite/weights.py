@@ -16,6 +16,7 @@ from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.graph import descendants
 from hexa_fx.passes.detect.stacks import Part, Stack, packed_shape, slice_of
 from hexa_fx.passes.detect.tags import expert_groups
+from hexa_fx.passes.detect.verdict import Refuse
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,15 @@ class WeightEmitter:
         return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
     def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
-        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert."""
+        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert.
+
+        Raises:
+            Refuse: these have several dtypes.
+        """
         if bases[0] in self._groups:
+            paths = [path for base in bases for path in self._groups[base]]
+            if len({self.captured.tensor_of(path).dtype for path in paths}) > 1:
+                raise Refuse(f"{paths[0]} and others like it, which are read as one weight, have different dtypes")
             name += self.suffix
             self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))
             return self.graph.call_module(name)

@@ -293,3 +293,19 @@ def test_weights_are_cast_after_they_were_gathered() -> None:
     optimized = hexa_fx.optimize(block, x)
     assert optimized.report.rewritten, str(optimized.report)
     torch.testing.assert_close(optimized(x), block(x))
+
+
+class CastingExpert(NormedExpert):
+    """Takes its tokens in its own dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x.to(self.up.weight.dtype)))).to(x.dtype)
+
+
+def test_experts_of_several_dtypes_are_left_alone() -> None:
+    """They are not said to be rewritten, to run their own code in every call."""
+    block = Mixture()
+    block.experts = nn.ModuleList(CastingExpert().to((torch.float32, torch.bfloat16)[n % 2]) for n in range(EXPERTS))
+    (found,) = hexa_fx.optimize(block, torch.randn(9, D)).report.blocks
+    assert found.status == "refused"
+    assert "have different dtypes" in found.reason
