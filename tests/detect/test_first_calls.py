@@ -149,7 +149,10 @@ def test_tensors_that_modules_hold_as_attributes_are_read_in_every_call(kind: ty
             setattr(each, name, changed(getattr(each, name)))
         assert operators_run(copy.deepcopy(opt), (_x(7),)) or getattr(opt, name).dtype == torch.float32
         found = compare(block, opt, (_x(7),), train=True)
-        assert found.within(1e-10), found
+        in_32_bits = (
+            getattr(opt, name).dtype == torch.float32
+        )  # gradients of tokens come together before a cast or behind it
+        assert found.within(1e-6 if in_32_bits else 1e-10), found
         torch.testing.assert_close(getattr(opt, name), getattr(block, name))
     for tokens in (12, 7):
         torch.testing.assert_close(opt(_x(tokens)), block(_x(tokens)))

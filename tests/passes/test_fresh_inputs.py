@@ -53,6 +53,7 @@ class BySorting(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_of_their_own_get_counts_of_their_rows(dtype: torch.dtype) -> None:
-    report = hexa_fx.explain(BySorting().to(dtype), torch.randn(24, 16).to(dtype))
-    assert not any("hexa_fx itself failed" in block.reason for block in report.blocks)
-    assert any(block.status == "rewritten" for block in report.blocks) == (dtype == torch.bfloat16)
+    block, x = BySorting().to(dtype), torch.randn(24, 16).to(dtype)
+    optimized = hexa_fx.optimize(block, x)
+    assert optimized.report.rewritten, optimized.report
+    torch.testing.assert_close(optimized(x), block(x), rtol=2e-2, atol=2e-2)
