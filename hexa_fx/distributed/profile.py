@@ -252,7 +252,7 @@ def _seconds(run: Callable[[], object], device: torch.device, least: float) -> f
     return timed(run, device, count) / count
 
 
-def measure_bandwidth(groups: Groups, device: torch.device, nbytes: int = 8 * 2**20) -> tuple[float, float]:
+def measure_bandwidth(groups: Groups, device: torch.device, nbytes: int) -> tuple[float, float]:
     """Bytes a second that a rank receives in an all-gather of ``nbytes`` from each, and seconds of a small one; equal on all ranks.
 
     Links reach their rate only with many bytes, so these should be as many as will travel: at most 256 MiB, on a CPU 8, and what
