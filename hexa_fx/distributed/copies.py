@@ -28,8 +28,9 @@ class Copies:
 
     Args:
         targets, sources: where to copy, and from where.
-        turned: chunks change places and then the elements in them, which are near each other; or the other way round. The source,
-            once its numbers lie one behind the other, is seen in the target's type and shape.
+        turned: one as (..., R / n, C) chunks of n elements, the other as (..., R / n, C, n). Chunks change places and then the
+            elements in them, which are near each other; or the other way round. The source, once its numbers lie one behind the
+            other, is seen in the target's type and shape.
         missing: targets without a source, which become zero.
     """
 
@@ -58,10 +59,13 @@ def copies_between(targets: Sequence[Tensor | None], sources: Sequence[Tensor | 
             continue
         lies = target.dtype, target.stride(), target.storage_offset()
         how = _way(target.shape, lies, (source.dtype, source.stride(), source.storage_offset()))
-        if how == "to rows":
-            found.turned.append((_elements(target), _chunks(source)))
-        elif how == "to columns":
-            found.turned.append((_chunks(target), _elements(source)))
+        if how in ("to rows", "to columns"):
+            rows, columns = (target, source) if how == "to rows" else (source, target)
+            *first, count, width = rows.shape
+            each = _CHUNK.itemsize // rows.element_size()
+            elements = rows.view(*first, count // each, each, width).transpose(-1, -2)
+            chunks = columns.transpose(-1, -2).view(_CHUNK).transpose(-1, -2)
+            found.turned.append((elements, chunks) if how == "to rows" else (chunks, elements))
         else:
             found.targets.append(target.view(_CHUNK) if how == "in chunks" else target)
             found.sources.append(source.view(_CHUNK) if how == "in chunks" else source)
@@ -98,15 +102,3 @@ def _in_columns(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, 
     """The same of the dimension before the last."""
     turned = [(*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (shape, strides)]
     return len(shape) > 2 and _in_chunks(turned[0], dtype, turned[1], offset)
-
-
-def _chunks(tensor: Tensor) -> Tensor:
-    """(..., R, C), whose rows lie one behind the other, as (..., R / n, C) chunks of n elements."""
-    return tensor.transpose(-1, -2).view(_CHUNK).transpose(-1, -2)
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """(..., R, C) as (..., R / n, C, n)."""
-    *first, rows, columns = tensor.shape
-    each = _CHUNK.itemsize // tensor.element_size()
-    return tensor.view(*first, rows // each, each, columns).transpose(-1, -2)
