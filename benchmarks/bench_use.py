@@ -192,6 +192,7 @@ def _measured(
         if each.row["impl"] == "hexa":
             each.row |= {how: after - counts[how] for how, after in calls_of(each.owner).items()}
         yield each.row
+    del each
     ready.clear()
     torch.compiler.reset()
     gc.collect()

@@ -13,7 +13,7 @@ from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
 from benchmarks.use_docs import (
-    FOUR_LAYERS,
+    ONE_LAYER,
     TRAINED_BF16,
     WIDE,
     WIDE_BATCHES,
@@ -261,7 +261,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "docs" / "how_fast.md": {
         "use": use,
         "use in short": use_in_short,
-        "use of four layers": partial(use, name=FOUR_LAYERS),
+        "use of one layer": partial(use, name=ONE_LAYER),
         "trained": trained,
         "trained in bf16": partial(trained, name=TRAINED_BF16),
         "on a cpu": on_a_cpu,

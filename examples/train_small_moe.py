@@ -136,6 +136,7 @@ def train(implementation: str, data: list[torch.Tensor], options: argparse.Names
     row: dict[str, Any] = {
         "impl": implementation,
         "weights": options.weights,
+        "seed": options.seed,
         "ms": round(1e3 * steady, 2),
         "tokens_s": round(options.micro * options.tokens / steady),
         "first_step_s": round(seconds[0], 2),
