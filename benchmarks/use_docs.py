@@ -114,8 +114,8 @@ def trained_in_short(folder: Path) -> str:
     said = (
         f"**With bf16 weights, a training step is {min(bf16):.2f} to {max(bf16):.2f} times as fast as with transformers' "
         f"`grouped_mm`** (one H200; four layers of five published models and one of a sixth, with attention and loss). **With "
-        f"float32 weights under bf16 autocast, an OLMoE of eight layers trains {theirs['ms'] / ours['ms']:.1f} times as fast and its peak memory "
-        f"is {less} % smaller**, since `grouped_mm` multiplies experts in float32 there."
+        f"float32 weights under bf16 autocast, an OLMoE of eight layers trains {theirs['ms'] / ours['ms']:.1f} times as fast and "
+        f"its peak memory is {less} % smaller**, since `grouped_mm` multiplies experts in float32 there."
     )
     return textwrap.fill(said, width=130)
 

@@ -17,15 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import _pytree as pytree
 
-from hexa_fx.distributed.checkpoint import (
-    Optimizers,
-    Piece,
-    PlanShard,
-    begun,
-    is_first,
-    publish,
-    together,
-)
+from hexa_fx.distributed.checkpoint import Optimizers, Piece, PlanShard, begun, is_first, publish, together
 from hexa_fx.distributed.groups import local_part, new_group_of
 from hexa_fx.distributed.session import PartitionSession
 

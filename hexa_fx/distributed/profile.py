@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from hexa_fx.allocation import KERNEL_COLUMNS, Affine, DeviceCosts, Measured, even
 from hexa_fx.cuda.modes import kernels_awaited
-from hexa_fx.distributed.collectives import (
-    all_gather_v,
-    all_reduce,
-    fill_slot,
-    finish,
-    reduce_scatter_v,
-    wait,
-)
+from hexa_fx.distributed.collectives import all_gather_v, all_reduce, fill_slot, finish, reduce_scatter_v, wait
 from hexa_fx.distributed.geometry import Geometry, Weights
 from hexa_fx.distributed.groups import Groups, gather_even, make_groups
 from hexa_fx.errors import InputError
@@ -312,7 +305,7 @@ def measure_modes(
         return max(gathered(sum(times), groups))
 
     move = _exchange(shape, tokens, reduce, dtype, device, groups)
-    compute = _experts_model_centric(small, rows, world, dtype, device)
+    compute = _step_as_stored(small, rows, max(1, shape.intermediate_size // world), dtype, device)[0]
     exchange, by_model = seconds(move, 1.0), seconds(compute)
     forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
     by_data, alone = seconds(step), seconds(gather)
@@ -374,13 +367,6 @@ def _exchange(
         torch.autograd.grad((y, shares), (x, weights), ones)
 
     return run
-
-
-def _experts_model_centric(
-    geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], object]:
-    channels = max(1, geometry.shape.intermediate_size // world)
-    return _step_as_stored(geometry, tokens, channels, dtype, device)[0]
 
 
 def _experts_fsdp(geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
