@@ -389,7 +389,8 @@ def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:
 def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return new
-    return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+    made = new.detach().to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+    return made.requires_grad_(leaf.requires_grad)
 
 
 def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.copies import copied
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
+from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.trial_modes import Bounded
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float
@@ -82,17 +84,18 @@ def _dtypes(block: nn.Module, rewritten: RewrittenBlock, calls: Sequence[tuple[t
     """The dtypes of results by `kind_of` the call. Kinds in which the block raises an error are left out."""
     found: dict[Any, tuple[torch.dtype, ...]] = {}
     before, parameters = state_of(block, rewritten.stored, rewritten.changed), parameters_that_count(rewritten.graph)
+    asked = gradients_asked(rewritten.reads)
     for dtype, (args, kwargs) in calls:
+        given = copied((args, kwargs))
         try:
             with (
                 random_state_kept(),
-                torch.autocast(_device_of((args, kwargs)), dtype, cache_enabled=False),
-                torch.no_grad(),
+                torch.autocast(_device_of(given), dtype, cache_enabled=False),
+                torch.set_grad_enabled(bool(asked and asked[0])),
                 Bounded(),
             ):
                 named = ArgumentNames.of(block.forward, False).bind(args, kwargs)
                 kind = kind_of(rewritten.guards, named, block, parameters)
-                given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
                 result = block.forward(*given[0], **given[1])
                 found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
         except Exception as error:

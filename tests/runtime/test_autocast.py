@@ -345,3 +345,34 @@ def test_parameters_in_another_dtype_than_they_were_recorded_in(caplog):
         assert optimized.float()(x()).dtype == model.float()(x()).dtype
         assert operators_run(optimized, (x(),))
     assert "original" not in caplog.text
+
+
+class LossIfWanted(Block):
+    """Other dtypes where a gradient is wanted of the input, as in github.com/Fsoft-AIC/CompeteSMoE's sigmoid gates."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out, self.gate(x).mean() if self.asks(x) else out.new_zeros(())
+
+    def asks(self, x):
+        return x.requires_grad
+
+
+class LossIfOn(LossIfWanted):
+    def asks(self, x):
+        return torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", [LossIfWanted, LossIfOn])
+def test_code_that_asks_for_gradients(kind):
+    model, optimized = pair(kind)
+    optimized = hexa_fx.optimize(copy.deepcopy(model))
+    for wanted in (False, True, True, False):
+        given = x().requires_grad_(wanted)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = tensors(optimized(given)), tensors(model(given))
+        assert [one.dtype for one in found] == [one.dtype for one in expected]
+        for one, two in zip(found, expected):
+            torch.testing.assert_close(one, two, rtol=0.1, atol=0.1)
+    (block,) = optimized.report.rewritten
+    assert (block.calls.rewritten, block.calls.own) == (4, {})
