@@ -75,7 +75,8 @@ class Recorder(TorchFunctionMode):
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
         self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
-        self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
+        members_last = sorted(self.parameters.items(), key=lambda item: any(map(str.isdigit, item[0].split("."))))
+        self._parameter_name = {id(tensor): name for name, tensor in members_last}  # of two, that of a list's member
         self._memory = MemoryNumbers(self.parameters.values())
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on

@@ -1,7 +1,8 @@
 """Brings computations that people write in several ways into one form, so that detection has to know only that.
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
-einsums over two: first the weight with the operand that it is contracted with. Products with all pieces of a weight become one.
+einsums over two: first the weight with the operand that it is contracted with. Products with all pieces of a weight become one,
+and functions of single numbers are taken of parts before these are joined.
 Parts taken of a weight along its first dimension by ``index_select``, ``select`` and ``narrow`` become subscripts, ``mv`` and
 ``inner`` the usual products. Sizes that decisions hinge on are traced to the inputs.
 """
@@ -23,7 +24,7 @@ from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
-from hexa_fx.passes.detect.graph import ancestors, einsum_of, nodes_in
+from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, nodes_in
 
 Node = torch.fx.Node
 
@@ -38,10 +39,11 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     before = _copied(captured.graph)
+    joined = [node for node in captured.graph.nodes if _to_each_part(captured.graph, node)]
     given = [(call.args, call.kwargs, call.output) for call in (*captured.calls, *captured.functions)]
     stored = [stored.value for stored in captured.stored]
     erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
-    if not erased and not fused:
+    if not erased and not fused and not joined:
         return captured
     for node in fused:
         _split(captured.graph, node)
@@ -102,6 +104,25 @@ def _first_place(node: torch.fx.Node) -> int | None:
     index = node.args[1] if len(node.args) > 1 else None
     first = index[0] if isinstance(index, tuple) and index else index
     return first if type(first) is int and first >= 0 else None
+
+
+def _to_each_part(graph: torch.fx.Graph, node: Node) -> bool:
+    """Makes ``f(cat(parts))``, for a function of single numbers, ``cat([f(part) for part in parts])``: what the code does to the
+    outputs of all experts at once is done to each expert's. Returns whether it did."""
+    whole, *rest = node.all_input_nodes or [node]
+    if not ops.works_on_one(node) or ops.casts(node) or rest or kind(whole) != "cat" or len(whole.users) > 1:
+        return False
+    dim = whole.kwargs.get("dim", whole.args[1] if len(whole.args) > 1 else 0)
+    record, made = record_of(node), []
+    if dim != 0 or record.writes or not is_float(node):
+        return False
+    parts: Sequence[Node] = whole.args[0]  # type: ignore[assignment]
+    for part, value in zip(parts, record.value.split([len(record_of(part).value) for part in parts])):
+        with graph.inserting_before(node):
+            made.append(graph.create_node(node.op, node.target, (part, *node.args[1:]), dict(node.kwargs)))
+        made[-1].meta["hexa"] = dataclasses.replace(record, value=value, storage=number_of_new(value))
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.cat, (made,), {}
+    return True
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:

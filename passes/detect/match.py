@@ -167,7 +167,8 @@ class Family:
         of_body = body.roots if isinstance(body, FreeBody) else ()
         roots = [source, *of_body, *routing.nodes, *filter(None, [routed.base])]
         anew = decided_anew(self.captured, inside, end, roots)
-        of_all = tag(self.captured, self.groups)
+        # Stacks that the family leaves out are a router's: what is computed with them is not of the experts.
+        of_all = tag(self.captured, self.groups, self.members and self.members | frozenset(self.groups.members))
         conditions = Decisions(self.captured, of_all, set(routing.index.nodes), last, [end], anew).conditions()
         refuse_stored_intermediates(stored, self.tags, end)
         refuse_own_backward(end, self.tags, last)

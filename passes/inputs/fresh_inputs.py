@@ -238,7 +238,7 @@ class FreshInputs:
                 new = torch.rand(shape, generator=generator, device="cpu") * leaf.abs().max().cpu() + 1e-3
             else:
                 new = _repeated_to(leaf, shape)
-            made.append(new.to(leaf).detach().requires_grad_(leaf.requires_grad))
+            made.append(_cast(new, leaf, leaf.dtype))
         args, kwargs = pytree.tree_unflatten(made, self._spec)
         return args, kwargs
 
@@ -387,10 +387,13 @@ def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:
 
 
 def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
+    """A copy that lies in memory as the example does, which views may hinge on, and wants a gradient if that does."""
     if not isinstance(leaf, torch.Tensor):
         return new
-    made = new.detach().to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
-    return made.requires_grad_(leaf.requires_grad)
+    order = sorted(range(leaf.dim()), key=leaf.stride, reverse=True)
+    dtype = dtype if leaf.is_floating_point() else leaf.dtype
+    made = torch.empty_permuted(new.shape, order, dtype=dtype, device=leaf.device)
+    return made.copy_(new.detach()).requires_grad_(leaf.requires_grad)
 
 
 def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

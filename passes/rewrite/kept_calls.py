@@ -109,8 +109,8 @@ def refuse_late_conditions(
     for node in order:
         if node in conditions and (written or (drawn and _compares_with_limit(node))):
             raise Refuse(
-                "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its input "
-                "or to a buffer; a decision that comes first can be rewritten",
+                "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its "
+                "input, to a parameter or to a buffer; a decision that comes first can be rewritten",
                 node,
             )
         call = kept.calls.get(node)

@@ -57,3 +57,15 @@ def test_experts_of_their_own_get_counts_of_their_rows(dtype: torch.dtype) -> No
     optimized = hexa_fx.optimize(block, x)
     assert optimized.report.rewritten, optimized.report
     torch.testing.assert_close(optimized(x), block(x), rtol=2e-2, atol=2e-2)
+
+
+def test_inputs_lie_in_memory_and_want_gradients_as_the_example_does() -> None:
+    """Code that views a transposed input, as CLIP's blocks do, runs on no other."""
+    example = torch.randn(6, 5, 8).transpose(0, 1).requires_grad_()
+    inputs = FreshInputs((example,), {}, None)
+    found = inputs.example(torch.float64), inputs.at(3, 4, torch.float64), inputs.with_fresh_tokens((3, 4), None)
+    for made in found:
+        assert made is not None
+        ((x,), _) = made
+        assert x.transpose(0, 1).is_contiguous()
+        assert x.requires_grad

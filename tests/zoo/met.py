@@ -348,6 +348,40 @@ class StackedGates(nn.Module):
         return torch.stack(found)
 
 
+class OfATask(nn.Module):
+    """The gate of one task among several in a tensor, and a loss that asks how many experts there are, as in
+    github.com/YangSun22/TC-MoA; outputs are added up as exponentials (``log``), as in
+    github.com/YeonwooSung/Pytorch_mixture-of-experts."""
+
+    def __init__(self, log: bool) -> None:
+        super().__init__()
+        self.log, self.gates, self.experts = log, weight(3, D, E), experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = x.reshape(-1, D)
+        scores = flat @ self.gates[1]
+        weights, ids = scores.softmax(-1).topk(K, -1)
+        used = torch.zeros_like(scores).scatter(-1, ids, weights).sum(0)
+        loss = used.new_zeros(()) if used.shape[0] == 1 else used.var() / used.mean() ** 2
+        order, counts = ids.flatten().argsort(stable=True), torch.bincount(ids.flatten(), minlength=E).tolist()
+        parts = flat[order // K].split(counts)
+        rows = torch.cat([expert(part) for expert, part in zip(self.experts, parts)], 0)
+        rows = (rows.exp() if self.log else rows) * weights.flatten()[order, None]
+        out = torch.zeros_like(flat).index_add(0, order // K, rows)
+        return (out.log() if self.log else out).view(x.shape), loss
+
+
+class MadeOneByOne(Looped):
+    """The last expert is still an attribute of the block, too, as in github.com/JiazuoYu/MoE-Adapters4CL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList()
+        for _ in range(E):
+            self.adapter = MLP()
+            self.experts.append(self.adapter)
+
+
 VARIANTS: tuple[Variant, ...] = (
     variant("router_one_normalised", OneNormalised, "one expert's weight over its own sum"),
     variant("router_one_by_one", OneByOne, "choices one after the other, which may be the same expert"),
@@ -382,4 +416,7 @@ VARIANTS: tuple[Variant, ...] = (
     variant("loop_gates_of_modalities", Several, "parts of a sequence with gates of their own", how="modalities"),
     variant("loop_in_turn", Several, "the same experts twice, on what they gave; norms called twice", how="turn"),
     variant("loop_stacked_gates", StackedGates, "a gate for each task in one tensor"),
+    variant("sorted_gate_of_task", OfATask, "the gate of a task among several in one tensor", log=False),
+    variant("sorted_log_space", OfATask, "outputs are added up as exponentials", log=True),
+    variant("loop_made_one_by_one", MadeOneByOne, "the last expert is an attribute of the block, too"),
 )
