@@ -373,3 +373,28 @@ def test_what_code_counts_where_experts_run_that_got_no_tokens_of_the_example(
 
 def sequences(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, length, 8, dtype=torch.float64), torch.randn(batch, 1, 8, dtype=torch.float64)
+
+
+class _OverNeighbours(nn.Module):
+    """Around a block, as of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = by_name(STYLES[0]).make(0)
+
+    def forward(self, x: torch.Tensor, adjacency: torch.Tensor) -> torch.Tensor:
+        return self.moe(torch.mm(adjacency, x.flatten(0, 1)).view_as(x))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("given", [True, False])
+def test_the_model_around_takes_a_sparse_matrix(layout: torch.layout, given: bool) -> None:
+    """As of VITA-Group/Graph-Mixture-of-Experts: it was cut as tokens are, and optimize failed."""
+    model = _OverNeighbours().eval()
+    x = by_name(STYLES[0]).inputs(2, 7, torch.float32, 0)[0][0]
+    inputs = x, torch.rand(14, 14).relu().to_sparse(layout=layout)
+    expected = model(*inputs)
+    optimized = hexa_fx.optimize(model, inputs if given else None)
+    for _ in range(2):
+        torch.testing.assert_close(optimized(*inputs), expected)
+    assert operators_run(optimized, inputs)
