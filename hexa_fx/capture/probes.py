@@ -23,7 +23,9 @@ def probe_inputs(
     that do not allow it are used whole.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided}
+    tensors = {
+        key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
     cut = _cut(tensors, max_tokens)
     return tuple(cut.get(i, value) for i, value in enumerate(args)), {
         key: cut.get(key, value) for key, value in kwargs.items()
@@ -141,7 +143,9 @@ def overflow_inputs(
     The fewer the others, the larger the capacity that is exceeded; the larger the alike ones, the less a router's noise parts them.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided}
+    tensors = {
+        key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
     if len(tensors) != 1:
         return args, kwargs
     ((key, example),) = tensors.items()

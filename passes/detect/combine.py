@@ -16,7 +16,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.decisions import leaves_decision
+from hexa_fx.passes.detect.decisions import decision_left
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, is_tensor, live_nodes
 from hexa_fx.passes.detect.projections import feature_size
 from hexa_fx.passes.detect.rows import Instance
@@ -96,20 +96,18 @@ def find_combine(
         raise Refuse(APART, seconds[0])
     probes = _Probes(instances, width, replay)
     outputs = probes.run(replay, candidates)
-    decides_later = False
+    later = None
     for node in candidates:
         answers = [output[node].reshape(tokens, width) for output in outputs]
         coefficients = probes.coefficients(answers)
-        if coefficients is not None and leaves_decision([node], opaque):
-            decides_later = True
-        elif coefficients is not None:
-            last = _last_alike(node, candidates)
-            return Combine(last, coefficients, answers[0])
+        later = decision_left([node], opaque) if coefficients is not None else later
+        if coefficients is not None and later is None:
+            return Combine(_last_alike(node, candidates), coefficients, answers[0])
     refuse_randomness(descendants(seconds) & ancestors(candidates))
-    if decides_later:
+    if later is not None:
         raise Refuse(
-            "after the experts are combined the code takes another host decision (if, while, item()) on data",
-            candidates[-1],
+            "what the code does after the sum of the experts, or beside it, hinges on a host decision (if, while, item()) on data",
+            later,
         )
     more = _rows_a_token(graph, tokens)
     if more != 1:

@@ -228,11 +228,11 @@ class Condition:
         return f"the condition at {record.location} to be {record.value}"
 
 
-def leaves_decision(ends: Sequence[Node], opaque: set[Node]) -> bool:
-    """Whether code after ``ends``, or beside them, still has a host loop or branch on data, which one run would fix."""
+def decision_left(ends: Sequence[Node], opaque: set[Node]) -> Node | None:
+    """A host loop or branch on data that code after ``ends``, or beside them, still has, which one run would fix."""
     graph = ends[0].graph
     left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
-    return any(record_of(n).decision and n not in opaque and depends_on_data(n) for n in left)
+    return next((n for n in left if record_of(n).decision and n not in opaque and depends_on_data(n)), None)
 
 
 def depends_on_data(decision: Node) -> bool:

@@ -16,7 +16,7 @@ import torch.fx
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.operations import kind
-from hexa_fx.passes.detect.decisions import Decisions, leaves_decision
+from hexa_fx.passes.detect.decisions import Decisions, decision_left
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, is_expert_weight
 from hexa_fx.passes.detect.rules import opaque_nodes
@@ -131,7 +131,7 @@ def find_several(
     if len(outputs) < 2 or len(set(outputs)) < len(outputs):
         return None
     opaque = opaque_nodes(captured, outputs)
-    if leaves_decision(outputs, opaque):
+    if decision_left(outputs, opaque):
         return None
     routing = {node for region in regions for node in region.routing.index.nodes}
     # of one region alone, not all that ask for sizes can be asked
