@@ -7,9 +7,10 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory import NO_MEMORY
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import GuardMiss, ReadMiss
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.specialisation import Specialisation
 
@@ -107,7 +108,7 @@ class Specialiser:
             if count >= most:
                 forward.exhausted = _TOO_MANY.format(most, miss or "a call of another kind")
                 return forward.exhausted
-            return self._analysed(forward, module, args, kwargs, said_of_sizes(miss))
+            return self._analysed(forward, module, args, kwargs, miss)
 
     def _analysed(
         self,
@@ -115,15 +116,19 @@ class Specialiser:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        missed: str,
+        miss: GuardMiss | None,
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
-        gradients = torch.is_grad_enabled()
+        gradients, missed, changed = torch.is_grad_enabled(), said_of_sizes(miss), _changed_number(miss, forward)
         try:
             with undisturbed():
-                analysis, same_as = self._analyse(forward, module, args, kwargs)
+                asked = {**changed, **{name: before for name, before in forward.numbers.items() if before is not None}}
+                analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked)
+                forward.numbers |= dict.fromkeys(changed) if analysis.rewritten is None else changed
+                if asked and analysis.rewritten is None:
+                    analysis, same_as = self._analyse(forward, module, args, kwargs)
                 if not gradients and gradients_asked(analysis.reads) is not None:
-                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients)
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked)
                 self.cache.forget_runs()
                 is_said = first and not left
                 if analysis.rewritten is not None:
@@ -177,12 +182,17 @@ class Specialiser:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         gradients: bool = True,
+        asked: Mapping[str, float] = MappingProxyType({}),
     ) -> tuple[BlockAnalysis, str | None]:
-        """Analyses a call on a shadow of the block, unless an identical block was called like this before."""
+        """Analyses a call on a shadow of the block, unless an identical block was called like this before.
+
+        Args:
+            asked: see `Observation.counts`.
+        """
         config, shadow = self.config, self._shadow(forward, module)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
-        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written)
+        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, counts=asked)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects = Sandbox(shadow)
@@ -220,6 +230,19 @@ def _unpickled(
     written: frozenset[str],
 ) -> Specialiser:
     return Specialiser(config, finish, StructureCache(), reports, written)
+
+
+def _changed_number(miss: GuardMiss | None, forward: HexaForward) -> dict[str, float]:
+    """A number that a module keeps, by name, as it was, if its change kept a call from what was made of earlier ones."""
+    name = miss.read if isinstance(miss, ReadMiss) else ""
+    if name in forward.numbers:
+        return {}
+    path, _, attribute = name.rpartition(".")
+    owner = dict(forward.module.named_modules()).get(path)
+    now = None if owner is None else vars(owner).get(attribute)
+    reads = (read for made in forward.specialisations for read in made.attributes.reads if str(read) == name)
+    before: Any = next((read.value for read in reads), None)
+    return {name: before} if {type(now), type(before)} <= {int, float} else {}
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch.fx import Graph
@@ -33,7 +34,7 @@ from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
-from hexa_fx.capture.record import Replacements, counted
+from hexa_fx.capture.record import Replacements, counted, other_numbers
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -54,7 +55,7 @@ from hexa_fx.passes.memory import check_recorded, with_few_enough_tokens
 from hexa_fx.passes.preconditions import depends_on_mode, refusal_of_host, why_not_finite, why_packed, why_unreadable
 from hexa_fx.passes.rewrite import rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
-from hexa_fx.passes.verify import verify_block, why_refused
+from hexa_fx.passes.verify import VerificationResult, verify_block, why_refused
 from hexa_fx.passes.verify.cases import changes_itself, settings_of, unlike
 from hexa_fx.runtime.attribute_guards import called_in
 
@@ -150,8 +151,9 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     first = _analyse_on(observation, config, probe)
     if first.captured is not None and first.check is not None and any(case.changed for case in first.check.cases):
-        counts = counted(first.captured) - observation.counts
-        again = _analyse_example(replace(observation, counts=counts | observation.counts), config) if counts else first
+        counts = {**counted(first.captured), **observation.counts}
+        is_new = counts.keys() > observation.counts.keys()
+        again = _analyse_example(replace(observation, counts=counts), config) if is_new else first
         return first if again.refusal else again
     if first.match is None or first.settled or first.check is None or first.check.ok:
         return first
@@ -201,7 +203,7 @@ def _rewrite(
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
             run = partial(run, gradients=observation.gradients)
-            replacements = replace(replacements, counts=observation.counts)
+            replacements = replace(replacements, counts=frozenset(observation.counts))
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
@@ -236,6 +238,19 @@ def _rewrite(
     return refusal or (match, under_this_autocast(block, rewritten, args, kwargs))
 
 
+def _with_other_numbers(verify: Callable[[], VerificationResult], observation: Observation) -> VerificationResult:
+    """The comparison where numbers that are asked for are others: those of calls before, or larger by one where a condition of the
+    rewritten block excludes them. One value does not show what becomes a constant."""
+    block, before = observation.module, observation.counts
+    larger = {name: attrgetter(name)(block) + 1 for name in before}
+    for numbers in (before, larger):
+        with other_numbers(block, numbers):
+            check = verify()
+        if any(case.outcome != "skipped" for case in check.cases):
+            break
+    return check
+
+
 def _checked(
     found: BlockAnalysis,
     observation: Observation,
@@ -249,6 +264,8 @@ def _checked(
     settings = settings_of(match.captured, config, unlike(observation.given, example))
     with announced("verify", rewritten.graph) as done, muted(), torch_operators():
         check = verify_block(block, rewritten, *example, settings)
+        if check.ok and observation.counts:
+            check = _with_other_numbers(partial(verify_block, block, rewritten, *example, settings), observation)
         done.note = check.reason or "equal"
     if check.ok:
         return replace(found, check=check)

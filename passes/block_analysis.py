@@ -163,6 +163,7 @@ def _key(observation: Observation) -> Hashable:
         autocast_state(),
         observation.gradients,
         observation.written,
+        frozenset(observation.counts),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

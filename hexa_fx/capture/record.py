@@ -48,7 +48,7 @@ class Replacements:
         held: of parameters and buffers, by name.
         results: of recorded calls, by the number of their node.
         idle: numbers of dropouts that drop nothing.
-        counts: attributes of modules, by dotted name, whose numbers are asked for in every call, as they are of tensors.
+        counts: attributes of modules, by dotted name, whose numbers are asked for in every call, as tensors are.
     """
 
     arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -275,7 +275,7 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _ask_for_counts(block: nn.Module, recorder: Recorder, names: Collection[str]) -> None:
-    """Puts numbers that stand for what the block finds there in every call in place of those that its modules count with."""
+    """Puts numbers that stand for what the block finds there in every call in place of those that its modules keep."""
     for name in sorted(names):
         path, _, attribute = name.rpartition(".")
         owner, tensor = block.get_submodule(path), recorder.parameters[name]
@@ -288,12 +288,29 @@ def _ask_for_counts(block: nn.Module, recorder: Recorder, names: Collection[str]
 _DTYPES = {int: torch.int64, float: torch.float64}
 
 
-def counted(captured: CapturedBlock) -> frozenset[str]:
-    """Attributes of modules, by dotted name, that the run found a number in and set."""
-    read = {(each.root, *each.steps) for each in captured.reads if type(each.value) in (int, float)}
+def counted(captured: CapturedBlock) -> dict[str, float]:
+    """Attributes of modules, by dotted name, that the run found a number in and set; and another number of each."""
+    read = {(each.root, *each.steps): each.value for each in captured.reads if type(each.value) in (int, float)}
     places = (each.place for each in captured.stored)
     found = (place for place in places if isinstance(place, ModuleAttribute) and (place.path, place.name) in read)
-    return frozenset(inside(place.path, place.name) for place in found)
+    return {inside(place.path, place.name): read[place.path, place.name] + 1 for place in found}
+
+
+@contextmanager
+def other_numbers(block: nn.Module, numbers: Mapping[str, float]) -> Iterator[None]:
+    """A context in which modules keep these numbers, by dotted name."""
+    before = {name: attrgetter(name)(block) for name in numbers}
+    _keep(block, numbers)
+    try:
+        yield
+    finally:
+        _keep(block, before)
+
+
+def _keep(block: nn.Module, numbers: Mapping[str, Any]) -> None:
+    for name, number in numbers.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(block.get_submodule(path), attribute, number)
 
 
 def _run(

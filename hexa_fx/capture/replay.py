@@ -22,6 +22,7 @@ from hexa_fx.isolation.size import InPieces, batches, is_out_of_memory
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import GROUPED, grouped_mm, upcast
 from hexa_fx.isolation.written_tensors import WITH_STATISTICS
+from hexa_fx.runtime.guards import item
 from hexa_fx.torch_private import _foreach_sub
 
 _NEAR = 0.05
@@ -296,6 +297,8 @@ class Replay:
                 values[argument] = self._own(argument, self.value(argument))
             return values[argument]
 
+        if node.target is item:
+            return record_of(node).value
         args = upcast(torch.fx.map_arg(node.args, load))
         kwargs = upcast(torch.fx.map_arg(node.kwargs, load))
         if getattr(node.target, "__name__", "") in _MAY_WRITE:

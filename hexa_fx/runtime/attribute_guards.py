@@ -30,9 +30,16 @@ from hexa_fx.isolation.module_tree import (
     with_ancestors,
 )
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
-from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly
+from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import Resolution, any_of, generates, still_the_same, submodule
+from hexa_fx.runtime.resolution import (
+    Resolution,
+    any_of,
+    generates,
+    is_another_number,
+    still_the_same,
+    submodule,
+)
 
 _OF_ALL = (
     torch_module._global_forward_hooks,
@@ -128,6 +135,7 @@ class AttributeGuards:
         self._bases = bases
         self._found: Resolution | None = None
         self._is_same: Check | None = None
+        self._missed: PythonRead | None = None
         self._sides: tuple[Check | None, Check | None] = (
             None,
             None,
@@ -189,12 +197,18 @@ class AttributeGuards:
         return modules[path]
 
     def _resolve(self) -> None:
-        block, before = self._block(), self._is_same
-        self._found, self._is_same, self._sides = None, None, (None, None)
+        block, before, missed = self._block(), self._is_same, self._missed
         assert block is not None
+        if missed is not None and is_another_number(block, missed):
+            raise ReadMiss(str(missed))
+        self._found, self._is_same, self._sides = None, None, (None, None)
         names = frozenset(name for names in self.other_names for name in names)
         reads = (*self.forward, *self.reads)
-        found = Resolution(block, reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
+        try:
+            found = Resolution(block, reads, self.packed, self.own_forward, self.dtypes, self._bases, names)
+        except ReadMiss as miss:
+            self._missed = next((read for read in reads if str(read) == miss.read), None)
+            raise
         modules: dict[str, Any] = dict(named_modules(block, every=True))
         known = modules | tensors_by_name(block) if self.other_names else {}
         for name, first in self.other_names:

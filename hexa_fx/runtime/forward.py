@@ -152,6 +152,8 @@ class HexaForward(InPlace):
         self.adapters = Adapters()
         self.why = ""  # ... the original ran when it last did
         self.exhausted = ""  # why no more kinds of calls are analysed
+        # Numbers that changed between calls: as they were, None where calls cannot ask for them.
+        self.numbers: dict[str, float | None] = {}
         self.lost = ""  # why the original cannot run at all
         self.sampled: SampledCheck | None = None
         self._own_original = original

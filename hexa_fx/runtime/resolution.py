@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import repeat
 from operator import is_
 from types import CodeType, FrameType, FunctionType, MappingProxyType
@@ -300,6 +300,17 @@ def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
     return True
 
 
+def is_another_number(block: nn.Module, read: PythonRead) -> bool:
+    """Whether a number that differed differs still, which takes a tenth of what a `Resolution` does. No where only that can say."""
+    if read.is_global or type(read.value) not in _NUMBERS:
+        return False
+    try:
+        now: Any = reduce(lookup, read.steps, block.get_submodule(read.root))
+    except AttributeError:
+        return False
+    return type(now) in _NUMBERS and not alike(now, read.value)
+
+
 def _miss(read: PythonRead, now: Any) -> GuardMiss:
     if isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module):
         if not isinstance(now, nn.Module):
@@ -325,7 +336,8 @@ _MOST = 400
 """Comparisons that are written out. More of them, in lists of many experts, take longer to compile than they save."""
 
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
-_SIMPLE = (bool, int, float, str)
+_NUMBERS = (bool, int, float)
+_SIMPLE = (*_NUMBERS, str)
 _NOTHING = repeat(MISSING)
 
 

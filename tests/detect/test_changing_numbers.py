@@ -1,0 +1,134 @@
+"""Numbers that modules keep and others change between calls, as schedules do: the second value makes an input of the graph."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from hexa_fx.runtime.forward import HexaForward
+from tests.detect.mixture import D, K, Mixture
+
+CALLS = 12
+
+
+class Scheduled(Mixture):
+    """A mixture with a number; ``use``: what its forward does with it."""
+
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.use, self.number, self.aux_loss = use, 1.0, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self, x)
+
+
+def routed(m: Any, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = m.chosen(x, *probs.topk(K, -1))
+    return out
+
+
+def temperature(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return routed(m, x, (m.router(x) / m.number).softmax(-1))
+
+
+def gumbel(m: Any, x: torch.Tensor) -> torch.Tensor:
+    logits = m.router(x)
+    return routed(m, x, F.gumbel_softmax(logits, tau=m.number) if m.training else logits.softmax(-1))
+
+
+def noise(m: Any, x: torch.Tensor) -> torch.Tensor:
+    logits = m.router(x)
+    return routed(m, x, (logits + torch.randn_like(logits) * m.number if m.training else logits).softmax(-1))
+
+
+def jitter(m: Any, x: torch.Tensor) -> torch.Tensor:
+    shaken = x * torch.empty_like(x).uniform_(1 - m.number, 1 + m.number) if m.training and m.number > 0 else x
+    return routed(m, x, m.router(shaken).softmax(-1))
+
+
+def threshold(m: Any, x: torch.Tensor) -> torch.Tensor:
+    probs = m.router(x).softmax(-1)
+    return routed(m, x, torch.where(probs > 0.1 * m.number, probs, 0.0))
+
+
+def exponent(m: Any, x: torch.Tensor) -> torch.Tensor:
+    probs = m.router(x).softmax(-1) ** m.number
+    return routed(m, x, probs / probs.sum(-1, keepdim=True))
+
+
+def coefficient(m: Any, x: torch.Tensor) -> torch.Tensor:
+    probs, _, out, _ = m.mix(x)
+    m.aux_loss = probs.mean(0).square().sum() * m.number
+    return out
+
+
+def warm_up(m: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = m.mix(x)[2]
+    return out * min(1.0, 0.1 + m.number / 6) if m.number < 6 else out
+
+
+def falling(call: int) -> float:
+    return 1.0 - 0.05 * call
+
+
+SCHEDULES = [(use, falling) for use in (temperature, gumbel, noise, jitter, threshold, exponent, coefficient)]
+SCHEDULES += [(warm_up, lambda call: call), (temperature, lambda call: 2 if call % 3 else 0.75)]
+
+
+@pytest.mark.parametrize(("use", "schedule"), SCHEDULES, ids=lambda item: item.__name__)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.05)])
+def test_every_call_asks_for_them(
+    use: Any, schedule: Callable[[int], float], dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    block = Scheduled(use).to(dtype)
+    opt = hexa_fx.optimize(copy.deepcopy(block), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    for call in range(CALLS):
+        x, found = torch.randn(9 + call, D, dtype=dtype), []
+        for model in (block, opt):
+            model.number = schedule(call)
+            model.train(call % 4 != 3).zero_grad()
+            given = x.clone().requires_grad_()
+            torch.manual_seed(call)
+            y = model(given)
+            (y.square().sum() + model.aux_loss).backward()
+            found.append([y, given.grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+        for wanted, value in zip(*found, strict=True):
+            torch.testing.assert_close(
+                value, wanted, rtol=tolerance, atol=tolerance * float(wanted.detach().abs().max())
+            )
+        assert opt.number == schedule(call)
+        assert type(opt.number) is type(schedule(call))
+    forward = vars(opt)["forward"]
+    assert isinstance(forward, HexaForward)
+    assert not forward.own, forward.own
+    assert len(forward.specialisations) <= 3  # the first value, any other, and another mode at most
+
+
+class Leaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = 0.1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.leaky_relu(x, self.slope)
+
+
+def test_a_number_of_an_activation_stays_a_condition() -> None:
+    """Operators take it as a constant: each value is another kind of call, analysed once."""
+    block, activation = Scheduled(lambda m, x: m.mix(x)[2]).double(), Leaky()
+    for expert in block.experts:
+        expert[1] = activation
+    opt = hexa_fx.optimize(copy.deepcopy(block), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    for slope in (0.1, 0.2, 0.1, 0.2, 0.3):
+        activation.slope = opt.experts[0][1].slope = slope
+        x = torch.randn(11, D, dtype=torch.float64)
+        torch.testing.assert_close(opt(x), block(x))
+    forward = vars(opt)["forward"]
+    assert not forward.own, forward.own
+    assert len(forward.specialisations) == 3
