@@ -238,12 +238,16 @@ def _rewrite(
     return refusal or (match, under_this_autocast(block, rewritten, args, kwargs))
 
 
+_ROUND = 252_000
+"""Divisible by whatever code counts its calls in, to do something in one of so many."""
+
+
 def _with_other_numbers(verify: Callable[[], VerificationResult], observation: Observation) -> VerificationResult:
-    """The comparison where numbers that are asked for are others: those of calls before, or larger by one where a condition of the
+    """The comparison where numbers that are asked for are others: those of calls before, or larger ones where a condition of the
     rewritten block excludes them. One value does not show what becomes a constant."""
     block, before = observation.module, observation.counts
-    larger = {name: attrgetter(name)(block) + 1 for name in before}
-    for numbers in (before, larger):
+    larger = ({name: attrgetter(name)(block) + more for name in before} for more in (1, _ROUND))
+    for numbers in (before, *larger):
         with other_numbers(block, numbers):
             check = verify()
         if any(case.outcome != "skipped" for case in check.cases):

@@ -132,3 +132,34 @@ def test_modes_dtypes_and_autocast_are_those_of_all_ranks(strategy: str) -> None
         assert "rank 1 in eval mode" in mode
         assert "rank 0 in train mode, weights in torch.float32, autocast to torch.bfloat16; rank 1" in autocast
         assert "rank 1 in train mode, weights in torch.bfloat16, no autocast" in dtype
+
+
+class Scaled(Stacked):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def scheduled(rank: int, world: int, strategy: str) -> Any:
+    """The same where a number changes in every step."""
+    x, whole = data(9), build(Scaled)
+    model, worst = spread(Scaled, strategy, world, x), []
+    mine = x.split(model.partition.plan.batch)[rank]
+    for step in range(5):
+        for net in (model, whole):
+            for layer in net:
+                layer.moe.factor = 1.0 - 0.1 * step
+        with torch.no_grad():
+            worst.append(float((model(mine) - whole(x).split(model.partition.plan.batch)[rank]).abs().max()))
+    ran = [(len(f.specialisations), dict(f.own)) for f in (vars(layer.moe)["forward"] for layer in model)]
+    model.partition.close()
+    return worst, ran
+
+
+def test_all_ranks_ask_for_a_number_that_changes() -> None:
+    for worst, ran in run(2, scheduled, "model"):
+        assert max(worst) < 1e-12
+        assert ran == [(2, {})] * 2
