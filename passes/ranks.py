@@ -34,6 +34,11 @@ def ranks_of_choices(ids: torch.Tensor, order: Order) -> torch.Tensor:
     return rank_among_equals(ids.reshape(-1)).reshape(ids.shape)
 
 
+def ids_of_marks(marks: torch.Tensor, none: int) -> torch.Tensor:
+    """(T, E) that is zero but at the experts of every token, as ids (T, E) with ``none`` for the others."""
+    return torch.arange(marks.shape[1], device=marks.device).where(marks != 0, none)
+
+
 def repeated_in_groups(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """For every token the value of its group, where ``values`` (G, ...) has one for each of G groups of equally many tokens.
 

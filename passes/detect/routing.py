@@ -84,6 +84,8 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         return _find_routing(pairs, search)
     except NoRouting:
         always = _given_all_tokens(pairs, search.tokens)
+        if not always and _some_go_unused(pairs, search):
+            return _find_routing(pairs, search, marks=True)
         if not always:
             raise
         first = len(always) if always == tuple(range(len(always))) else 0
@@ -94,6 +96,12 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         return replace(routing, always=always, first=first)
 
 
+def _some_go_unused(pairs: Pairs, search: Search) -> bool:
+    """Whether every expert computes all tokens, and no token has a use for all of that."""
+    used = pairs.token[pairs.effective].bincount(minlength=1)
+    return len(pairs.token) == search.tokens * search.experts and int(used.max()) < search.experts
+
+
 def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
     """The experts whose outputs all tokens get as they are, if there are others."""
     plain = (pairs.before == 1) & ((pairs.after - 1).abs() <= 1e-9)
@@ -101,12 +109,12 @@ def _given_all_tokens(pairs: Pairs, tokens: int) -> tuple[int, ...]:
     return found if len(found) < len(pairs.expert.unique()) else ()
 
 
-def _find_routing(pairs: Pairs, search: Search) -> Routing:
+def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
     tokens, experts, end, in_order = search.tokens, search.experts, search.end, search.candidates
     repeated = find_repeated(pairs, search)
     active = pairs if repeated is not None else pairs.taken(pairs.effective)
     try:
-        index, ids = repeated or find_index(active, search)
+        index, ids = repeated or find_index(active, search, marks=marks)
     except NoRouting:
         index, ids = find_index(active, search, search.asked_by_host())
     slots = Slots(ids, active, tokens, experts, search.replay.value, chosen_apart(index.nodes))

@@ -21,6 +21,7 @@ from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.slots import TWICE, Pairs, Slots, is_factor
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
+from hexa_fx.passes.ranks import ids_of_marks
 
 Reading = Literal[
     "token_slot",
@@ -32,9 +33,11 @@ Reading = Literal[
     "expert",
     "columns",
     "one_hot",
+    "marks",
 ]
 """How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, (E,) for all tokens, one (T,)
-a slot, or (T, k, E) with a one at the chosen expert, if any.
+a slot, (T, k, E) with a one at the chosen expert, if any, or (T, E) with zeros but at the experts of a token, which are in slots
+of their own.
 """
 
 _TOLERANCE = 1e-6
@@ -385,9 +388,14 @@ def find_repeated(pairs: Pairs, search: Search) -> tuple[RoutingSource, torch.Te
 
 
 def find_index(
-    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None
+    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None, marks: bool = False
 ) -> tuple[RoutingSource, torch.Tensor]:
-    """The node with the ids of every token, and the ids as (T, k); ``asked``: where to look in place of the candidates."""
+    """The node with the ids of every token, and the ids as (T, k).
+
+    Args:
+        asked: where to look in place of the candidates.
+        marks: whether it may be a table with zeros for the experts that a token is not given.
+    """
     tokens, experts, end = search.tokens, search.experts, search.end
     known, in_order = (search.known, search.candidates) if asked is None else (asked, asked)
     flat = pairs.token * experts + pairs.expert
@@ -398,7 +406,7 @@ def find_index(
     best: tuple[tuple[bool, int, int, bool, int], RoutingSource, torch.Tensor] | None = None
     for groups in (False, True):
         for place, node in enumerate(known):
-            for reading, ids in _id_readings(record_of(node).value, tokens, experts, groups):
+            for reading, ids in _id_readings(record_of(node).value, tokens, experts, groups, marks):
                 extra = _extra_ids(ids, wanted)
                 if extra is None:
                     continue
@@ -413,11 +421,14 @@ def find_index(
 
 
 def _id_readings(
-    value: torch.Tensor, tokens: int, experts: int, groups: bool
+    value: torch.Tensor, tokens: int, experts: int, groups: bool, marks: bool
 ) -> Iterator[tuple[Reading, torch.Tensor]]:
     """Ids of every token, or of every group of tokens that follow each other."""
     spread = of_each_token(value, tokens, experts * experts) if groups else value
-    return iter(()) if spread is None else read_ids(spread, tokens, experts)
+    if spread is not None:
+        yield from read_ids(spread, tokens, experts)
+        if marks and spread.dim() >= 2 and spread.shape[-1] == experts and spread.numel() == tokens * experts:
+            yield "marks", ids_of_marks(spread.reshape(tokens, experts), experts)
 
 
 def ids_of(source: RoutingSource, tokens: int, experts: int) -> torch.Tensor:
@@ -425,7 +436,7 @@ def ids_of(source: RoutingSource, tokens: int, experts: int) -> torch.Tensor:
     values = [record_of(node).value for node in source.nodes]
     if source.reading == "columns":
         return torch.stack([value.reshape(-1) for value in values], 1)
-    return dict(_id_readings(values[0], tokens, experts, source.groups))[source.reading]
+    return dict(_id_readings(values[0], tokens, experts, source.groups, True))[source.reading]
 
 
 def read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[Reading, torch.Tensor]]:

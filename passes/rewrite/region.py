@@ -25,7 +25,7 @@ from hexa_fx.passes.detect.routing_sources import RoutingSource
 from hexa_fx.passes.detect.slots import chosen_apart
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.ranks import ranks_of_choices, repeated_in_groups
+from hexa_fx.passes.ranks import ids_of_marks, ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.rewrite.emit_rows import RowEmitter
 from hexa_fx.passes.rewrite.weights import WeightEmitter
 from hexa_fx.runtime import guards
@@ -33,6 +33,9 @@ from hexa_fx.torch_private import _is_any_autocast_enabled
 
 _leads_on = ops.of("unique unique_consecutive sort msort cat stack")
 _leaves_out = ops.of("argsort eq ne lt le gt ge size numel nelement dim")
+
+
+_MARKS = ("one_hot", "marks")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def given_ids(match: MoEMatch) -> GivenIds | None:
 
     Marks for all experts are no ids: where a slot has none, no expert gets it.
     """
-    if match.routing.index.reading == "one_hot":
+    if match.routing.index.reading in _MARKS:
         return None
     given = [node for node in map(_given, match.routing.index.nodes) if node is not None]
     if len(given) < len(match.routing.index.nodes) or any(_names_none(node, match.num_experts) for node in given):
@@ -162,6 +165,9 @@ class RoutingEmitter:
             return call("t", (call("reshape", (node, k, -1)),))
         if source.reading == "one_hot":
             return self._ids_of_marks(node)
+        if source.reading == "marks":
+            node = call("reshape", (node, -1, k))
+            return self.graph.call_function(ids_of_marks, (node, self.match.num_experts))
         if source.reading == "token":
             return call("expand", (call("reshape", (node, -1, 1)), -1, k))
         assert index is not None
@@ -195,7 +201,8 @@ class RoutingEmitter:
         """The ids as indices of a table, whatever is found there for those of no expert."""
         recorded = torch.cat([record_of(node).value.flatten() for node in self.match.routing.index.nodes])
         experts = self.match.num_experts
-        if int(recorded.max()) < experts and int(recorded.min()) >= 0 and not self.match.routing.keep:
+        marked = self.match.routing.index.reading in _MARKS or bool(self.match.routing.keep)
+        if int(recorded.max()) < experts and int(recorded.min()) >= 0 and not marked:
             return index
         return self.graph.call_method("clamp", (index, 0, experts - 1))
 

@@ -71,6 +71,23 @@ class StackedEinsum(nn.Module):
         return torch.einsum("bsed,bse->bsd", outputs, combine)
 
 
+class SharedByScore(StackedEinsum):
+    """The first expert is every token's, with its score, and so are two of the others (spsanps/build-nano-moe)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(dim=-1)
+        top, indices = scores[..., 1:].topk(K, dim=-1)
+        others = torch.zeros_like(scores[..., 1:]).scatter(-1, indices, top)
+        gates = torch.cat([scores[..., :1], others], dim=-1)
+        hidden = F.gelu(torch.einsum("bsd,edi->bsei", x, self.w_in))
+        outputs = torch.einsum("bsei,eid->bsed", hidden, self.w_out)
+        return (outputs * (gates / gates.sum(dim=-1, keepdim=True)).unsqueeze(-1)).sum(dim=-2)
+
+
 class StackedEinsumFused(Mixture):
     def __init__(self) -> None:
         super().__init__(None)
@@ -251,6 +268,7 @@ VARIANTS = (
         "dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k", make_expert=MLP, act=nn.ReLU
     ),
     variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
+    variant("dense_shared_by_score", SharedByScore, "a shared expert in the stack, weighted by its score"),
     variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),
     variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
     variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)", make_expert=MLP, bias=False),
