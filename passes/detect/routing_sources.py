@@ -513,8 +513,8 @@ def _why_not(wanted: torch.Tensor) -> str:
             f"{_NO_IDS}: every expert takes {int(of_expert[0])} of them, and some tokens are taken more often than others (experts "
             "choose their tokens); it is rewritten if tokens choose, as many experts each"
         )
-    given = str(least) if least == most else f"{least} to {most}"
+    given = "1 expert" if least == most == 1 else f"{least} experts" if least == most else f"{least} to {most} experts"
     return (
-        f"{_NO_IDS}, or of every sequence of tokens that follow each other; each is given {given} experts here, perhaps by a "
+        f"{_NO_IDS}, or of every sequence of tokens that follow each other; each is given {given} here, perhaps by a "
         "comparison, which may give others more; it is rewritten where ids (T, k) say which, as topk gives them"
     )
