@@ -313,12 +313,6 @@ class _Rewriter:
         if node.op == "get_attr" and node.target in self.match.captured.constants:
             self.new[node] = self._constant(node)
             return
-        if node in kept.rereads:
-            reread = kept.rereads[node]
-            self.new[node] = self.graph.call_function(
-                functional.after, (self.new[reread.argument], self.new[reread.result])
-            )
-            return
         refuse_array(node)
         refuse_generator(node)
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))

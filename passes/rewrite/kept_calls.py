@@ -40,22 +40,12 @@ class KeptNodes:
     Args:
         order: nodes to emit, in recorded order; a call is emitted where its first result stands.
         calls: the submodule call behind each result node.
-        rereads: a write by such a call into its own argument, or a read after it -> how to read the argument afterwards.
         stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
     order: tuple[torch.fx.Node, ...]
     calls: Mapping[torch.fx.Node, ModuleCall]
     stand_ins: Mapping[torch.fx.Node, torch.fx.Node]
-    rereads: Mapping[torch.fx.Node, Reread]
-
-
-@dataclass(frozen=True)
-class Reread:
-    """The value of an argument after a kept call wrote into it: ``argument`` read again once ``result`` is there."""
-
-    argument: torch.fx.Node
-    result: torch.fx.Node
 
 
 def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> KeptNodes:
@@ -74,10 +64,9 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
     calls = _outermost(usable)
     while True:
         by_result = {node: call for call in calls for node in nodes_in(call.output)}
-        stand_ins, rereads = _writes_of_calls(calls, inside, by_result)
-        needed = _needed([*wanted, *_effects(captured, calls)], by_result, stand_ins, rereads, outputs)
-        outside = needed - rereads.keys()
-        within = {call.number: _inner_needed(call, inside, outside, by_result) for call in calls}
+        stand_ins = _writes_of_calls(calls, inside, by_result)
+        needed = _needed([*wanted, *_effects(captured, calls)], by_result, stand_ins, outputs)
+        within = {call.number: _inner_needed(call, inside, needed, by_result) for call in calls}
         opened = [call for call in calls if within[call.number]]
         torn = {call.number for call in opened if not _repeatable(within[call.number])}
         if torn:
@@ -86,11 +75,7 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
             continue
         unseen = [nodes_in(call.output)[0] for call in opened if not needed & set(nodes_in(call.output))]
         if not unseen:
-            place = position | {
-                node: max(position[n] for n in nodes_in(by_result[reread.result].output)) + 0.5
-                for node, reread in rereads.items()
-            }
-            return KeptNodes(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
+            return KeptNodes(tuple(sorted(needed, key=position.__getitem__)), by_result, stand_ins)
         wanted += unseen
 
 
@@ -136,38 +121,19 @@ def _writes_of_calls(
     calls: Sequence[ModuleCall],
     by_call: Mapping[int, list[torch.fx.Node]],
     by_result: Mapping[torch.fx.Node, ModuleCall],
-) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Reread]]:
-    stand_ins, rereads = {}, {}
-    for call in calls:
-        inside, result = {*by_call[call.number]}, nodes_in(call.output)[0]
-        for node in by_call[call.number]:
-            if node in by_result or not (record_of(node).writes or node.target is functional.after):
-                continue
-            stand_ins[node] = result
-            argument = _written_argument(node, inside)
-            if argument is not None:
-                rereads[node] = Reread(argument, result)
-    return stand_ins, rereads
-
-
-def _written_argument(write: torch.fx.Node, inside: set[torch.fx.Node]) -> torch.fx.Node | None:
-    """The node outside the call that is the written tensor itself; None if the tensor is the call's own or a view."""
-    record, node = record_of(write), write
-    while node in inside:
-        if not node.args or not isinstance(node.args[0], torch.fx.Node):
-            return None
-        node = node.args[0]
-        same_memory = record_of(node).storage == record.storage
-        if not same_memory or record_of(node).value.shape != record.value.shape:
-            return None
-    return node
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    return {
+        node: nodes_in(call.output)[0]
+        for call in calls
+        for node in by_call[call.number]
+        if node not in by_result and (record_of(node).writes or node.target is functional.after)
+    }
 
 
 def _needed(
     wanted: Sequence[torch.fx.Node],
     by_result: Mapping[torch.fx.Node, ModuleCall],
     stand_ins: Mapping[torch.fx.Node, torch.fx.Node],
-    rereads: Mapping[torch.fx.Node, Reread],
     outputs: Sequence[torch.fx.Node],
 ) -> set[torch.fx.Node]:
     ends = frozenset(outputs)
@@ -178,8 +144,6 @@ def _needed(
         if node in by_result:
             call = by_result[node]
             return *nodes_in(call.output), *nodes_in(call.args), *nodes_in(call.kwargs)
-        if node in rereads:
-            return rereads[node].argument, rereads[node].result
         if node.target is functional.after:
             read, write = node.all_input_nodes
             return read, stand_ins.get(write, write)
@@ -206,8 +170,8 @@ def _inner_needed(
 
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
-    """Whether nodes may run twice: they neither draw random numbers nor write."""
-    return not any(ops.is_random(node) or record_of(node).writes for node in nodes)
+    """Whether nodes may run twice: they neither draw random numbers nor write, nor read anew what was written."""
+    return not any(ops.is_random(node) or record_of(node).writes or node.target is functional.after for node in nodes)
 
 
 def _effects(captured: CapturedBlock, calls: Sequence[ModuleCall]) -> list[torch.fx.Node]:
