@@ -26,9 +26,9 @@ from hexa_fx.capture.ran_code import RanCode, items_of, untold, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup, own_names
+from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, OF_PAST, is_users, logs, module_name
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, OF_PAST, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (
     CACHED,
     IsA,
@@ -131,9 +131,6 @@ class PythonReads:
 
     def read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
         """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
-        if key == "__dict__" and isinstance(holder, type):
-            self._whole(holder)
-            return vars(holder)
         edge = self._edge(holder, key)
         edge.scopes.add(self._scope if scope is None else scope)
         return edge.value
@@ -162,8 +159,6 @@ class PythonReads:
         outside = isinstance(value, nn.Module) and id(value) not in self.edges.modules
         self.objects.meet(edge.holder, value, edge.own, outside)
         self._meet_class(value if isinstance(value, type) else type(value), isinstance(value, type))
-        if isinstance(value, types.SimpleNamespace):  # which notes nothing, also what is not there
-            self._whole(value)
         for key in keys_inside(value, noted):
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
@@ -222,12 +217,13 @@ class PythonReads:
                     self._names(module, registry)
         if name in _OF_MODE:
             self.ran.asks["mode"].add(self._scope)
-        if not made_meanwhile and (of_users or name not in _OF_WHOLE):
-            self._note_of(holder, name)
+        if not made_meanwhile:
+            self._note_of(holder, name, of_users)
 
-    def _note_of(self, holder: Any, name: str) -> None:
+    def _note_of(self, holder: Any, name: str, of_users: bool) -> None:
         if name in _OF_WHOLE:
-            self._whole(holder)
+            if of_users:
+                self.ran.hidden[self._scope] = "__dict__", LOOK_UP, user_location()
         elif name in REGISTRIES and isinstance(holder, nn.Module):
             self._names(holder, name)
         elif (name not in MODULE_STATE or name == "training") and not self._is_property(type(holder), name):
@@ -255,14 +251,6 @@ class PythonReads:
             self.read(module, name)
         edge = Edge(module, registry, names, names)
         self.edges.of(module).setdefault(registry, edge).scopes.add(self._scope)
-
-    def _whole(self, holder: Any) -> None:
-        """Notes a read of an object's or a class's ``__dict__``."""
-        own = own_names(holder)
-        for name in own:
-            self.read(holder, name)
-        edge = Edge(holder, "__dict__", Names(own), Names(own))
-        self.edges.of(holder).setdefault("__dict__", edge).scopes.add(self._scope)
 
     # -- what is asked of tensors -------------------------------------------------------------------------------------
 

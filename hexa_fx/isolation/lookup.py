@@ -13,7 +13,6 @@ import functools
 import inspect
 import itertools
 import types
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
@@ -142,7 +141,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 CALLED = "()"
-"""The key of what an object without attributes gives when it is called: a weak reference, a function that asks for a state."""
+"""The key of what a function that asks for a state gives when it is called."""
 
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -154,7 +153,6 @@ _BY_ATTRIBUTE = (
     functools.partial,
     property,
     torch.Tensor,
-    weakref.ref,
 )
 
 
@@ -263,18 +261,3 @@ def _of_class(cls: Any, name: str) -> Any:
         return getattr(cls, name, MISSING)
     except Exception:  # of a descriptor that wants an instance
         return inspect.getattr_static(cls, name, MISSING)
-
-
-def own_names(holder: Any) -> frozenset[str]:
-    """The attributes in an object's or a class's ``__dict__`` that code sees there, without Python's, torch's and ours."""
-    return frozenset(
-        name
-        for name, value in getattr_plain(holder).items()
-        if name not in MODULE_STATE and not (isinstance(holder, type) and name.startswith("__")) and not _is_ours(value)
-    )
-
-
-def _is_ours(value: Any) -> bool:
-    """Whether `hexa_fx` put this on a module: an object of its own, or a method of one."""
-    holder = value.__self__ if type(value) is types.MethodType else value
-    return type(holder).__module__.startswith("hexa_fx.")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import datetime
-import decimal
-import fractions
 import functools
 import gc
 import pathlib
@@ -14,8 +11,6 @@ import re
 import sys
 import threading
 import types
-import uuid
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,12 +33,6 @@ CONSTANT = (
     slice,
     type(...),
     type(NotImplemented),
-    decimal.Decimal,
-    fractions.Fraction,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    uuid.UUID,
     pathlib.PurePath,
     re.Pattern,
     torch.Size,
@@ -69,9 +58,7 @@ CACHED = type(functools.lru_cache(lambda: None))
 _SEEN_INTO = (
     types.MethodType,
     types.CellType,
-    types.SimpleNamespace,
     functools.partial,
-    weakref.ref,
     staticmethod,
     classmethod,
     CACHED,
@@ -87,14 +74,14 @@ class IsA:
 
 @dataclass(frozen=True)
 class Names:
-    """Of a module's ``__dict__`` or a registry in it, the keys."""
+    """Of a module's registry, the keys."""
 
     names: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Of a dict, list or tuple of objects, its kind and keys. What it holds is noted by itself."""
+    """Of a namespace, or a dict, list or tuple of objects, its kind and keys. What it holds is noted by itself."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -107,29 +94,13 @@ class Unreadable:
     kind: str
 
 
-@dataclass(frozen=True, eq=False)
-class Array:
-    """A numpy array's values."""
-
-    values: Any
-
-    def __eq__(self, other: object) -> bool:
-        numpy: Any = sys.modules["numpy"]
-        now: Any = other.values if isinstance(other, Array) else other
-        if type(now) is not type(self.values) or (now.dtype, now.shape) != (self.values.dtype, self.values.shape):
-            return False
-        return bool(numpy.array_equal(self.values, now, equal_nan=now.dtype.kind in "fc"))
-
-
 def snapshot(value: Any) -> Any:
     """``value`` in a form that later changes do not reach: itself, a copy, or what kind of object it is."""
-    if isinstance(value, CONSTANT) or _is_numpy(value, "generic"):
+    if isinstance(value, CONSTANT) or _is_number_of_numpy(value):
         return value
-    if _is_numpy(value, "ndarray") and value.dtype.kind != "O":
-        return Array(copy.deepcopy(value))
     if type(value) in _COPIED and len(value) <= _LONGEST and _all_constant(value):
         return copy.copy(value)
-    if is_collection(value) and not isinstance(value, (set, frozenset)):
+    if isinstance(value, types.SimpleNamespace) or (is_collection(value) and not isinstance(value, (set, frozenset))):
         return Keys(type(value), tuple(items(value)))
     return IsA(torch.Tensor if isinstance(value, torch.Tensor) else type(value))
 
@@ -140,10 +111,6 @@ def alike(now: Any, noted: Any) -> bool:
         return True
     if isinstance(noted, IsA):
         return isinstance(now, torch.Tensor) if noted.kind is torch.Tensor else type(now) is noted.kind
-    if isinstance(noted, Array):
-        return bool(noted == now)
-    if isinstance(noted, Names):
-        return frozenset(now) == noted.names
     if isinstance(noted, Keys):
         return type(now) is noted.kind and tuple(items(now)) == noted.keys
     if type(now) is not type(noted):
@@ -193,8 +160,6 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
     elif isinstance(value, types.BuiltinMethodType):
         if not isinstance(value.__self__, (types.ModuleType, type, type(None))):
             yield "__self__"
-    elif isinstance(value, weakref.ref):
-        yield CALLED
     elif isinstance(value, CACHED):
         yield "__wrapped__"
     elif type(value) in _COPIED and not isinstance(value, (set, frozenset, bytearray)):
@@ -213,15 +178,15 @@ def caches_collections(cached: Any) -> bool:
     return any(_all_constant(args) and is_collection(result := cached(*args)) and result for args in given)
 
 
-def _is_numpy(value: Any, kind: str) -> bool:
-    return "numpy" in sys.modules and isinstance(value, getattr(sys.modules["numpy"], kind))
+def _is_number_of_numpy(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic)
 
 
 def _all_constant(value: Any) -> bool:
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return isinstance(value, bytearray) or all(
         isinstance(item, CONSTANT)
-        or _is_numpy(item, "generic")
+        or _is_number_of_numpy(item)
         or (type(item) in (tuple, frozenset) and _all_constant(item))
         for item in items
     )

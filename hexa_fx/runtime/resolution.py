@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from itertools import repeat
 from operator import is_
-from types import CodeType, FrameType, FunctionType, MappingProxyType
+from types import CodeType, FrameType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import InputGuard, PythonRead
-from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, lookup, place
 from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
 from hexa_fx.isolation.purity import is_users
-from hexa_fx.isolation.read_values import Array, Code, IsA, Keys, Names, alike
+from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.guards import (
     AGAIN,
@@ -185,22 +185,18 @@ class Resolution:
         """What the object at a place contains, or is."""
         if isinstance(value, nn.Module):
             self.others.append((_OF_CLASS, value, type(value)))
-        elif isinstance(noted, Array):
-            self.others.append((_SLOWLY, value, ..., noted))
         elif isinstance(noted, Keys) and not isinstance(value, tuple):
-            self.others.append((_OF_LENGTH, value, len(value)))
+            held = vars(value) if isinstance(value, SimpleNamespace) else value
+            self.others.append((_OF_LENGTH, held, len(held)))
         elif type(value) in _COPIES:
             self.others.append((_EQUAL, value, noted))
 
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
-        now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
+        now = frozenset(vars(module)[key])
         if now != read.value.names:
             raise _miss(read, now)
         self._enter_registry(module)
-        if key != "__dict__":
-            self.others.append((_OF_LENGTH, vars(module)[key], len(now)))
-        else:
-            self.others.append((_SLOWLY, module, "__dict__", read.value))
+        self.others.append((_OF_LENGTH, vars(module)[key], len(now)))
 
     def _add_dtype(self, path: str, dtype: torch.dtype) -> None:
         """Of a parameter or buffer; nothing if it is no longer there, as under an adapter."""
@@ -283,10 +279,6 @@ class _Same:
 
 
 def is_still(holder: Any, key: Any, value: Any) -> bool:
-    if key is ...:
-        return alike(holder, value)
-    if isinstance(value, Names):
-        return own_names(holder) == value.names
     now = lookup(holder, key)
     return now is value.value if isinstance(value, _Same) else alike(now, value)
 

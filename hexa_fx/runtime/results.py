@@ -15,7 +15,7 @@ from torch import nn
 
 from hexa_fx.ir import Container, ContainerItem, Destination, ModuleAttribute, ObjectAttribute
 from hexa_fx.isolation.contents import Holder
-from hexa_fx.isolation.lookup import CALLED, MISSING, step
+from hexa_fx.isolation.lookup import MISSING, step
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.runtime.guards import GuardMiss
 
@@ -112,7 +112,7 @@ def _found(module: nn.Module, container: Container) -> Any:
     except (KeyError, AttributeError):
         raise GuardMiss(f"{container} is no longer there") from None
     for key in container.steps:
-        holder = holder() if key == CALLED else step(holder, key)
+        holder = step(holder, key)
         if holder is MISSING:
             raise GuardMiss(f"{container} is no longer there")
     if type(holder) is not container.kind:

@@ -183,7 +183,9 @@ VARIANTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]]
         lambda m, p: setattr(m.space, "scale", 2.0),
     ),
 }
-REFUSED = frozenset({"by __dict__", "cached dict", "import_module", "__import__", "attrgetter", "vars"})
+REFUSED = frozenset(
+    {"by __dict__", "cached dict", "copy", "deep copy", "import_module", "__import__", "attrgetter", "vars"}
+)
 """Names of those whose blocks are refused."""
 
 
