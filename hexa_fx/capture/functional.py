@@ -20,13 +20,6 @@ def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
     return tensor
 
 
-def with_attributes(result: Any, attributes: Mapping[str, Any]) -> Any:
-    """An object with what the code sets on it once it is made, be it frozen."""
-    for name, value in attributes.items():
-        object.__setattr__(result, name, value)
-    return result
-
-
 def row_dropout(rows: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Stands for a dropout that draws random numbers, in a run in which it drops nothing."""
     return rows.clone()

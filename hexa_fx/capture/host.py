@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -30,7 +29,7 @@ from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wr
 from hexa_fx.contexts import attributes_set, items_set
 from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import namespaces_of
-from hexa_fx.isolation.lookup import MISSING, as_dict, is_object
+from hexa_fx.isolation.lookup import MISSING, is_object
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.torch_private import DisableTorchFunction, is_compiler_at_work
@@ -374,7 +373,6 @@ def _have_attributes(result: Any) -> bool:
 def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     original = nn.Module.__call__
     paths = {id(module): path for path, module in named_modules(block) if path}
-    objects: list[tuple[int, Any, list[int]]] = []
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module))
@@ -393,20 +391,12 @@ def _recorded_module_calls(block: nn.Module, recorder: Recorder) -> Iterator[Non
                     recorder.told.leave(recorder.scopes.pop())
             with DisableTorchFunction():
                 stays = MISSING not in given and [*_held((args, *kwargs.values()))] == given
-                held = as_dict(result)
-                read = result if held is None else held
-                is_read = stays and isinstance(read, (torch.Tensor, tuple, list, dict)) and not _have_attributes(read)
-                output = recorder.lift(read) if is_read else None
-        call = ModuleCall(path, *place, lifted_args, lifted_kwargs, output, is_object=held is not None)
-        if held is not None:
-            objects.append((len(recorder.calls), result, [*map(id, held.values())]))
-        recorder.calls.append(call)
+                is_read = (
+                    stays and isinstance(result, (torch.Tensor, tuple, list, dict)) and not _have_attributes(result)
+                )
+                output = recorder.lift(result) if is_read else None
+        recorder.calls.append(ModuleCall(path, *place, lifted_args, lifted_kwargs, output))
         return result
 
     with attributes_set(nn.Module, __call__=call):
         yield
-    for number, result, given in objects:
-        if [
-            *map(id, (as_dict(result) or {}).values())
-        ] != given:  # what changed it since, the rewritten block leaves out
-            recorder.calls[number] = replace(recorder.calls[number], output=None)

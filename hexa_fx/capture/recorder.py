@@ -30,6 +30,7 @@ from hexa_fx.capture.calls import (
     SETS_GRADIENT,
     SYMBOLIC_FUNCTIONS,
     TEXTS,
+    UnreadableTensor,
     as_constant,
     as_plain,
     check_readable,
@@ -45,9 +46,13 @@ from hexa_fx.capture.calls import (
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, is_own_sequence
+from hexa_fx.isolation.lookup import MISSING, attributes, fields_of
 from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
+
+_OWN_SEQUENCE = (
+    "the block returns a {}, a list or tuple of a class of its own, which is not followed; plain ones can be returned"
+)
 
 
 @dataclass(repr=False)  # which torch writes into errors, as where a tensor is compared with None
@@ -171,8 +176,7 @@ class Recorder(TorchFunctionMode):
         return as_constant(value)
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, a namespace, or a mapping or list of a class of its own becomes a node that calls its class, and
-        one that sets what such a call does not leave there."""
+        """As `lift`. A dataclass or a mapping of a class of its own becomes a node that calls its class, if that is all."""
         if isinstance(result, SymbolicSize):
             return self.record_call(torch.Size, (self.lift(tuple(result)),), torch.Size(map(plain, result)))
         fields = fields_of(result)
@@ -180,13 +184,11 @@ class Recorder(TorchFunctionMode):
             return self.add("call_function", functional.OfItems(result), (self.lift_result(fields),), {}, result)
         if fields is not None:
             made = attributes(type(result)(**fields))
-            beside = {name: value for name, value in attributes(result).items() if made.get(name, MISSING) is not value}
-            node = self.add("call_function", type(result), (), self.lift_result(fields), result)
-            if not beside:
-                return node
-            return self.add("call_function", functional.with_attributes, (node, self.lift_result(beside)), {}, result)
-        if is_own_sequence(result):
-            return self.add("call_function", type(result), ([*map(self.lift_result, result)],), {}, result)
+            if any(made.get(name, MISSING) is not value for name, value in attributes(result).items()):
+                return as_constant(result)
+            return self.add("call_function", type(result), (), self.lift_result(fields), result)
+        if isinstance(result, (list, tuple)) and not (type(result) in (list, tuple) or hasattr(result, "_fields")):
+            raise UnreadableTensor(_OWN_SEQUENCE.format(type(result).__qualname__))
         if isinstance(result, (list, tuple)):
             items = map(self.lift_result, result)
             return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)

@@ -111,8 +111,7 @@ def nodes_by_call(graph: torch.fx.Graph) -> defaultdict[int, list[torch.fx.Node]
 class ModuleCall:
     """A submodule's call inside the run: its number, with which nodes say that they lie in it, its arguments and results as nodes.
 
-    Or the call of an `autograd.Function`, which then is ``function``. If what it gives ``is_object``, the output is what
-    `hexa_fx.isolation.lookup.as_dict` makes of it. ``around``: numbers of the calls inside of which it lies.
+    Or the call of an `autograd.Function`, which then is ``function``. ``around``: numbers of the calls inside of which it lies.
     """
 
     path: str
@@ -122,7 +121,6 @@ class ModuleCall:
     kwargs: Any
     output: Any
     function: Applied | None = None
-    is_object: bool = False
 
 
 def _nobody(*said: Any) -> None:

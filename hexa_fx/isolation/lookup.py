@@ -64,9 +64,7 @@ def is_collection(value: Any) -> bool:
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """With what the class of a dataclass, a namespace or a mapping of a class of its own is called; None for anything else."""
-    if isinstance(value, types.SimpleNamespace):
-        return dict(vars(value))
+    """With what the class of a dataclass or a mapping of a class of its own is called; None for anything else."""
     if isinstance(value, dict):
         return dict(value) if type(value) is not dict else None
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -74,17 +72,8 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
-def is_own_sequence(value: Any) -> bool:
-    """Whether it is a list or tuple of a class of its own, but for named ones."""
-    return isinstance(value, (list, tuple)) and not (type(value) in (list, tuple) or hasattr(value, "_fields"))
-
-
 def held_in(value: Any) -> list[tuple[Any, Any]] | None:
-    """All that a dataclass, a namespace or a mapping of a class of its own holds, by name, sorted, or a list or tuple of such a
-    class; None for anything else.
-    """
-    if is_own_sequence(value):
-        return list(enumerate(value))
+    """All that a dataclass or a mapping of a class of its own holds, by name, sorted; None for anything else."""
     if fields_of(value) is None:
         return None
     held = attributes(value) | (dict(value) if isinstance(value, dict) else {})
@@ -117,13 +106,6 @@ def attributes(holder: Any) -> dict[str, Any]:
             if value is not MISSING:
                 found[name] = value
     return found
-
-
-def as_dict(value: Any) -> dict[str, Any] | None:
-    """All that a dataclass or a namespace holds, by name, and None under the name of its class; None for anything else."""
-    if isinstance(value, dict) or fields_of(value) is None:
-        return None
-    return {f"{type(value).__module__}.{type(value).__qualname__}": None, **items(value)}
 
 
 def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch.Tensor]:

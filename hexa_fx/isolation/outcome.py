@@ -130,7 +130,7 @@ def observe(
 
 
 def unfolded(result: Any) -> Any:
-    """A result with dataclasses, namespaces and mappings as their classes and all that they hold."""
+    """A result with dataclasses and mappings as their classes and all that they hold."""
     return pytree.tree_map(_opened, result, is_leaf=lambda value: held_in(value) is not None)
 
 

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
-from hexa_fx.isolation.lookup import attributes, held_in, is_own_sequence
+from hexa_fx.isolation.lookup import attributes, held_in
 from hexa_fx.isolation.outcome import unfolded
 from hexa_fx.runtime.guards import GuardMiss
 
@@ -83,7 +83,7 @@ def dtypes_under_autocast(
 
 
 def dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
-    """The dtype of every tensor in a result, also in dataclasses, namespaces and mappings."""
+    """The dtype of every tensor in a result, also in dataclasses and mappings."""
     leaves = pytree.tree_leaves(unfolded(result))
     return tuple(leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -102,8 +102,6 @@ def _leaf_in_next(leaf: Any, dtypes: Iterator[torch.dtype]) -> Any:
     held = held_in(leaf)
     if held is None:
         return leaf.to(next(dtypes)) if isinstance(leaf, torch.Tensor) else leaf
-    if is_own_sequence(leaf):
-        return type(leaf)(_in_next([value for _, value in held], dtypes))
     own = attributes(leaf)
     for name, value in held:
         cast = _in_next(value, dtypes)

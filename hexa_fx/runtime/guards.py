@@ -12,7 +12,6 @@ import torch
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import InputGuard
-from hexa_fx.isolation.lookup import as_dict
 from hexa_fx.torch_private import _is_any_autocast_enabled, _len_torch_function_stack
 
 _TORCHS = ("torch", "hexa_fx")
@@ -180,13 +179,11 @@ def require_routing(
 
 
 def is_of_form(result: Any, form: Any, exact: bool = True) -> bool:
-    """Whether lists, tuples, dicts and an object hold as much, None lies where it did, and tensors are of the kinds that ``form``
+    """Whether lists, tuples and dicts hold as much, None lies where it did, and tensors are of the kinds that ``form``
     names, if it does; in dtype only where it is to be ``exact``."""
     if isinstance(form, dict):
-        held = result if isinstance(result, dict) else as_dict(result)
-        if held is None or held.keys() != form.keys():
-            return False
-        return all(is_of_form(held[key], form[key], exact) for key in form)
+        same = isinstance(result, dict) and result.keys() == form.keys()
+        return same and all(is_of_form(result[key], form[key], exact) for key in form)
     if isinstance(form, (list, tuple)):
         same = isinstance(result, (list, tuple)) and len(result) == len(form)
         return same and all(is_of_form(one, other, exact) for one, other in zip(result, form))

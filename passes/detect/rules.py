@@ -71,7 +71,7 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
         if not isinstance(result, (torch.fx.Node, *LITERALS)):
             raise Refuse(
                 f"the block returns a {type(result).__qualname__}, and what such an object holds is not followed; tensors, and "
-                "tuples, lists, dicts, namespaces or dataclasses of them can be returned"
+                "tuples, lists, dicts or dataclasses of them can be returned, with nothing set on them beside their fields"
             )
     opaque, inside = opaque_nodes(captured, products), nodes_by_call(captured.graph)
     live = {call.path for call in captured.calls if opaque.issuperset(inside[call.number])}

@@ -363,7 +363,7 @@ class _Rewriter:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured
         result.meta["call"] = [*map(id, (*captured.calls, *captured.functions))].index(id(call))
-        self._bind(call.output, result, getattr if call.is_object else operator.getitem)
+        self._bind(call.output, result)
 
     def _bind(self, output: Any, result: torch.fx.Node, read: Callable[..., Any] = operator.getitem) -> None:
         if isinstance(output, torch.fx.Node):

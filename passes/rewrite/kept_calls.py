@@ -294,7 +294,7 @@ class KeptRouters:
         forms: what is asked, by the node after which it can be.
         reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
         in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
-        at_once: what is asked of modules that decide on data, or give objects, before their results are taken apart, by path.
+        at_once: what is asked of modules that decide on data before their results are taken apart, by path.
         unasked: routers of whose results nothing can be asked, as something has been drawn or written by then: what their code asks
             for and reads counts instead.
     """
@@ -329,7 +329,6 @@ def kept_routers(
     by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
     left_alone = [call for call in kept.calls.values() if call.path in alone]
     deciding = {call.path: decision for call in left_alone for decision in _decisions(by_call[call.number])}
-    objects = {call.path for call in left_alone if call.is_object}
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
@@ -345,7 +344,7 @@ def kept_routers(
                 raise Refuse(ON_DATA, next(iter(deciding.values())))
             counted |= routers
             continue
-        at_once |= dict.fromkeys([*deciding, *objects], Form(_tokens(match), (), ()))
+        at_once |= dict.fromkeys(deciding, Form(_tokens(match), (), ()))
         told |= {call.path for call in calls if _has_effects(captured, by_call, call)}
         forms.setdefault(last, []).append(_form(match))
     set_inside = {str(item.place) for item in captured.stored}
