@@ -17,7 +17,6 @@ from hexa_fx.capture.records import ModuleCall
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
-from hexa_fx.torch_private import _assign_attr
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,3 @@ class CapturedBlock:
     def value_of(self, name: str) -> Any:
         """What a rewritten forward finds there: a tensor, or a number for which one stood in the run."""
         return self.counts[name].item() if name in self.counts else self.tensor_of(name)
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The recorded run as a printable module."""
-        root = nn.Module()
-        for node in self.graph.find_nodes(op="get_attr"):
-            _assign_attr(self.tensor_of(str(node.target)).detach(), root, str(node.target))
-        return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")

@@ -47,10 +47,6 @@ class ListedExperts(WeightReader):
         self._seen: tuple[list[list[Any]], str] = [], ""
         self._ends: list[list[Any]] = []
 
-    def __repr__(self) -> str:
-        parts = self.weight.parts
-        return f"ListedExperts({self.weight.name}: {len(parts[0])} experts, {len(parts)} part(s), {self._seen[1]})"
-
     def __call__(self) -> torch.Tensor | Listed:
         """The weight: (E, N, K), or (E, N) for a bias.
 
