@@ -91,10 +91,10 @@ class Recorder(TorchFunctionMode):
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     @untold
-    def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+    def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any) -> torch.fx.Node:
         end_after(self.count)
         snapshot = self._snapshot(value)
-        node = self.graph.create_node(op, target, args, kwargs, name)
+        node = self.graph.create_node(op, target, args, kwargs)
         storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -365,14 +365,14 @@ class _Rewriter:
         result.meta["call"] = [*map(id, (*captured.calls, *captured.functions))].index(id(call))
         self._bind(call.output, result)
 
-    def _bind(self, output: Any, result: torch.fx.Node, read: Callable[..., Any] = operator.getitem) -> None:
+    def _bind(self, output: Any, result: torch.fx.Node) -> None:
         if isinstance(output, torch.fx.Node):
             cut = is_float(output) and not record_of(output).gradient
             self.new[output] = self.graph.call_method("detach", (result,)) if cut else result
         elif isinstance(output, (tuple, list, dict)):
             for key, item in output.items() if isinstance(output, dict) else enumerate(output):
                 if isinstance(item, (torch.fx.Node, tuple, list, dict)):
-                    self._bind(item, self.graph.call_function(read, (result, key)))
+                    self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
 
 def _draws_or_writes(node: torch.fx.Node) -> bool:
