@@ -348,7 +348,10 @@ def test_parameters_that_a_forward_writes(when: str) -> None:
 
 
 class FollowingRouter(nn.Module):
-    """Stays a call of the rewritten block, and keeps the mean of its tokens in a frozen parameter."""
+    """Stays a call of the rewritten block, and keeps the mean of its tokens in a frozen parameter.
+
+    The xmoe gates of torchscale write to theirs in every call, too (``self.wg.mul_(1.5 / wg_norm)``).
+    """
 
     def __init__(self, router: nn.Module, way: str) -> None:
         super().__init__()

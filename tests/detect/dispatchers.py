@@ -11,7 +11,7 @@ D, E, K = 6, 4, 2
 
 
 class Dispatcher:
-    """Keeps what `combine` needs from `dispatch`, as those of Megatron-core do."""
+    """Keeps what `combine` needs from `dispatch`, as those of Megatron-core do, and on one device that of rhymes-ai/Aria."""
 
     def __init__(self) -> None:
         self.shape: torch.Size | None = None
