@@ -28,7 +28,7 @@ from hexa_fx.isolation.torch_state import autocast_off, autocast_uncached, one_t
 from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.lora import LinearLora, taken_off
 from hexa_fx.observers import Listener, PassEvent, listening
-from hexa_fx.passes import analyse
+from hexa_fx.passes import NotRecorded, analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -286,7 +286,8 @@ def _analyse_known(
     if known is not None:
         return moved_to(known, observation.path), known.path
     analysis = _analyse_dense(observation, config)
-    cache.add(observation, analysis)
+    if not isinstance(analysis.refusal, NotRecorded):
+        cache.add(observation, analysis)
     return analysis, None
 
 

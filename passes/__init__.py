@@ -83,8 +83,8 @@ class _Runs:
     by_mode: bool = False
 
 
-class _NotRecorded(Refusal):
-    """The block raised an error on the inputs."""
+class NotRecorded(Refusal):
+    """The block raised an error on the inputs. What its code read by then is unknown, so that this holds for no other block."""
 
 
 _ALIKE = (
@@ -126,7 +126,7 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
             left = chain(left, after_refusal({analysis.refusal.reason}, example, differs=analysis.check is not None))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
-    recorded = [(e, a) for e, a in tried if not isinstance(a.refusal, _NotRecorded)]
+    recorded = [(e, a) for e, a in tried if not isinstance(a.refusal, NotRecorded)]
     for told_apart in (all_differ, lambda example: not mostly_alike(example)):
         for example, analysis in recorded:
             if told_apart(example):
@@ -221,7 +221,7 @@ def _rewrite(
         match = detect_all(record, prefer_earliest)
     except CaptureError as error:
         runs.by_mode = True
-        return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
+        return NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
         return match
     with announced("rewrite", match.captured.graph) as done:

@@ -248,6 +248,17 @@ def test_wrong_arguments_of_a_call_say_nothing_of_later_ones() -> None:
     assert opt.report.blocks[0].calls.rewritten == 2
 
 
+def test_an_error_in_one_layer_says_nothing_of_another() -> None:
+    _, opt = made()
+    opt(tokens())
+    opt.layers[0].factor = None
+    with pytest.raises(TypeError):
+        opt.layers[0](tokens())
+    opt.layers[1].factor = 2.0
+    opt.layers[1](tokens())
+    assert (opt.layers[1].forward.ran, dict(opt.layers[1].forward.own)) == (2, {})
+
+
 def test_code_that_always_raises_is_not_analysed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     _, opt = made(1)
     opt(tokens())
