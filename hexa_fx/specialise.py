@@ -28,7 +28,7 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.contents import Sandbox
-from hexa_fx.isolation.module_tree import with_ancestors
+from hexa_fx.isolation.module_tree import inside, with_ancestors
 from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.shadow import InPlace, shadow_of
 from hexa_fx.isolation.size import collections_are_cheap
@@ -119,14 +119,16 @@ class Specialiser:
         miss: GuardMiss | None,
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
-        gradients, missed, changed = torch.is_grad_enabled(), said_of_sizes(miss), _changed_number(miss, forward)
+        gradients, missed = torch.is_grad_enabled(), said_of_sizes(miss)
         try:
             with undisturbed():
-                asked = {**changed, **{name: before for name, before in forward.numbers.items() if before is not None}}
+                asked = _asked(forward, miss)
                 analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked)
-                forward.numbers |= dict.fromkeys(changed) if analysis.rewritten is None else changed
-                if asked and analysis.rewritten is None:
+                if analysis.rewritten is None and asked:
+                    changed, asked = asked.keys() - forward.numbers.keys(), {}
+                    forward.numbers |= dict.fromkeys(changed)
                     analysis, same_as = self._analyse(forward, module, args, kwargs)
+                forward.numbers |= asked
                 if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked)
                 self.cache.forget_runs()
@@ -187,12 +189,12 @@ class Specialiser:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before.
 
         Args:
-            asked: see `Observation.counts`.
+            asked: see `Observation.numbers`.
         """
         config, shadow = self.config, self._shadow(forward, module)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
-        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, counts=asked)
+        observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
         if (known := self.cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects = Sandbox(shadow)
@@ -232,17 +234,22 @@ def _unpickled(
     return Specialiser(config, finish, StructureCache(), reports, written)
 
 
-def _changed_number(miss: GuardMiss | None, forward: HexaForward) -> dict[str, float]:
-    """A number that a module keeps, by name, as it was, if its change kept a call from what was made of earlier ones."""
+def _asked(forward: HexaForward, miss: GuardMiss | None) -> dict[str, float]:
+    """Numbers that modules keep and that every call is to ask for, by name, as they were: those that are known, and one whose
+    change kept a call from what was made of earlier ones."""
+    modules = forward.module.named_modules()
+    now = {
+        inside(path, key) for path, owner in modules for key, value in vars(owner).items() if type(value) in _NUMBERS
+    }
+    asked = {name: before for name, before in forward.numbers.items() if before is not None and name in now}
     name = miss.read if isinstance(miss, ReadMiss) else ""
-    if name in forward.numbers:
-        return {}
-    path, _, attribute = name.rpartition(".")
-    owner = dict(forward.module.named_modules()).get(path)
-    now = None if owner is None else vars(owner).get(attribute)
     reads = (read for made in forward.specialisations for read in made.attributes.reads if str(read) == name)
     before: Any = next((read.value for read in reads), None)
-    return {name: before} if {type(now), type(before)} <= {int, float} else {}
+    is_new = name in now - forward.numbers.keys() and type(before) in _NUMBERS
+    return {**asked, name: before} if is_new else asked
+
+
+_NUMBERS = (int, float)
 
 
 def _takes(made: Specialisation, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

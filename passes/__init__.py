@@ -151,9 +151,9 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     probe = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     first = _analyse_on(observation, config, probe)
     if first.captured is not None and first.check is not None and any(case.changed for case in first.check.cases):
-        counts = {**counted(first.captured), **observation.counts}
-        is_new = counts.keys() > observation.counts.keys()
-        again = _analyse_example(replace(observation, counts=counts), config) if is_new else first
+        numbers = {**counted(first.captured), **observation.numbers}
+        is_new = numbers.keys() > observation.numbers.keys()
+        again = _analyse_example(replace(observation, numbers=numbers), config) if is_new else first
         return first if again.refusal else again
     if first.match is None or first.settled or first.check is None or first.check.ok:
         return first
@@ -203,7 +203,7 @@ def _rewrite(
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
             run = partial(run, gradients=observation.gradients)
-            replacements = replace(replacements, counts=frozenset(observation.counts))
+            replacements = replace(replacements, numbers=frozenset(observation.numbers))
             captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
@@ -245,7 +245,7 @@ _ROUND = 252_000
 def _with_other_numbers(verify: Callable[[], VerificationResult], observation: Observation) -> VerificationResult:
     """The comparison where numbers that are asked for are others: those of calls before, or larger ones where a condition of the
     rewritten block excludes them. One value does not show what becomes a constant."""
-    block, before = observation.module, observation.counts
+    block, before = observation.module, observation.numbers
     larger = ({name: attrgetter(name)(block) + more for name in before} for more in (1, _ROUND))
     for numbers in (before, *larger):
         with other_numbers(block, numbers):
@@ -268,7 +268,7 @@ def _checked(
     settings = settings_of(match.captured, config, unlike(observation.given, example))
     with announced("verify", rewritten.graph) as done, muted(), torch_operators():
         check = verify_block(block, rewritten, *example, settings)
-        if check.ok and observation.counts:
+        if check.ok and observation.numbers:
             check = _with_other_numbers(partial(verify_block, block, rewritten, *example, settings), observation)
         done.note = check.reason or "equal"
     if check.ok:

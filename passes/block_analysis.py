@@ -163,7 +163,7 @@ def _key(observation: Observation) -> Hashable:
         autocast_state(),
         observation.gradients,
         observation.written,
-        frozenset(observation.counts),
+        frozenset(observation.numbers),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

@@ -45,7 +45,7 @@ class CapturedBlock:
         written: where those are that torch wrote to.
         changed_parameters: names of parameters that the run wrote to. They hold what they held before.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
-        counts: what stands in for numbers that modules keep and set in every call, by name.
+        numbers: what stands in for numbers that modules keep and every call asks for, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
         written_later: whether what the block was given is written to after its call.
@@ -72,7 +72,7 @@ class CapturedBlock:
     written: frozenset[int] = frozenset()
     changed_parameters: tuple[str, ...] = ()
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    counts: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
     written_later: bool = False
@@ -109,7 +109,7 @@ class CapturedBlock:
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
-        for known in (self.constants, self.replaced, self.counts):
+        for known in (self.constants, self.replaced, self.numbers):
             if name in known:
                 return known[name]
         owner, _, leaf = name.rpartition(".")
@@ -117,4 +117,4 @@ class CapturedBlock:
 
     def value_of(self, name: str) -> Any:
         """What a rewritten forward finds there: a tensor, or a number for which one stood in the run."""
-        return self.counts[name].item() if name in self.counts else self.tensor_of(name)
+        return self.numbers[name].item() if name in self.numbers else self.tensor_of(name)

@@ -163,7 +163,7 @@ class Observation:
     Args:
         gradients: whether they are on in it, which counts where the code asks.
         written: whether the code around the module writes to what it was given, after the call.
-        counts: other values of numbers that modules keep and that are to be asked for in every call, by dotted name
+        numbers: other values of numbers that modules keep and that are to be asked for in every call, by dotted name
             (`hexa_fx.capture.record.Replacements`).
     """
 
@@ -174,7 +174,7 @@ class Observation:
     given: tuple[Any, Any] | None = None
     gradients: bool = True
     written: bool = False
-    counts: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,7 @@ def probe_inputs(
     that do not allow it are used whole.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    tensors = {
-        key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided
-    }
+    tensors = _dense(named)
     cut = _cut(tensors, max_tokens)
     return tuple(cut.get(i, value) for i, value in enumerate(args)), {
         key: cut.get(key, value) for key, value in kwargs.items()
@@ -135,6 +133,12 @@ def _whole_numbers(values: list[Any]) -> list[int]:
     return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
+def _dense(named: dict[Any, Any]) -> dict[Any, torch.Tensor]:
+    """The tensors among them that are not sparse."""
+    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+    return {key: value for key, value in tensors.items() if value.layout is torch.strided}
+
+
 def overflow_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -143,9 +147,7 @@ def overflow_inputs(
     The fewer the others, the larger the capacity that is exceeded; the larger the alike ones, the less a router's noise parts them.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    tensors = {
-        key: value for key, value in named.items() if isinstance(value, torch.Tensor) and value.layout is torch.strided
-    }
+    tensors = _dense(named)
     if len(tensors) != 1:
         return args, kwargs
     ((key, example),) = tensors.items()

@@ -48,14 +48,14 @@ class Replacements:
         held: of parameters and buffers, by name.
         results: of recorded calls, by the number of their node.
         idle: numbers of dropouts that drop nothing.
-        counts: attributes of modules, by dotted name, whose numbers are asked for in every call, as tensors are.
+        numbers: attributes of modules, by dotted name, whose numbers are asked for in every call, as tensors are.
     """
 
     arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     results: Mapping[int, torch.Tensor] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
-    counts: frozenset[str] = frozenset()
+    numbers: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.arguments) + len(self.held) + len(self.results)
@@ -165,7 +165,7 @@ def _capture(
         _readers(block, recorder) as reads,
     ):
         with reads.noted():
-            _ask_for_counts(block, recorder, replacements.counts)
+            _ask_for_numbers(block, recorder, replacements.numbers)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
         output = recorder.lift_result(result)
@@ -196,7 +196,7 @@ def _capture(
         written=frozenset(recorder.written),
         changed_parameters=tuple(reads.ran.changed),
         replaced=replaced,
-        counts={name: recorder.parameters[name] for name in replacements.counts},
+        numbers={name: recorder.parameters[name] for name in replacements.numbers},
     )
 
 
@@ -233,8 +233,8 @@ def _trial(
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
     parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
-    found = {name: attrgetter(name)(block) for name in replacements.counts}
-    counts = {name: torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") for name, value in found.items()}
+    found = {name: attrgetter(name)(block) for name in replacements.numbers}
+    numbers = {name: torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") for name, value in found.items()}
     with (
         restored(block) as snapshot,
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
@@ -243,7 +243,7 @@ def _trial(
         torch.set_grad_enabled(gradients),
     ):
         recorder = Recorder(
-            parameters | counts, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle
+            parameters | numbers, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle
         )
         try:
             yield recorder, snapshot, replaced
@@ -274,14 +274,14 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         raise CaptureError(str(error), path=type(block).__name__) from error
 
 
-def _ask_for_counts(block: nn.Module, recorder: Recorder, names: Collection[str]) -> None:
+def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str]) -> None:
     """Puts numbers that stand for what the block finds there in every call in place of those that its modules keep."""
     for name in sorted(names):
-        path, _, attribute = name.rpartition(".")
-        owner, tensor = block.get_submodule(path), recorder.parameters[name]
+        path, _, _ = name.rpartition(".")
+        tensor = recorder.parameters[name]
         number = recorder.add("call_function", guards.item, (recorder.lift(tensor),), {}, tensor.item())
         recorder.scopes.append(path)
-        setattr(owner, attribute, wrap(tensor.item(), number, recorder))
+        _keep(block, {name: wrap(tensor.item(), number, recorder)})
         recorder.scopes.pop()
 
 

@@ -78,6 +78,7 @@ def falling(call: int) -> float:
 
 SCHEDULES = [(use, falling) for use in (temperature, gumbel, noise, jitter, threshold, exponent, coefficient)]
 SCHEDULES += [(warm_up, lambda call: call), (temperature, lambda call: 2 if call % 3 else 0.75)]
+SCHEDULES += [(temperature, lambda call: falling(call) if call < 6 else torch.tensor(0.6))]
 
 
 @pytest.mark.parametrize(("use", "schedule"), SCHEDULES, ids=lambda item: item.__name__)
