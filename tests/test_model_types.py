@@ -22,7 +22,7 @@ def test_a_type_is_on_the_page(model_type: str) -> None:
     assert (last.split("|")[-2].strip() if row.not_built else last) in text
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.timeout(1200)
 def test_every_type_within_a_gibibyte() -> None:
     """`python -m tests.zoo.explained --write docs/model_types.md` writes the page; a type that takes more memory ends it."""
