@@ -125,8 +125,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("no known activation", "one expert at a time", "code runs one at a time", "single projection", "in a row"),
         f"Batched experts may use {', '.join(sorted(ACTIVATIONS))} between two projections. Experts that run "
-        "one at a time, as modules in a loop, may be any function of a row; those of transformers do so with "
-        'experts_implementation="eager".',
+        "one at a time, as modules in a loop, may be any function of a row.",
     ),
     (
         (

@@ -71,7 +71,7 @@ HEAD = """# Types of transformers
 
 What `hexa-fx explain TYPE` gives for the {count} model types of transformers {version} with experts, at tiny widths, made by
 `python -m tests.zoo.explained --write docs/model_types.md`, each within 1 GiB. Experts run as transformers runs them by default;
-what only reads as a loop is rewritten with `experts_implementation="eager"` (inkling2, muse_spark). Errors of whole models are in
+where that cannot be read, the loop that their class spells is (inkling2, muse_spark). Errors of whole models are in
 [families.md](families.md).
 
 """
