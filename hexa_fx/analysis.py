@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.config import HexaConfig
-from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.describe import describe
 from hexa_fx.example_inputs import ExampleInputs, call_arguments
 from hexa_fx.example_tokens import ExampleTokens
@@ -35,9 +34,6 @@ from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.preconditions import is_elsewhere, why_hidden
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
-from hexa_fx.passes.verify import verify_block
-from hexa_fx.passes.verify.cases import settings_of
-from hexa_fx.plain_experts import as_set, in_plain_form
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.listed_experts import reads_codes
@@ -304,7 +300,7 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
             linear4bit.as_dense(module, _dtype_of_rows(observation)) as replaced,
             kernels_requested("") if packed + replaced else nullcontext(),
         ):
-            analysis = _analyse_experts(observation, config)
+            analysis = analyse(observation, config)
     except linear4bit.OtherNumbers as error:
         return refused(Refusal(observation.path, str(error)))
     form = analysis.rewritten
@@ -323,23 +319,6 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
         with linear4bit.trained(module), random_state_kept():
             form = under_this_autocast(module, form, *example)
     return replace(analysis, rewritten=form, reads=kinds(analysis.reads))
-
-
-def _analyse_experts(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Analyses a block as it runs; where that is refused, with transformers' experts as their class spells them. The block as it
-    runs has to agree with what is made of that."""
-    analysis, module = analyse(observation, config), observation.module
-    if analysis.refusal is None or analysis.settled:
-        return analysis
-    with in_plain_form(module) as otherwise:
-        plain = analyse(observation, config) if otherwise else analysis
-    if plain.rewritten is None or plain.captured is None:
-        return analysis
-    form = replace(plain.rewritten, reads=as_set(plain.rewritten.reads, otherwise))
-    example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
-    with random_state_kept(), torch_operators():
-        check = verify_block(module, form, *example, settings_of(plain.captured, config))
-    return replace(plain, rewritten=form, reads=as_set(plain.reads, otherwise)) if check.ok else analysis
 
 
 def _dtype_of_rows(observation: Observation) -> torch.dtype | None:

@@ -39,6 +39,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.plain_experts import as_set, in_plain_form
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
 from hexa_fx.observers import announced, at_block, muted
@@ -103,13 +104,34 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         return refused(Refusal(observation.path, reason))
     try:
         with random_state_kept():
-            found = with_few_enough_tokens(_analyse, observation, config)
+            found = with_few_enough_tokens(_analyse_experts, observation, config)
             if not isinstance(found, Refusal) and found.check is not None and changes_itself(found.check.cases):
-                found = with_few_enough_tokens(_analyse, observation, config)  # a cache that is full now, perhaps
+                found = with_few_enough_tokens(
+                    _analyse_experts, observation, config
+                )  # a cache that is full now, perhaps
             return refused(found) if isinstance(found, Refusal) else found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
         return refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
+
+
+def _analyse_experts(observation: Observation, config: HexaConfig) -> BlockAnalysis:
+    """Analyses the block as it runs; where that is refused, with transformers' experts as their class spells them. The block as it
+    runs has to agree with what is made of that."""
+    analysis = _analyse(observation, config)
+    if analysis.refusal is None or analysis.settled:
+        return analysis
+    with in_plain_form(observation.module) as otherwise:
+        plain = _analyse(observation, config) if otherwise else analysis
+    if plain.rewritten is None or plain.captured is None:
+        return analysis
+    form = replace(plain.rewritten, reads=as_set(plain.rewritten.reads, otherwise))
+    found = replace(plain, rewritten=form, reads=as_set(plain.reads, otherwise))
+    with at_block(observation.path, mode_of(observation.module)):
+        example = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+        found = _checked(found, observation, example, config)
+    put_back(plain.captured.held, plain.captured.written)
+    return analysis if found.refusal else found
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:

@@ -32,14 +32,7 @@ from hexa_fx.isolation.module_tree import (
 from hexa_fx.isolation.read_values import Bound, Code, IsA, Names, snapshot
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMiss
 from hexa_fx.runtime.paths import base_of
-from hexa_fx.runtime.resolution import (
-    Resolution,
-    any_of,
-    generates,
-    is_another_number,
-    still_the_same,
-    submodule,
-)
+from hexa_fx.runtime.resolution import Resolution, any_of, generates, is_another_number, still_the_same, submodule
 
 _OF_ALL = (
     torch_module._global_forward_hooks,

@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, lookup, place
 from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
+from hexa_fx.isolation.plain_experts import EXPERTS_SET
 from hexa_fx.isolation.purity import is_users
 from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
@@ -40,13 +41,12 @@ from hexa_fx.runtime.guards import (
     is_plain,
 )
 
-_READ = frozenset({"_experts_implementation_internal", "_experts_implementation"})
 _MODULE = "transformers.generation.utils"
 
 
 def is_switch_of_generate(key: object, before: object, now: object) -> bool:
     """Whether `generate` runs, and put ``now`` in place of ``before`` under the attribute ``key``."""
-    return key in _READ and (before, now) == ("grouped_mm", "batched_mm") and generates()
+    return key in EXPERTS_SET and (before, now) == ("grouped_mm", "batched_mm") and generates()
 
 
 def generates() -> bool:

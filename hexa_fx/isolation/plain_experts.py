@@ -17,8 +17,8 @@ from torch import nn
 from hexa_fx.ir import PythonRead
 
 _KEPT = "_experts_implementation_internal"
-_READ = frozenset({_KEPT, "_experts_implementation"})
-"""Names of configurations under which it is kept and read."""
+EXPERTS_SET = frozenset({_KEPT, "_experts_implementation"})
+"""Attributes of configurations under which transformers keeps and reads which implementation is set."""
 
 _SAME = frozenset({"grouped_mm", "batched_mm"})
 """Implementations of transformers' own that do what the class does. Others, which users register, may not."""
@@ -42,7 +42,7 @@ def in_plain_form(block: nn.Module) -> Iterator[str]:
 
 def as_set(reads: Iterable[PythonRead], implementation: str) -> tuple[PythonRead, ...]:
     """What was read in the context, as it is outside of it."""
-    return tuple(replace(read, value=implementation) if read.steps[-1] in _READ else read for read in reads)
+    return tuple(replace(read, value=implementation) if read.steps[-1] in EXPERTS_SET else read for read in reads)
 
 
 def _set_for(config: Any) -> str:
