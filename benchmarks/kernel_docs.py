@@ -18,6 +18,7 @@ from benchmarks.use_docs import (
     WIDE,
     WIDE_BATCHES,
     checkpoint,
+    graphed,
     on_a_cpu,
     trained,
     trained_in_short,
@@ -281,6 +282,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "wide in batches": partial(trained, name=WIDE_BATCHES),
         "checkpoint": checkpoint,
     },
+    ROOT / "docs" / "training.md": {"graphed": graphed},
     ROOT / "docs" / "fine_tuning.md": {
         "adapters": adapters,
         "adapted steps": adapted_steps,

@@ -16,6 +16,7 @@ TRAINED = "train_small_moe_float32_h200.json"
 TRAINED_BF16 = "train_small_moe_h200.json"
 WIDE = "train_wide_moe_h200.json"
 WIDE_BATCHES = "train_wide_moe_batches_h200.json"
+GRAPHED = "graphed_h200.json"
 CHECKPOINT = "fp8_checkpoint_h200.json"
 DECODES = ("8 tokens", "packed, 8 tokens")
 
@@ -141,6 +142,19 @@ def checkpoint(folder: Path) -> str:
             if "prefill_tokens_s" in row
         ],
     )
+
+
+def graphed(folder: Path) -> str:
+    """Steps launched and replayed, by model and by where the optimizer is: milliseconds of the host and of the whole."""
+    rows = {(row["model"], row["optimizer"], row["way"]): row for row in _read(folder / GRAPHED)}
+    lines = []
+    for (model, place, way), row in rows.items():
+        if way == "launched" or place == "fails":
+            continue
+        before = rows[model, place, "launched"]
+        times = [f"{before[part]:.1f} → {row[part]:.1f}" for part in ("host_ms", "step_ms")]
+        lines.append([model, place, *times, "the same" if row["same_bits"] else "others"])
+    return table(["model", "optimizer", "host (ms)", "step (ms)", "bits after 12 steps"], lines)
 
 
 def on_a_cpu(folder: Path) -> str:
