@@ -92,6 +92,16 @@ class ListedGradients:
         return [result for piece in self.pieces for result in piece.results()]
 
 
+def zeros_for(weight: Listed, wanted: Sequence[bool]) -> Tensor | None:
+    """What kernels that make one gradient of a listed weight add it to in the accumulators' type, so that it is not rounded on its
+    way to buffers; None if no tensor that wants a gradient has one of that type.
+    """
+    each = (t for t, need in zip(weight.tensors, wanted) if need and NAME in t.__dict__)
+    if not any(isinstance(buffer := _buffer_of(t), Tensor) and _fits(t, buffer) for t in each):
+        return None
+    return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
+
+
 def shares(name: str, weight: Listed | None, wanted: Sequence[bool], whole: Tensor | None) -> list[Tensor | None]:
     """What autograd is given for every tensor of a listed operand of which kernels made one gradient, if it was asked for."""
     if weight is None or whole is None:

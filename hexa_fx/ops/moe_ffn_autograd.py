@@ -22,7 +22,7 @@ from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Listed, dense, tensors_of, versions, wanted_of
-from hexa_fx.ops.table_layers import MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
+from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, _AutoDispatchBelowAutograd, is_forward_mode
 
 _OPS = torch.ops.hexa
@@ -126,7 +126,7 @@ class LayerFunction(DirectFunction):
             o = o._make(map(dense, o))
         name, names = f"{layer.name}_backward", layer.record.differentiable
         operands = _differentiable(layer.gradients, *names[1:])(o)
-        into, needs = _into(o, ctx.listed) if plain and layer.one_by_one and not dy.is_cuda else {}, o.needs
+        into, needs = _into(o, ctx.listed) if plain and (layer.one_by_one or dy.is_cuda) else {}, o.needs
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
@@ -173,9 +173,12 @@ def _marks_of(o: Any, marks: Sequence[bool]) -> _Marks:
 
 
 def _into(o: Any, listed: _Marks) -> dict[str, Any]:
-    """What takes the gradients of listed operands."""
-    marked = ((name, wanted) for name, (_, wanted) in listed.items() if any(wanted))
-    return {name: main_grad.ListedGradients(name, getattr(o, name), wanted) for name, wanted in marked}
+    """What takes the gradients of listed operands: each tensor's own, or on a GPU a stack if gradients go on to buffers."""
+    marked = [(name, getattr(o, name), wanted) for name, (_, wanted) in listed.items() if any(wanted)]
+    if not o.dy.is_cuda:
+        return {name: main_grad.ListedGradients(name, weight, wanted) for name, weight, wanted in marked}
+    stacks = ((name, main_grad.zeros_for(weight, wanted)) for name, weight, wanted in marked if name in PARAMETERS)
+    return {name: stack for name, stack in stacks if stack is not None}
 
 
 def _given_to_listed(
@@ -184,9 +187,10 @@ def _given_to_listed(
     """Gradients of all tensors of listed operands."""
     given: list[Tensor | None] = []
     for name, (sizes, wanted) in listed.items():
-        grad, operand = found.get(name), getattr(o, name)
-        if name in into:
-            given += into[name].results()
+        taken, operand = into.get(name), getattr(o, name)
+        grad = found.get(name) if taken is None else taken
+        if isinstance(taken, main_grad.ListedGradients):
+            given += taken.results()
         elif grad is None:
             given += [None] * len(wanted)
         elif type(operand) is Listed:

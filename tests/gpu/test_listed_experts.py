@@ -268,7 +268,7 @@ def test_a_block(autocast: bool, frozen: bool) -> None:
 
 
 def test_main_grad() -> None:
-    """Each parameter's own buffer takes its gradient."""
+    """Each parameter's own buffer takes its gradient, which is not rounded on its way."""
     torch.manual_seed(0)
     block = Block().cuda().bfloat16()
     x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)
@@ -281,7 +281,10 @@ def test_main_grad() -> None:
     for p, gradient in zip(block.parameters(), expected[1:], strict=True):
         if hasattr(p, "main_grad"):
             assert p.grad is None
-            torch.testing.assert_close(p.main_grad - 1, gradient.float(), rtol=2e-2, atol=2e-2)
+            change = p.main_grad - 1
+            torch.testing.assert_close(change, gradient.float(), rtol=2e-2, atol=2e-2)
+            large = change[change.abs() > change.abs().max() / 8]
+            assert float((large == large.bfloat16().float()).double().mean()) < 0.2
 
 
 def test_threads_and_streams() -> None:
