@@ -3,6 +3,7 @@
     python -m tests.zoo.judge --log mutants.jsonl --judged 5000      # goes on where the log ends
     python -m tests.zoo.judge --log mutants.jsonl --tally            # counts what is in it
     python -m tests.zoo.judge --family dormant --log dormant.jsonl   # the second family, see judge_dormant.py
+    python -m tests.zoo.judge --log new.jsonl --judged 100 --only einsum   # of blocks whose names hold this
 
 The log has a line a seed: outcome, detail, what was changed, seconds of processor time. It can be stopped at any time.
 """
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tests.zoo import judge_dormant, pattern_table, poor_examples
+from tests.zoo import dormant, judge_dormant, mutate, pattern_table, poor_examples
 from tests.zoo.compare import Difference, compare, is_finite, perturb
 from tests.zoo.mutate import Mutant, mutant
 from tests.zoo.variant import Variant
@@ -192,6 +193,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1000, help="first seed")
     parser.add_argument("--judged", type=int, default=5000, help="stop after so many that were rewritten or refused")
     parser.add_argument("--example", choices=poor_examples.BY_NAME, default="good", help="what it is optimized on")
+    parser.add_argument("--only", help="mutants of the zoo's blocks whose names hold this")
     parser.add_argument("--family", choices=JUDGES, default="changed", help="what the mutants are")
     parser.add_argument("--tally", action="store_true", help="only count")
     parser.add_argument("--record", action="store_true", help="write the tally where docs/patterns.md takes it from")
@@ -199,6 +201,9 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     os.environ["HEXA_FX_OWN_CODE_WHEN_SMALL"] = "0"  # mutants are small: they would be compared with themselves
+    if options.only is not None:
+        chosen = tuple(variant for variant in mutate.VARIANTS if options.only in variant.name)
+        mutate.VARIANTS = dormant.VARIANTS = chosen
     lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
     if not options.tally:
         _go_on(options.log[0], lines, options.start, options.judged, JUDGES[options.family], options.example)
