@@ -159,6 +159,52 @@ def torchtitan() -> nn.Module:
     return moe.MoE(moe.MoE.Config(num_experts=E, routed_experts=experts, router=router))
 
 
+@block("torchtitan", "MoE, routers of groups, shared experts, a bias that balances", dtypes=(torch.bfloat16,))
+def torchtitan_groups() -> nn.Module:
+    from torchtitan.models.common import config_utils
+
+    router = config_utils.make_router_config(
+        dim=D,
+        num_experts=8,
+        gate_param_init={},
+        top_k=2,
+        score_func="sigmoid",
+        num_expert_groups=4,
+        num_limited_groups=2,
+    )
+    experts = config_utils.make_routed_experts_config(
+        dim=D,
+        hidden_dim=I,
+        num_experts=8,
+        top_k=2,
+        param_init={},
+        comm_backend="standard",
+        non_blocking_capacity_factor=None,
+    )
+    shared = config_utils.make_ffn_config(dim=D, hidden_dim=I, w1_param_init={}, w2w3_param_init={})
+    config = config_utils.make_moe_config(num_experts=8, router=router, routed_experts=experts, shared_experts=shared)
+    return config.build()
+
+
+@block("torchtitan", "GptOssMoE, biases by rows", dtypes=(torch.bfloat16,))
+def torchtitan_gpt_oss() -> nn.Module:
+    from torchtitan.models.common import linear, moe, token_dispatcher
+    from torchtitan.models.gpt_oss import moe as gpt_oss
+
+    router = moe.TokenChoiceTopKRouter.Config(
+        num_experts=E,
+        gate=linear.Linear.Config(in_features=D, out_features=E),
+        top_k=2,
+        score_func="softmax",
+        route_norm=True,
+    )
+    experts = moe.RoutedExperts.Config(
+        inner_experts=gpt_oss.GptOssGroupedExperts.Config(dim=D, hidden_dim=I, num_experts=E),
+        token_dispatcher=token_dispatcher.LocalTokenDispatcher.Config(num_experts=E, top_k=2),
+    )
+    return gpt_oss.GptOssMoE(gpt_oss.GptOssMoE.Config(num_experts=E, routed_experts=experts, router=router))
+
+
 @block("mixlora", "MixLoraSparseMoe: LoRA experts around one MLP", inputs=tokens)
 def mixlora() -> nn.Module:
     from mixlora.config import MixLoraConfig

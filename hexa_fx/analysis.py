@@ -56,7 +56,8 @@ class ModelAnalysis:
         calls: (args, kwargs) of every block that was analysed, by path.
         around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
         effects: what code reaches outside of modules, as it was before.
-        waiting: paths of blocks whose weights are elsewhere, until they are called.
+        waiting: paths of blocks whose weights are elsewhere, until they are called, and of the modules around each that may be the
+            block in its place.
         written: paths of blocks whose inputs are written to after the call.
         forms: what runs in each mode, by path, of blocks that are to be spread over devices.
     """
@@ -67,7 +68,7 @@ class ModelAnalysis:
     calls: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]]
     around: Mapping[str, Sequence[Observation]]
     effects: Sandbox
-    waiting: tuple[str, ...] = ()
+    waiting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     written: frozenset[str] = frozenset()
     forms: Mapping[str, Mapping[Mode, RewrittenBlock]] = field(default_factory=dict)
 
@@ -137,7 +138,7 @@ def _analyse_model(
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
     cache, factors = known or StructureCache(), not spread and config.compute == "native"
-    analyses, reports, waiting = [], [], []
+    analyses, reports, waiting = [], [], dict[str, tuple[str, ...]]()
     forms: dict[str, Mapping[Mode, RewrittenBlock]] = {}
     examples: dict[str, Example] = {}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -158,7 +159,7 @@ def _analyse_model(
             if config.skips(block.path):
                 candidate = replace(candidate, reason="it is left out by HexaConfig(skip=...)")
             if not candidate.reason and is_elsewhere(block.module):
-                waiting.append(block.path)
+                waiting[block.path] = tuple(seen.path for seen in candidate.levels[1:])
                 bar.advance()
                 continue
             with listening(*_stages(bar)):
@@ -178,8 +179,7 @@ def _analyse_model(
             bar.advance()
     cache.forget_runs()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
-    left = tuple(waiting), frozenset(written)
-    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, *left, forms)
+    return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, waiting, frozenset(written), forms)
 
 
 def _stages(bar: Bar) -> list[Listener]:

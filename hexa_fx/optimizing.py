@@ -215,8 +215,9 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
             reads = () if analysis.settled else analysis.reads
             refuse = RefusedKind(block, *example, analysis.refusal.reason, reads, enough=config.probe_tokens)
             installed[analysis.path].refuse(refuse)
-    for waiting in found.waiting:
+    for waiting, around in found.waiting.items():
         installed[waiting] = install(model.get_submodule(waiting), path=inside(part.path, waiting), analyst=specialiser)
+        installed[waiting].around = around
     for forward in installed.values() if config.check_every else ():
         forward.sampled = SampledCheck(config.check_every, config.strict)
     request_kernels_of_steps(model, found.unusual_examples)

@@ -19,7 +19,7 @@ from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import NEVER_SMALL
-from hexa_fx.isolation.module_tree import inside
+from hexa_fx.isolation.module_tree import inside, with_ancestors
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.forward import HexaForward
 
@@ -51,10 +51,15 @@ class OptimizationReport:
 
     @property
     def blocks(self) -> tuple[BlockReport, ...]:
-        """One report per block, as it is now."""
+        """One report per block, as it is now. One that turned out to be a part of a block is none."""
         paths = {block.path for block in self.found}
         others = (block for path, block in self.later.items() if path not in paths)
-        return (*(self.later.get(block.path, block) for block in self.found), *others)
+        found = (*(self.later.get(block.path, block) for block in self.found), *others)
+        whole = {block.path for block in found if block.status == "rewritten" and block.path in self.later}
+        parts = (
+            block.status != "rewritten" and whole.intersection([*with_ancestors(block.path)][1:]) for block in found
+        )
+        return tuple(block for block, is_part in zip(found, parts) if not is_part)
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:

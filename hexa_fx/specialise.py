@@ -40,7 +40,7 @@ from hexa_fx.passes.memory import NO_MEMORY
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
-from hexa_fx.runtime.install import install
+from hexa_fx.runtime.install import install, is_installed
 from hexa_fx.runtime.specialisation import Specialisation
 
 log = logging.getLogger(__name__)
@@ -156,25 +156,26 @@ class Specialiser:
         kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
         recorded = not reason.startswith(_NOT_RECORDED)  # else no module around it can be, either
-        if forward.specialisations and analysis is not None and not analysis.settled and recorded:
+        if (forward.specialisations or forward.around) and analysis is not None and not analysis.settled and recorded:
             self._try_around(forward)
         return reason
 
     def _try_around(self, forward: HexaForward) -> None:
-        """Has the module around a block analysed when it is called next, if it is rewritten in calls of other kinds only: what it
-        misses in this one, such as who chooses the experts, may be there."""
+        """Has the module around a block analysed when it is called next, if it is rewritten in calls of other kinds only, or not at
+        all as it could first be read in a call: what it misses, such as who chooses the experts, may be there."""
         model, block = forward.within() if forward.within is not None else None, forward.module
         if model is None:
             return
         name = next((name for name, module in model.named_modules() if module is block), "")
-        for path in [*with_ancestors(name)][1:]:
+        for path in forward.around or [*with_ancestors(name)][1:]:
             around = model.get_submodule(path)
             if type(around).forward is nn.Module.forward:  # a list
                 continue
-            others = (vars(module).get(FORWARD) for module in around.modules() if module is not block)
-            if not any(isinstance(other, InPlace) for other in others):
+            others = (vars(module).get(FORWARD) for module in around.modules() if module not in (block, around))
+            if not is_installed(around) and all(map(_is_refused_or_none, others)):
                 of_model = f"{forward.path.removesuffix(name)}{path}".strip(".")
-                install(around, path=of_model, analyst=self).within = forward.within
+                installed = install(around, path=of_model, analyst=self)
+                installed.within, installed.around, forward.around = forward.within, forward.around[1:], ()
             return
 
     def _analyse(
@@ -247,6 +248,12 @@ def _asked(forward: HexaForward, miss: GuardMiss | None) -> dict[str, float]:
     before: Any = next((read.value for read in reads), None)
     is_new = name in now - forward.numbers.keys() and type(before) in _NUMBERS
     return {**asked, name: before} if is_new else asked
+
+
+def _is_refused_or_none(forward: object) -> bool:
+    if isinstance(forward, HexaForward):
+        return bool(forward.refused) and not forward.specialisations
+    return not isinstance(forward, InPlace)
 
 
 _NUMBERS = (int, float)

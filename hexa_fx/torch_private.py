@@ -118,6 +118,14 @@ except ImportError:
 
 
 try:
+    from torch._library.custom_ops import _maybe_get_opdef
+except ImportError:  # operators that others write in Python are not looked into
+
+    def _maybe_get_opdef(op: Any) -> None:  # type: ignore[misc]
+        return None
+
+
+try:
     from torch.utils._dtype_abbrs import dtype_abbrs
 except ImportError:  # their long names are shown
     dtype_abbrs = {}

@@ -73,6 +73,7 @@ REPLACED = {
     "_disable_dynamo": (None,),
     "_foreach_sub": ([X], [X]),
     "_foreach_copy_": ([X.clone()], [X]),
+    "_maybe_get_opdef": ("hexa_fx_tests::not_there",),
     "_debug_has_internal_overlap": (X.as_strided((2, 2), (1, 1)),),  # 2: it may overlap
 }
 FROM_TORCH = {

@@ -18,7 +18,7 @@ from hexa_fx.capture import functional
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.purity import is_users, module_name
-from hexa_fx.torch_private import TensorBase, is_functorch_wrapped_tensor
+from hexa_fx.torch_private import OpOverload, TensorBase, _maybe_get_opdef, is_functorch_wrapped_tensor
 
 METADATA = frozenset(
     "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
@@ -150,6 +150,13 @@ def name_of(func: Any) -> str:
     if func == vars(TensorBase)["requires_grad"].__set__:
         return SETS_GRADIENT
     return SETS_DATA if name == "set_" or func == vars(TensorBase)["data"].__set__ else name
+
+
+def python_kernels(func: Any) -> dict[str | None, Any] | None:
+    """Of an operator that `torch.library.custom_op` makes of Python code, and which writes to no argument, that code by device."""
+    operator = getattr(func, "default", func)
+    found = _maybe_get_opdef(operator) if isinstance(operator, OpOverload) else None
+    return None if found is None or operator._schema.is_mutable else found._backend_fns
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -303,10 +303,15 @@ def _noted_apply(recorder: Recorder) -> Callable[..., Any]:
             with DisableTorchFunction():
                 after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
                 is_call = not kwargs and before == after and all(map(_is_value, args))
-                if is_call and _is_one_of(result, args):
+                same = _place_of(result, args) if is_call else None
+                does_nothing = same is not None and _passes_gradient(cls, original.__get__(None, cls), same, args)
+                if same is not None and not does_nothing:
                     recorder.record_result(Applied(cls), lifted, result)
                     return result
                 recorder.told.asked_gradients(asked)
+                if does_nothing:
+                    recorder.record_result(torch.Tensor.view_as, (lifted[same], lifted[same]), result)
+                    return result
                 if is_call and isinstance(result, (torch.Tensor, tuple)):
                     output = recorder.lift(result)
                     recorder.functions.append(ModuleCall("", *place, lifted, {}, output, Applied(cls)))
@@ -333,13 +338,38 @@ def _is_value(argument: Any) -> bool:
     return argument is None or isinstance(argument, (torch.Tensor, bool, int, float, str, torch.dtype, *SYMBOLIC))
 
 
-def _is_one_of(result: Any, given: tuple[Any, ...]) -> bool:
-    """Whether ``result`` is one of the given tensors, perhaps by another name."""
-    tensors = [item for item in given if isinstance(item, torch.Tensor)]
-    return isinstance(result, torch.Tensor) and any(
-        result.data_ptr() == item.data_ptr() and result.shape == item.shape and result.stride() == item.stride()
-        for item in tensors
-    )
+def _place_of(result: Any, given: tuple[Any, ...]) -> int | None:
+    """Where ``result`` lies among the given tensors, perhaps by another name; None if it is none of them."""
+    tensors = [place for place, item in enumerate(given) if isinstance(item, torch.Tensor)]
+    for place in tensors if isinstance(result, torch.Tensor) else ():
+        item = given[place]
+        if (result.data_ptr(), result.shape, result.stride()) == (item.data_ptr(), item.shape, item.stride()):
+            return place
+    return None
+
+
+def _passes_gradient(
+    cls: type[torch.autograd.Function], call: Callable[..., Any], place: int, args: tuple[Any, ...]
+) -> bool:
+    """Whether a function that returns what it is given as it is does nothing to its gradient either, as where it would add up
+    those of several devices and there is one. Its backward says so by giving that very tensor, and no gradient of anything else.
+    """
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and torch.distributed.get_world_size() > 1:  # others may wait for one that is tried alone
+        return False
+    if not args[place].is_floating_point():
+        return False
+    with torch.enable_grad():
+        leaf = args[place].detach().requires_grad_()
+        context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
+    gradient = torch.ones_like(leaf)
+    try:
+        given = cls.backward(context, gradient)
+    except Exception:  # it wants the state of a real run
+        return False
+    given = given if isinstance(given, tuple) else (given,)
+    as_it_was = given[place] is gradient and gradient._version == 0
+    return as_it_was and not any(isinstance(item, torch.Tensor) for item in (*given[:place], *given[place + 1 :]))
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

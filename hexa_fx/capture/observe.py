@@ -98,6 +98,8 @@ class Selections(TorchFunctionMode):
     selecting: set[str] = field(default_factory=set)
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
+    giving_ids: set[str] = field(default_factory=set)
+    """Modules that give whole numbers and nothing else, such as which keys an attention is to read: no experts' outputs."""
     used: set[int] = field(default_factory=set)
     """Parameters that functions of torch were given, by id."""
     runs: overlooked.Runs = field(default_factory=overlooked.Runs)
@@ -226,7 +228,7 @@ def observe(
         model(*args, **kwargs)
         for unit in sharded:
             unit.reshard()  # type: ignore[operator]  # an outermost one leaves that to backward, and shards are put back here
-    suspects |= numbered - mode.chained
+    suspects = (suspects | numbered - mode.chained) - mode.giving_ids | suspects & {""}
     if most_tokens is not None:  # a call, of which others will follow
         suspects, packed = ({path for path in paths if _ran(model, path, mode)} for paths in (suspects, packed))
     found = _candidates(model, suspects, mode, recorded)
@@ -316,6 +318,7 @@ def _hooks(
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         path = mode.stack.pop()
+        mode.giving_ids |= {path} if _gives_ids(output) else set()
         if path in given:
             versions.setdefault(path, [tensor._version for tensor in given[path]])
         owner, _, name = path.rpartition(".")
@@ -339,6 +342,12 @@ def _hooks(
     for path, before in versions.items():
         written = before != [tensor._version for tensor in given[path]]
         recorded[path] = replace(recorded[path], written=written)
+
+
+def _gives_ids(output: Any) -> bool:
+    """Whether a module gives whole numbers, or marks, and no other tensor."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
 
 
 _LEVELS, _AROUND = 3, 6

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
@@ -137,6 +137,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
+        self._switched: Counter[str] | None = None
+        """Times that an operator's code switches a setting, by the function."""
         self._told = ExitStack()
         """Ends that something tells of calls of functions in their place."""
         self.changed: dict[str, None] = {}
@@ -152,6 +154,19 @@ class RanCode:
             yield
         if torch.is_grad_enabled() != gradients:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
+
+    @contextmanager
+    def settings_kept(self) -> Iterator[None]:
+        """A context for code that may switch settings of torch which it switches back: no other code runs meanwhile."""
+        before, around = torch_state.settings(), self._switched
+        switched = self._switched = Counter[str]()
+        try:
+            yield
+        finally:
+            self._switched = around
+        for name, times in switched.items():  # once alone switches nothing back, even where it was so before
+            if times < 2 or torch_state.settings() != before:
+                self.hidden[self._scopes[-1]] = name, SWITCH, None
 
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
@@ -265,7 +280,11 @@ class RanCode:
             return function(*args, **kwargs)
 
         def note(place: SourceLocation) -> None:
-            if get_ident() == thread:
+            if get_ident() != thread:
+                return
+            if self._switched is not None and function.__name__ in torch_state.SETS:
+                self._switched[function.__name__] += 1
+            else:
                 self.hidden[self._scopes[-1]] = function.__name__, kind, place
 
         self._told.enter_context(items_set([(namespace, name, told)]))

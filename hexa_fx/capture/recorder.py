@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any
@@ -39,6 +39,7 @@ from hexa_fx.capture.calls import (
     is_bookkeeping,
     keeps_memory,
     name_of,
+    python_kernels,
     user_location,
     without_numpy,
     written_tensor,
@@ -46,7 +47,8 @@ from hexa_fx.capture.calls import (
 from hexa_fx.capture.ran_code import untold
 from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
 from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
-from hexa_fx.isolation.lookup import MISSING, attributes, fields_of
+from hexa_fx.contexts import items_set
+from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, tensors_in
 from hexa_fx.isolation.trial_modes import end_after
 from hexa_fx.torch_private import DisableTorchFunction
 
@@ -99,7 +101,8 @@ class Recorder(TorchFunctionMode):
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")
         at = self.scopes[-1], user_location()
-        record = NodeRecord(snapshot, *at, storage=storage, gradient=gradient, autocast_off=off, calls=(*self.entered,))
+        record = NodeRecord(snapshot, *at, storage=storage, gradient=gradient, autocast_off=off)
+        record.calls, record.number = (*self.entered,), self.count
         node.meta["hexa"] = record
         self._index[node], self.count = self.count, self.count + 1
         return node
@@ -113,6 +116,16 @@ class Recorder(TorchFunctionMode):
             yield number, around
         finally:
             self.entered.pop()
+
+    @contextmanager
+    def function(self) -> Iterator[None]:
+        """A context for code that runs without gradients since its backward is its own, as that of an `autograd.Function`."""
+        self.functions_running.append(set())
+        try:
+            yield
+        finally:
+            asked = self.functions_running.pop()
+        self.told.asked_gradients(asked)
 
     def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:  # on symbolic numbers
         return self.add("call_function", function, args, {}, value)
@@ -257,6 +270,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(out := kwargs.get("out"), torch.Tensor):  # what is computed, and that it is written there
             with self:
                 return out.copy_(func(*args, **{key: value for key, value in kwargs.items() if key != "out"}))
+        if kernels := python_kernels(func):
+            return self._operator(getattr(func, "default", func), kernels, args, kwargs, plain_args, plain_kwargs)
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
     def _ask(self, tensor: Any, attribute: str) -> None:
@@ -329,10 +344,59 @@ class Recorder(TorchFunctionMode):
             result = result.view_as(result)  # of dropout in eval mode say: who uses which, only identity tells
         return self._wrap_result(result, node)
 
+    def _operator(self, func: Any, kernels: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
+        """Calls an operator that is Python code, and records what that computes, if that shows. Its backward is its own."""
+        lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
+        before, written, lists = len(self._index), dict(self.written), (self.functions, self.calls)
+        lengths = [*map(len, lists)]
+        watched = items_set((kernels, kind, self._watched(code)) for kind, code in kernels.items())
+        apart = self.function() if torch.is_grad_enabled() else nullcontext()
+        with self.call() as place, self.told.operator(), apart, watched:
+            result = func(*plain_args, **plain_kwargs)
+        made = [*itertools.islice(self._index, before, None)]
+        if any(map(_leaves_torch, made)) or not self._shows(result):
+            for node in reversed(made):
+                self.graph.erase_node(node)
+                del self._index[node]
+            self._node_of = {key: node for key, node in self._node_of.items() if node in self._index}
+            self.written = written
+            for found, length in zip(lists, lengths):
+                del found[length:]
+            return self._wrap_result(result, self.add("call_function", func, lifted_args, lifted_kwargs, result))
+        self.functions.append(ModuleCall("", *place, lifted_args, lifted_kwargs, self.lift(result), func))
+        return result
+
+    def _shows(self, result: Any) -> bool:
+        """Whether what an operator gives is what recorded calls gave: no code that nobody sees has written there since."""
+        given = [*tensors_in([result])]
+        nodes = [self._node_of.get(id(tensor)) for tensor in given]
+        with DisableTorchFunction():
+            return bool(given) and all(
+                node is not None and torch.allclose(tensor, record_of(node).value, 0.0, 0.0, equal_nan=True)
+                for tensor, node in zip(given, nodes)
+            )
+
+    def _watched(self, code: Any) -> Any:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not all(id(tensor) in self._node_of for tensor in tensors_in([*args, *kwargs.values()])):
+                return code(
+                    *args, **kwargs
+                )  # on copies that torch has made, as under autocast: the operator is one call
+            with self:
+                return code(*args, **kwargs)
+
+        return kernel
+
     def _note_write(self, written: torch.Tensor, node: torch.fx.Node) -> None:
         record_of(node).writes = True
         self._bind(written, node)
         self.written[memory_of(written)] = (node, id(written))
+
+
+def _leaves_torch(node: torch.fx.Node) -> bool:
+    """Whether numbers of data become Python's or numpy's there, of which no graph says what comes of them."""
+    value = record_of(node.all_input_nodes[0]).value if node.target in DECISIONS else None
+    return isinstance(value, torch.Tensor) and (node.target in ("numpy", "__array__") or value.is_floating_point())
 
 
 def _are_names(mapping: dict[Any, Any]) -> bool:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
-from hexa_fx.capture.functional import Applied
 from hexa_fx.ir import SourceLocation
+from hexa_fx.torch_private import OpOverload
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -73,6 +74,8 @@ class NodeRecord:
     """Whether it says that a number that the code takes an item by is what it was."""
     calls: tuple[int, ...] = ()
     """Numbers of the calls inside of which it lies, the innermost last."""
+    number: int = -1
+    """How many nodes the run had made before it; -1 of one that it did not make."""
 
     def note_decision(self, only_raises: bool) -> None:
         self.only_raises = only_raises and (self.only_raises or not self.decision)
@@ -111,7 +114,8 @@ def nodes_by_call(graph: torch.fx.Graph) -> defaultdict[int, list[torch.fx.Node]
 class ModuleCall:
     """A submodule's call inside the run: its number, with which nodes say that they lie in it, its arguments and results as nodes.
 
-    Or the call of an `autograd.Function`, which then is ``function``. ``around``: numbers of the calls inside of which it lies.
+    Or the call of an `autograd.Function` or an operator, which then is ``function``. ``around``: numbers of the calls inside of
+    which it lies.
     """
 
     path: str
@@ -120,7 +124,12 @@ class ModuleCall:
     args: Any
     kwargs: Any
     output: Any
-    function: Applied | None = None
+    function: Callable[..., Any] | None = None
+
+    @property
+    def is_of_operator(self) -> bool:
+        """Whether it is the call of an operator that is Python code."""
+        return isinstance(self.function, OpOverload)
 
 
 def _nobody(*said: Any) -> None:
@@ -139,3 +148,5 @@ class Listeners:
     """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
     before_call: Callable[[str, Any, Any], None] = _nobody
     """Of every call, by name and arguments."""
+    operator: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context for an operator that is Python code."""

@@ -52,6 +52,7 @@ _WIDTHS = {
     **dict.fromkeys("max_position_embeddings max_seq_len n_positions".split(), 128),
     "hidden_size_per_layer_input": 8,
     "global_head_dim": 16,
+    "decoder_dim": 64,
     "image_size": 32,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -71,14 +72,25 @@ _COUNTS = {
 
 _OPEN: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"] * 16, "num_experts_per_tok": 2},
+    "DiffusionGemmaTextConfig": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
     "DeepseekV2Config": {"num_experts_per_tok": 2},
     "Dots1Config": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "HunYuanMoEV1Config": {"head_dim": 16},
     "Lfm2MoeConfig": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 48},
     "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 3},
     "Step3p7TextConfig": {"sliding_window": 16},
-    "Qwen4ExpTextConfig": {"layer_types": ["linear_attention", "full_attention"] * 20},
+    "Qwen4ExpTextConfig": {
+        "layer_types": ["linear_attention", "indexed_attention"] * 20,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
 }
 """Fields that a default configuration leaves open, or sets so that its own code cannot run; by class."""
 

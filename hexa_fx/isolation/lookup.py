@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import itertools
+import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -55,7 +56,9 @@ _OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread", "hexa_fx"
 
 def is_object(value: Any) -> bool:
     """Whether attributes or items of ``value`` may be settings: it is no object of torch's, no logger, function or class."""
-    return not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in _OF_OTHER_USE
+    if isinstance(value, _CLOSED):
+        return False
+    return type(value).__module__.partition(".")[0] not in _OF_OTHER_USE or isinstance(value, threading.local)
 
 
 def is_collection(value: Any) -> bool:
@@ -191,6 +194,8 @@ def _of_object(holder: Any, name: str) -> Place:
     if name in own:
         return Place(own[name], ((own, own[name]),))
     found = next((vars(base)[name] for base in type(holder).__mro__ if name in vars(base)), MISSING)
+    if isinstance(holder, threading.local):  # its attributes are those of the thread that asks
+        return Place(_attribute(holder, name), owner=holder)
     if getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property):
         return Place(_attribute(holder, name), owner=holder)
     if isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):  # of __slots__, or of C code

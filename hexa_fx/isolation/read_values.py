@@ -50,6 +50,7 @@ CONSTANT = (
 )
 """Values that never change and are compared as they are; functions, classes and Python modules by identity."""
 
+_NAMESPACES = (types.SimpleNamespace, threading.local)
 _COPIED = (list, tuple, set, frozenset, dict, deque, bytearray)
 _LONGEST = 4096
 _OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -100,7 +101,7 @@ def snapshot(value: Any) -> Any:
         return value
     if type(value) in _COPIED and len(value) <= _LONGEST and _all_constant(value):
         return copy.copy(value)
-    if isinstance(value, types.SimpleNamespace) or (is_collection(value) and not isinstance(value, (set, frozenset))):
+    if isinstance(value, _NAMESPACES) or (is_collection(value) and not isinstance(value, (set, frozenset))):
         return Keys(type(value), tuple(items(value)))
     return IsA(torch.Tensor if isinstance(value, torch.Tensor) else type(value))
 
@@ -135,7 +136,7 @@ def is_unreadable(value: Any, noted: Any) -> bool:
         return True
     if not isinstance(noted, IsA) or isinstance(value, (torch.Tensor, nn.Module)):
         return False
-    if hasattr(type(value), "__next__") or isinstance(value, (set, frozenset, threading.local)):
+    if hasattr(type(value), "__next__") or isinstance(value, (set, frozenset)):
         return True
     own = type(value).__flags__ & (_OWN_CLASS | _IMMUTABLE) == _OWN_CLASS
     return is_object(value) and not isinstance(value, _SEEN_INTO) and not own

@@ -75,6 +75,7 @@ STATE: Mapping[str, Callable[[], Any]] = {
     "get_default_dtype": torch.get_default_dtype,
     "get_default_device": torch.get_default_device,
     "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "is_deterministic_algorithms_warn_only_enabled": torch.is_deterministic_algorithms_warn_only_enabled,
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
     "get_num_threads": torch.get_num_threads,
     "initial_seed": torch.initial_seed,
@@ -86,6 +87,18 @@ STATE: Mapping[str, Callable[[], Any]] = {
     "get_autocast_cpu_dtype": autocast_state,
 }
 """By the name that code calls."""
+
+SETS = frozenset(
+    "set_default_dtype set_num_threads use_deterministic_algorithms set_deterministic_debug_mode "
+    "set_float32_matmul_precision".split()
+)
+"""Functions that set one of them."""
+
+
+def settings() -> dict[str, Any]:
+    """All of these states, as they are now."""
+    return {name: state() for name, state in STATE.items()}
+
 
 STANDS_FOR = dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "asarray"), "get_default_dtype")
 """Functions whose results depend on a state, by name: the state's."""

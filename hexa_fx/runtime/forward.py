@@ -148,6 +148,8 @@ class HexaForward(InPlace):
         self.specialisations = tuple(Specialisation(module, block, original) for block in blocks)
         self.refused: tuple[RefusedKind, ...] = ()
         self.path, self.analyst = next((block.path for block in blocks), path), analyst
+        # Paths of modules that may be the block if this one is refused, the innermost first.
+        self.around: tuple[str, ...] = ()
         self.sites: dict[bool, RoutingSite | str] = {}
         self.adapters = Adapters()
         self.why = ""  # ... the original ran when it last did

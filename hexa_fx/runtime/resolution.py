@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from itertools import repeat
 from operator import is_
-from types import CodeType, FrameType, FunctionType, MappingProxyType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import InputGuard, PythonRead
-from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, lookup, place
+from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, is_collection, lookup, place
 from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
 from hexa_fx.isolation.plain_experts import EXPERTS_SET
 from hexa_fx.isolation.purity import is_users
@@ -72,6 +72,7 @@ class StandIn:
 BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 
 _OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dtype is {}"
+_OF_NAMES = "len({}.__dict__) == {}"
 _EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
 
 
@@ -186,8 +187,10 @@ class Resolution:
         if isinstance(value, nn.Module):
             self.others.append((_OF_CLASS, value, type(value)))
         elif isinstance(noted, Keys) and not isinstance(value, tuple):
-            held = vars(value) if isinstance(value, SimpleNamespace) else value
-            self.others.append((_OF_LENGTH, held, len(held)))
+            has_items = is_collection(value)
+            self.others.append(
+                (_OF_LENGTH if has_items else _OF_NAMES, value, len(value if has_items else vars(value)))
+            )
         elif type(value) in _COPIES:
             self.others.append((_EQUAL, value, noted))
 

@@ -94,8 +94,9 @@ def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> froz
     names = {*replacements.arguments, *replacements.held}
     return frozenset(
         node
-        for place, node in enumerate(captured.graph.nodes)
-        if place in replacements.results or (node.op in ("placeholder", "get_attr") and node.target in names)
+        for node in captured.graph.nodes
+        if record_of(node).number in replacements.results
+        or (node.op in ("placeholder", "get_attr") and node.target in names)
     )
 
 
@@ -135,21 +136,20 @@ def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable
     None if nothing of it can be given other values.
     """
     arguments, held, results = dict(replacements.arguments), dict(replacements.held), dict(replacements.results)
-    place = {node: number for number, node in enumerate(captured.graph.nodes)}
     for item in lost:
         node = item.node
-        value = record_of(node).value
+        value, number = record_of(node).value, record_of(node).number
         if not is_tensor(node) or not value.numel():
             continue
         if node.op == "placeholder":
             new, known = _mask_like(value), arguments
         elif node.op == "get_attr" and str(node.target) not in captured.constants:
             new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
-        elif node.op.startswith("call") and place[node] not in results and not record_of(node).writes:
+        elif node.op.startswith("call") and number not in results and not record_of(node).writes:
             if value.dtype == torch.bool:
-                results[place[node]] = _with_exceptions(value)
+                results[number] = _with_exceptions(value)
             elif value.is_floating_point() and item.role in ("factor", "select"):
-                results[place[node]] = _scale_like(value)
+                results[number] = _scale_like(value)
             continue
         else:
             continue

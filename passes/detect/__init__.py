@@ -152,7 +152,7 @@ def _match_of(
     body = identify_body(instances, tags, replay, family.weights, late)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     experts = body.down.matrices.shape[0]
-    routed = family.routed(_pairs(instances, body, combine), combine, source, instances, experts, added)
+    routed = family.routed(_pairs(instances, body, combine, added), combine, source, instances, experts, added)
     idiom = _idiom([instance.second for instance in instances], captured)
     match = family.matched(source, routed, body, products, instances, stored, idiom)
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
@@ -161,20 +161,23 @@ def _match_of(
 
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
     """The expert parameter that is added between the second product and the combine, if any."""
-    region = descendants([instance.second.node for instance in instances]) & ancestors([end])
-    between = region - {instance.second.node for instance in instances}
-    bases = bias_bases(between, tags, instances[0].readings[0].matrices.shape[0])
+    seconds = {instance.second.node for instance in instances}
+    between = (descendants(seconds) & ancestors([end])) - seconds
+    computed = descendants([first.node for instance in instances for first in instance.first])
+    beside = {node for node in ancestors(between) - computed if tags[node].experts and not tags[node].weight}
+    bases = bias_bases(between | beside, tags, instances[0].readings[0].matrices.shape[0])
     if len(bases) > 1:
         raise Refuse("several expert parameters act on the expert outputs before they are combined", end)
     return bases[0] if bases else None
 
 
-def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pairs:
+def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine, added: str | None) -> Pairs:
+    """``added``: the bias that is added after the second product, if one is. It has to be there as often as what was multiplied."""
     token = torch.cat([instance.token for instance in instances])
     expert = torch.cat([instance.expert for instance in instances])
     before = torch.cat([instance.scale for instance in instances])
     after = torch.cat([a * b for a, b in zip(combine.coefficients, body.between)])
-    if body.down_bias is not None and any(bool((b != 1).any()) for b in body.between):
+    if body.down_bias != added and any(bool((b != 1).any()) for b in body.between):
         raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
     real = token >= 0
     return Pairs(token[real], expert[real], before[real], after[real])

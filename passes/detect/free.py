@@ -335,11 +335,11 @@ def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def expert_dropouts(captured: CapturedBlock) -> frozenset[int]:
     """Numbers of the nodes that drop numbers at random, each in the rows of one expert."""
-    drawing = [(place, node) for place, node in enumerate(captured.graph.nodes) if _drops(node)]
+    drawing = [node for node in captured.graph.nodes if _drops(node)]
     if not drawing:
         return frozenset()
     tags = tag(captured, expert_groups(captured.named_tensors()))
-    return frozenset(place for place, node in drawing if _in_one(_experts(node, tags)))
+    return frozenset(record_of(node).number for node in drawing if _in_one(_experts(node, tags)))
 
 
 def _drops(node: torch.fx.Node) -> bool:

@@ -17,7 +17,7 @@ from hexa_fx.capture.records import nodes_by_call
 from hexa_fx.ir import Container, ContainerItem
 from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, nodes_in
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -38,7 +38,8 @@ def decided_anew(
     """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
 
     Not of those that give plain values: what these decide, too, the code around them goes by as it was. Nor of
-    those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use.
+    those after the products, whose results' forms nobody asks, or of which only the region up to ``end`` has any use. Operators
+    give tensors alone.
 
     Args:
         roots: what the region is computed from.
@@ -47,9 +48,12 @@ def decided_anew(
     last = max(map(place.__getitem__, taken))
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
     inside, found = nodes_by_call(captured.graph), set[torch.fx.Node]()
-    for call in calls_without(captured.calls, taken):
+    region, operators = ancestors([end]) & descendants(taken), (c for c in captured.functions if c.is_of_operator)
+    for call in calls_without((*captured.calls, *operators), taken):
         nodes = inside[call.number]
-        if not gives_plain(call) and not needed.isdisjoint(nodes) and place[nodes[0]] <= last:
+        if gives_plain(call) or needed.isdisjoint(nodes):
+            continue
+        if region.isdisjoint(nodes) if call.is_of_operator else place[nodes[0]] <= last:
             found.update(nodes)
     return found
 

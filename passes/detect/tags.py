@@ -236,7 +236,10 @@ def _tag_node(
 
 
 def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
-    """Whether a weight has a part for each expert, and is no matrix that tokens are multiplied with, as a router's is."""
+    """Whether a weight has a part for each expert, perhaps with rows after these for slots without an expert, and is no matrix
+    that tokens are multiplied with, as a router's is."""
+    while kind(weight) in ("cat", "pad") and weight.all_input_nodes:
+        weight = weight.all_input_nodes[0]
     if record_of(weight).value.shape[:1].numel() not in counts:
         return False
     alike = weight.graph.find_nodes(op="get_attr", target=weight.target, sort=False) if weight.op == "get_attr" else []

@@ -314,7 +314,10 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     "above a size": (asking(lambda self, up: up.flatten(0, 1).shape[0] > 100 * self.up.shape[2]), INSIDE),
     "hooked": (Hooked, "hooks on gradients"),
     "clock": (TIMED, "a clock"),
-    "thread": (around(lambda self, x: plain(self, x) * getattr(LOCAL, "scale", 1.0)), "without a trace"),
+    "written to the thread": (
+        around(lambda self, x: plain(self, setattr(LOCAL, "last", x.sum()) or x)),
+        "the code changes",
+    ),
     "version": (
         around(lambda self, x: plain(self, x) * (1.0 if x._version == 0 else 0.5)),
         "what was done with a tensor before (_version)",
@@ -384,6 +387,43 @@ def test_a_function_of_torch_that_is_replaced_later(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(F, "silu", torch.tanh)
     given = tokens()
     torch.testing.assert_close(opt(given), original(given))
+
+
+class Switches(threading.local):
+    halved = False
+
+
+OF_CLASS = Switches()
+
+
+def test_what_lies_in_the_thread_is_asked_in_every_call_and_thread() -> None:
+    scaled = around(lambda self, x: plain(self, x) * getattr(LOCAL, "scale", 1.0) * (0.5 if OF_CLASS.halved else 1))
+    original, opt = optimized(scaled)
+    given = tokens()
+    found: list[tuple[int, torch.Tensor]] = []
+
+    def call() -> None:
+        found.append((operators_run(opt, (given,)), opt(given) - original(given)))
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    call()
+    elsewhere()
+    try:
+        LOCAL.scale = 3.0
+        call()
+        elsewhere()
+        OF_CLASS.halved = True
+        call()
+    finally:
+        del LOCAL.scale, OF_CLASS.halved
+    call()
+    assert all(ran for ran, _ in found), found
+    for _, difference in found:
+        torch.testing.assert_close(difference, torch.zeros_like(given))
 
 
 class Collecting(ListMoE):

@@ -224,6 +224,102 @@ class LossThroughFunction(Mixture):
         return _AddLoss.apply(out, weights.sum(0).square().mean()).view(x.shape)
 
 
+@torch.library.custom_op("hexa_fx_zoo::add_rows", mutates_args=())
+def add_rows(onto: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Adds rows up in the same order in every call, whatever the process asks of other code."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return onto.index_add(0, places, rows)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _of_rows(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _to_rows(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    (places,) = ctx.saved_tensors
+    return gradient, None, gradient[places]
+
+
+add_rows.register_autograd(_to_rows, setup_context=_of_rows)
+
+
+class AddedByOperator(ProjectionModules):
+    """A training library's way: rows sorted by expert, and an operator of its own that adds their outputs up."""
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        order = indices.view(-1).argsort(stable=True)
+        out = self.experts(flat[order // K], torch.bincount(indices.view(-1), minlength=E))
+        out = out * weights.view(-1)[order].unsqueeze(-1)
+        return add_rows(torch.zeros_like(flat), order // K, out)
+
+
+class _OncePerDevice(torch.autograd.Function):
+    """A tensor that every one of several devices adds, so that each takes a part; its gradient is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, devices: int) -> torch.Tensor:
+        return x / devices if devices > 1 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GroupedWithBiases(nn.Module):
+    """Biases by rows, of which some at the end may belong to no expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.b1, self.b2 = _Grouped(D, I), _Grouped(I, D), weight(E, I), weight(E, D)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        rest = (len(rows) - counts.sum()).unsqueeze(0)
+
+        def of_rows(biases: torch.Tensor) -> torch.Tensor:
+            padded = torch.cat([biases, biases.new_zeros(1, biases.shape[1])])
+            return padded.repeat_interleave(torch.cat([counts, rest]), dim=0)
+
+        hidden = F.gelu(self.fc1(rows, counts) + of_rows(self.b1))
+        return self.fc2(hidden, counts) + _OncePerDevice.apply(of_rows(self.b2), 1)
+
+
+class WeightedInside(Mixture):
+    """A training library's way for experts with biases: rows are weighted before the last product, and so is its bias.
+
+    Args:
+        bias: whether it is weighted.
+    """
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__(None)
+        self.fc1, self.fc2, self.b1, self.b2, self.bias = (
+            _Grouped(D, I),
+            _Grouped(I, D),
+            weight(E, I),
+            weight(E, D),
+            bias,
+        )
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        order = indices.view(-1).argsort(stable=True)
+        rows, of_row = flat[order // K], weights.view(-1)[order].unsqueeze(-1)
+        counts = torch.bincount(indices.view(-1), minlength=E)
+        hidden = F.gelu(self.fc1(rows, counts) + self.b1.repeat_interleave(counts, dim=0)) * of_row
+        bias = self.b2.repeat_interleave(counts, dim=0)
+        out = self.fc2(hidden, counts) + (bias * of_row if self.bias else bias)
+        return torch.zeros_like(flat).index_add(0, order // K, out)
+
+
+class PaddedBiases(ProjectionModules):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = _GroupedWithBiases()
+
+
 VARIANTS = (
     variant("library_no_grad_inference", NoGradInference, "eval mode under no_grad, other code in train mode"),
     variant("library_finite_assert", FiniteAssert, "asserts that numbers are finite"),
@@ -252,4 +348,8 @@ VARIANTS = (
         inputs=with_mask,
     ),
     variant("library_loss_through_function", LossThroughFunction, "auxiliary loss by a custom backward"),
+    variant("library_added_by_operator", AddedByOperator, "an operator of its own, written in Python, adds outputs up"),
+    variant("library_padded_biases", PaddedBiases, "biases by rows, with a row of zeros for rows of no expert"),
+    variant("library_weighted_inside", WeightedInside, "rows and the last bias are weighted inside the experts"),
+    variant("library_bias_not_weighted", WeightedInside, "the last bias is added as it is", "refused", bias=False),
 )
