@@ -246,7 +246,7 @@ def visible_host(
             setattr(kind, name, METHODS[name])
             stack.callback(delattr, kind, name)
         stack.enter_context(items_set(_of_torch()))
-        stack.enter_context(attributes_set(torch.autograd.Function, apply=classmethod(_noted_apply(recorder))))
+        stack.enter_context(attributes_set(torch.autograd.Function, apply=classmethod(_noted_apply(recorder, ran))))
         stack.enter_context(attributes_set(torch.autocast, __enter__=_noted_enter(recorder)))
         yield
 
@@ -281,7 +281,7 @@ def _of_torch() -> Iterator[tuple[dict[str, Any], str, Any]]:
     yield from ((vars(torch), name, _assert) for name in ("_assert", "_assert_async"))
 
 
-def _noted_apply(recorder: Recorder) -> Callable[..., Any]:
+def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
     """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says.
 
     Its backward is its own. A function that returns a tensor as it was given exists for its backward alone, and is recorded as
@@ -304,7 +304,7 @@ def _noted_apply(recorder: Recorder) -> Callable[..., Any]:
                 after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
                 is_call = not kwargs and before == after and all(map(_is_value, args))
                 same = _place_of(result, args) if is_call else None
-                does_nothing = same is not None and _passes_gradient(cls, original.__get__(None, cls), same, args)
+                does_nothing = same is not None and _does_nothing(ran, cls, original.__get__(None, cls), same, args)
                 if same is not None and not does_nothing:
                     recorder.record_result(Applied(cls), lifted, result)
                     return result
@@ -348,17 +348,22 @@ def _place_of(result: Any, given: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _passes_gradient(
-    cls: type[torch.autograd.Function], call: Callable[..., Any], place: int, args: tuple[Any, ...]
-) -> bool:
+def _does_nothing(ran: RanCode, cls: Any, call: Callable[..., Any], place: int, args: tuple[Any, ...]) -> bool:
     """Whether a function that returns what it is given as it is does nothing to its gradient either, as where it would add up
-    those of several devices and there is one. Its backward says so by giving that very tensor, and no gradient of anything else.
+    those of several devices and there is one. What its backward reads is noted only if so, as it will not run then.
     """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and torch.distributed.get_world_size() > 1:  # others may wait for one that is tried alone
         return False
     if not args[place].is_floating_point():
         return False
+    with attributes_set(ran, hears=False):
+        passes = _passes_gradient(cls, call, place, args)
+    return passes and _passes_gradient(cls, call, place, args)
+
+
+def _passes_gradient(cls: Any, call: Callable[..., Any], place: int, args: tuple[Any, ...]) -> bool:
+    """Whether its backward gives the very gradient that it is given, and none of anything else."""
     with torch.enable_grad():
         leaf = args[place].detach().requires_grad_()
         context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn

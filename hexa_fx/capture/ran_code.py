@@ -127,6 +127,7 @@ class RanCode:
         self._read, self._scopes = read, scopes
         self.entered: Callable[[dict[str, Any]], None] = lambda namespace: None
         """Told the globals of every function that starts."""
+        self.hears = True
         self._ran: dict[
             int, tuple[types.CodeType, set[str], frozenset[str]]
         ] = {}  # by id: hashing reads all of the code
@@ -200,6 +201,8 @@ class RanCode:
         return self._names
 
     def _starts(self, frame: types.FrameType) -> bool:
+        if not self.hears:
+            return True
         if is_users(module_name(frame.f_globals)):
             self.entered(frame.f_globals)
         return self._runs(frame.f_code, frame.f_globals, self._scopes[-1])
@@ -282,7 +285,7 @@ class RanCode:
         def note(place: SourceLocation) -> None:
             if get_ident() != thread:
                 return
-            if self._switched is not None and function.__name__ in torch_state.SETS:
+            if self._switched is not None and torch_state.sets(function.__name__):
                 self._switched[function.__name__] += 1
             else:
                 self.hidden[self._scopes[-1]] = function.__name__, kind, place

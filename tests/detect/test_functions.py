@@ -67,6 +67,32 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
+class OfDevices(torch.autograd.Function):
+    """The tensor itself; its gradient is added up over devices, of which there may be one."""
+
+    devices = 1
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if OfDevices.devices == 1 else gradient * OfDevices.devices
+
+
+class Clipped(torch.autograd.Function):
+    """The tensor itself; its gradient is limited in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp_(-1e3, 1e3)
+
+
 class Plain(nn.Module):
     """Functions around the experts, at places that subclasses choose."""
 
@@ -149,3 +175,33 @@ def test_inside_the_experts_it_is_refused() -> None:
     report = _optimized(around(one_output=lambda self, y: Scaled.apply(y, 0.5)))[1].report
     assert not report.rewritten
     assert "Scaled, an autograd.Function with a backward of its own" in report.blocks[0].reason
+
+
+def test_one_that_limits_gradients_in_place_changes_them() -> None:
+    report = _optimized(around(one_output=lambda self, y: Clipped.apply(y)))[1].report
+    assert not report.rewritten
+    assert "Clipped, an autograd.Function with a backward of its own" in report.blocks[0].reason
+
+
+@pytest.mark.parametrize("place", ["one_output", "tokens", "output"])
+def test_one_that_does_nothing_is_seen_through_for_as_long_as_it_does_nothing(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def through(self: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return OfDevices.apply(x)
+
+    block, optimized = _optimized(around(**{place: through}))
+    agree(block, optimized, tokens(3, 5))
+    assert operators_run(optimized.train(), (tokens(3, 5),))
+    monkeypatch.setattr(OfDevices, "devices", 2)  # inside the experts the block's own code runs now
+    assert compare(block, optimized, (tokens(3, 5),)).within(1e-10)
+
+
+def test_what_a_kept_backward_reads_is_no_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OfDevices, "devices", 2)
+    block, optimized = _optimized(around(output=lambda self, y, loss: OfDevices.apply(y)))
+    for devices in (2, 3):
+        monkeypatch.setattr(OfDevices, "devices", devices)
+        agree(block, optimized, tokens(3, 5))
+        assert operators_run(optimized.train(), (tokens(3, 5),))
+    assert optimized.report.blocks[0].calls.kinds == 1
