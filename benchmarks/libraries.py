@@ -40,9 +40,11 @@ of the first floating point type that the library's own code runs in, and 0 wher
 """
 APPENDIX = """
 Looked at and not in the table: megablocks builds only where there is a GPU; tutel, fastmoe, scattermoe and gpt-oss have no package
-on the index for this Python; nanotron and torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and
-moe_peft want a whole training setup around their blocks and were not tried; densemixer replaces the forward of transformers' own
-blocks.
+on the index for this Python; nanotron and torchtune hold no MoE code in their packages; mlora and moe_peft want a whole training
+setup around their blocks and were not tried; densemixer replaces the forward of transformers' own blocks. ai2-olmo-core's own MoE
+and megatron-core's other token dispatchers and grouped experts run on CUDA alone, so that only what runs on a CPU is in the table.
+torchtitan's whole models (DeepSeek-V3's, Qwen3's, gpt-oss') are rewritten too, with their activation checkpoints and under FSDP2,
+where the first steps run their own code.
 
 The refusals: a soft mixture gives every expert an average of all tokens, and expert choice has no fixed number of experts a
 token, so neither is a mixture of routed tokens. Two levels of routing, product keys and convolutional experts are of another

@@ -317,3 +317,61 @@ def peer() -> nn.Module:
     from PEER_pytorch import PEER
 
     return PEER(D, heads=2, num_experts=64, num_experts_per_head=4, dim_key=8)
+
+
+@block("nemo-automodel", "MoE, loop over experts, auxiliary loss")
+def nemo() -> nn.Module:
+    return _nemo("torch", aux_loss_coeff=0.01)
+
+
+@block("nemo-automodel", "MoE, grouped_mm, groups of experts, bias")
+def nemo_grouped() -> nn.Module:
+    groups = {"n_routed_experts": 8, "n_expert_groups": 4, "n_limited_groups": 2}
+    return _nemo("torch_mm", score_func="sigmoid", gate_bias_update_factor=1e-3, route_scale=2.5, **groups)
+
+
+@block("nemo-automodel", "MoE, grouped_mm, gpt-oss, weights inside the experts")
+def nemo_gpt_oss() -> nn.Module:
+    return _nemo("torch_mm", expert_activation="swigluoai", expert_bias=True, router_bias=True, n_shared_experts=0)
+
+
+@block("nemo-automodel", "MoE, grouped_mm, latent experts")
+def nemo_latent() -> nn.Module:
+    return _nemo("torch_mm", moe_latent_size=8)
+
+
+def _nemo(experts: str, **options: Any) -> nn.Module:
+    from nemo_automodel.components.models.common.utils import BackendConfig
+    from nemo_automodel.components.moe.config import MoEConfig
+    from nemo_automodel.components.moe.layers import MoE
+
+    plain = {
+        "n_routed_experts": E, "n_shared_experts": 1, "n_activated_experts": 2, "n_expert_groups": 1, "n_limited_groups": 1,
+        "train_gate": True, "gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0, "score_func": "softmax", "route_scale": 1.0,
+        "dim": D, "inter_dim": I, "moe_inter_dim": I, "norm_topk_prob": True, "dtype": torch.float32,
+    }  # fmt: skip
+    backend = BackendConfig(
+        attn="sdpa", linear="torch", rms_norm="torch", experts=experts, dispatcher="torch", rope_fusion=False
+    )
+    made = MoE(MoEConfig(**{**plain, **options}), backend)
+    with torch.no_grad():
+        made.init_weights(torch.device("cpu"))
+    return made
+
+
+@block(
+    "ai2-olmo-core",
+    "Olmo3MoeSparseMLP (its model for transformers)",
+    stand_ins=("boto3", "botocore", "google", "beaker", "smashed", "datasets", "cached_path", "dill"),
+)
+def olmo() -> nn.Module:
+    from olmo_core.nn.moe.v2.hf import configuration_olmo3moe, modeling_olmo3moe
+
+    config = configuration_olmo3moe.Olmo3MoeConfig(
+        hidden_size=D,
+        moe_intermediate_size=I,
+        shared_expert_intermediate_size=I,
+        n_routed_experts=E,
+        num_experts_per_tok=2,
+    )
+    return modeling_olmo3moe.Olmo3MoeSparseMLP(config)
