@@ -148,7 +148,8 @@ MADE = _row(
 )
 RANDOM = _row(
     "dropout alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout bernoulli rand rand_like randn "
-    "randn_like uniform normal multinomial rrelu"
+    "randn_like uniform normal multinomial rrelu randint randint_like randperm random exponential geometric cauchy log_normal "
+    "poisson gumbel_softmax"
 )
 
 makes, makes_like, is_uninitialised, is_random = map(_predicate, (MADE, MADE_LIKE, UNINITIALISED, RANDOM))

@@ -17,7 +17,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import is_size
-from hexa_fx.passes.detect.graph import ancestors, is_tensor
+from hexa_fx.passes.detect.graph import ancestors, draws, is_tensor
 
 Node = torch.fx.Node
 
@@ -37,8 +37,11 @@ Rule = Callable[[Node, int], Origin | list[Dim] | None]
 
 
 def trace_sizes(graph: torch.fx.Graph) -> None:
-    """Makes the sizes that decisions hinge on those of the tensors that they are copies of. Recorded values stay as they are."""
-    asked = {n for node in graph.nodes if node.op != "output" and record_of(node).decision for n in _sizes_behind(node)}
+    """Makes the sizes that decisions and draws hinge on those of the tensors that they are copies of. Recorded values stay as they
+    are.
+    """
+    hinging = [node for node in graph.nodes if node.op != "output" and (record_of(node).decision or draws(node))]
+    asked = {size for node in hinging for size in _sizes_behind(node)}
     if not asked:
         return
     behind = ancestors(asked)
@@ -184,7 +187,19 @@ def _product(node: Node, dim: int) -> Origin | None:
     return _of_operand(node.args[0], dim) if rows and (flat or operation(node) == "bmm") else None
 
 
+def _stack(node: Node, dim: int) -> Origin | list[Dim] | None:
+    parts, *given = node.args
+    new = node.kwargs.get("dim", given[0] if given else 0)
+    if not isinstance(parts, (list, tuple)) or not isinstance(new, int):
+        return None
+    new %= dims_of(node)
+    if dim == new:
+        return len(parts)
+    return [Dim(part, dim - (dim > new)) for part in parts if isinstance(part, Node) and is_tensor(part)]
+
+
 _RULES: dict[str, Rule] = {
+    "stack": _stack,
     "view": _view,
     "reshape": _view,
     **dict.fromkeys(("linear", "matmul", "mm", "bmm"), _product),

@@ -22,7 +22,7 @@ from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data
+from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
@@ -319,8 +319,9 @@ def kept_routers(
         order: in which the kept nodes are emitted.
         elsewhere: submodules that the code calls where the new graph does not.
     """
-    called = {kept.calls[node].path for node in order if node in kept.calls and kept.calls[node].function is None}
-    alone = called - opened(captured, kept) - _read_for(regions, kept)
+    calls = [kept.calls[node] for node in order if node in kept.calls and kept.calls[node].function is None]
+    alone = {call.path for call in calls} - opened(captured, kept) - _read_for(regions, kept)
+    alone -= _experts_of(captured, regions, calls)
     alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
@@ -384,6 +385,17 @@ def _read_for(regions: Sequence[MoEMatch], kept: KeptNodes) -> set[str]:
     for match in regions:
         read = ancestors([match.output], stop=kept.calls.__contains__)
         found |= {kept.calls[node].path for node in match.routing.nodes if node in kept.calls and node not in read}
+    return found
+
+
+def _experts_of(captured: CapturedBlock, regions: Sequence[MoEMatch], called: Collection[ModuleCall]) -> set[str]:
+    """Submodules that stay calls and of which the regions compute something themselves, as where code asks for a result's size."""
+    by_call, found = nodes_by_call(captured.graph), set[str]()
+    for match in regions:
+        inside = ancestors([match.output], stop={match.source}.__contains__) - ancestors(
+            match.routing.nodes, stop=is_size
+        )
+        found |= {call.path for call in called if not inside.isdisjoint(by_call[call.number])}
     return found
 
 

@@ -134,3 +134,53 @@ def test_shapes_at_other_sizes(shapes: tuple, size: tuple, expected: tuple) -> N
     leaves = [torch.zeros(shape) for shape in shapes]
     sizes = ExampleSizes.of(leaves, {D})
     assert tuple(sizes.resized(leaf, size) for leaf in leaves) == expected
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(D, 2 * D), nn.Linear(2 * D, D), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.up(x))) * self.scale
+
+
+class ChosenAtRandom(nn.Module):
+    """Draws as many ids as what experts give has rows."""
+
+    def __init__(self, rows_of: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.experts, self.rows_of = nn.ModuleList(Expert() for _ in range(E)), rows_of
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        chosen = torch.randint(0, E, (self.rows_of(outputs),))
+        for number in range(E):
+            outputs[number] *= chosen.eq(number).unsqueeze(-1)
+        return outputs.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("rows_of", "runs"),
+    [(lambda y: y.size(1), False), (lambda y: nn.functional.pad(y, (1, 0)).size(1), True)],
+    ids=["traced", "not traced"],
+)
+def test_a_size_of_what_experts_give(rows_of: Callable[[Tensor], int], runs: bool) -> None:
+    """Is one of an input, so that experts need not run for it. Where they do, what they read is watched."""
+    torch.manual_seed(0)
+    block = ChosenAtRandom(rows_of).double()
+    original, x = copy.deepcopy(block), torch.randn(9, D, dtype=torch.float64)
+    config = hexa_fx.HexaConfig.from_environment(own_code_when_small=False)
+    hexa_fx.optimize_(block, (x,), config)
+    for scale in (1.0, 0.5):
+        results = []
+        for model in (block, original):
+            for expert in model.experts:
+                expert.scale = scale
+            torch.manual_seed(1)
+            results.append(model(x))
+        torch.testing.assert_close(*results)
+    (calls,) = [each.calls for each in block.report.blocks]
+    assert calls.rewritten == 2
+    (program,) = {each.program.source for each in block.forward.specialisations[:1]}
+    assert ("self.experts" in program) == runs
