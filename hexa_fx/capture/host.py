@@ -350,31 +350,25 @@ def _place_of(result: Any, given: tuple[Any, ...]) -> int | None:
 
 def _does_nothing(ran: RanCode, cls: Any, call: Callable[..., Any], place: int, args: tuple[Any, ...]) -> bool:
     """Whether a function that returns what it is given as it is does nothing to its gradient either, as where it would add up
-    those of several devices and there is one. What its backward reads is noted only if so, as it will not run then.
+    those of several devices and there is one: its backward gives that very tensor, and no gradient of anything else. What that
+    code reads is noted only if so, as it will not run then.
     """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if several and torch.distributed.get_world_size() > 1:  # others may wait for one that is tried alone
-        return False
-    if not args[place].is_floating_point():
-        return False
-    with attributes_set(ran, hears=False):
-        passes = _passes_gradient(cls, call, place, args)
-    return passes and _passes_gradient(cls, call, place, args)
-
-
-def _passes_gradient(cls: Any, call: Callable[..., Any], place: int, args: tuple[Any, ...]) -> bool:
-    """Whether its backward gives the very gradient that it is given, and none of anything else."""
-    with torch.enable_grad():
-        leaf = args[place].detach().requires_grad_()
-        context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
-    gradient = torch.ones_like(leaf)
-    try:
-        given = cls.backward(context, gradient)
-    except Exception:  # it wants the state of a real run
-        return False
-    given = given if isinstance(given, tuple) else (given,)
-    as_it_was = given[place] is gradient and gradient._version == 0
-    return as_it_was and not any(isinstance(item, torch.Tensor) for item in (*given[:place], *given[place + 1 :]))
+    if (several and torch.distributed.get_world_size() > 1) or not args[place].is_floating_point():
+        return False  # of several, others may wait for one that is tried alone
+    for heard in (False, True):
+        with attributes_set(ran, hears=heard), torch.enable_grad():
+            leaf = args[place].detach().requires_grad_()
+            context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
+            gradient = torch.ones_like(leaf)
+            try:
+                given = cls.backward(context, gradient)
+            except Exception:  # it wants the state of a real run
+                return False
+        given = list(given) if isinstance(given, tuple) else [given]
+        if given.pop(place) is not gradient or gradient._version or any(isinstance(g, torch.Tensor) for g in given):
+            return False
+    return True
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import types
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
@@ -138,8 +138,8 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
-        self._switched: Counter[str] | None = None
-        """Times that an operator's code switches a setting, by the function."""
+        self._switched: list[SourceLocation] | None = None
+        """Where an operator's code, while it runs, asks for deterministic algorithms, or for others."""
         self._told = ExitStack()
         """Ends that something tells of calls of functions in their place."""
         self.changed: dict[str, None] = {}
@@ -157,17 +157,14 @@ class RanCode:
             self.hidden[""] = "set_grad_enabled", SWITCH, None
 
     @contextmanager
-    def settings_kept(self) -> Iterator[None]:
-        """A context for code that may switch settings of torch which it switches back: no other code runs meanwhile."""
-        before, around = torch_state.settings(), self._switched
-        switched = self._switched = Counter[str]()
-        try:
-            yield
-        finally:
-            self._switched = around
-        for name, times in switched.items():  # once alone switches nothing back, even where it was so before
-            if times < 2 or torch_state.settings() != before:
-                self.hidden[self._scopes[-1]] = name, SWITCH, None
+    def operator(self) -> Iterator[None]:
+        """A context for an operator's code, which may ask for deterministic algorithms if it takes that back."""
+        before, around = torch.are_deterministic_algorithms_enabled(), self._switched
+        self._switched = switched = list[SourceLocation]()
+        yield
+        self._switched = around
+        if switched and (len(switched) == 1 or torch.are_deterministic_algorithms_enabled() != before):
+            self.hidden[self._scopes[-1]] = "use_deterministic_algorithms", SWITCH, switched[0]
 
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
@@ -285,8 +282,8 @@ class RanCode:
         def note(place: SourceLocation) -> None:
             if get_ident() != thread:
                 return
-            if self._switched is not None and torch_state.sets(function.__name__):
-                self._switched[function.__name__] += 1
+            if self._switched is not None and function.__name__ == "use_deterministic_algorithms":
+                self._switched.append(place)
             else:
                 self.hidden[self._scopes[-1]] = function.__name__, kind, place
 

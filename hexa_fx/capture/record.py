@@ -214,7 +214,7 @@ def _readers(block: nn.Module, recorder: Recorder) -> Iterator[PythonReads]:
     note_write = functools.partial(_note_write, recorder, reads.ran)
     with reads.objects.restored(), parameters_restored(block, note_write) as before_call:
         recorder.told = Listeners(
-            reads.objects.leave, reads.asked, reads.asked_gradients, before_call, reads.ran.settings_kept
+            reads.objects.leave, reads.asked, reads.asked_gradients, before_call, reads.ran.operator
         )
         yield reads
 

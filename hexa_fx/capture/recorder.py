@@ -117,16 +117,6 @@ class Recorder(TorchFunctionMode):
         finally:
             self.entered.pop()
 
-    @contextmanager
-    def function(self) -> Iterator[None]:
-        """A context for code that runs without gradients since its backward is its own, as that of an `autograd.Function`."""
-        self.functions_running.append(set())
-        try:
-            yield
-        finally:
-            asked = self.functions_running.pop()
-        self.told.asked_gradients(asked)
-
     def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:  # on symbolic numbers
         return self.add("call_function", function, args, {}, value)
 
@@ -349,40 +339,45 @@ class Recorder(TorchFunctionMode):
         lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
         before, written, lists = len(self._index), dict(self.written), (self.functions, self.calls)
         lengths = [*map(len, lists)]
+        apart = (
+            self.functions_running if torch.is_grad_enabled() else []
+        )  # gradients are off inside it, as in a function
+        apart.append(asked := set[str]())
         watched = items_set((kernels, kind, self._watched(code)) for kind, code in kernels.items())
-        apart = self.function() if torch.is_grad_enabled() else nullcontext()
-        with self.call() as place, self.told.operator(), apart, watched:
-            result = func(*plain_args, **plain_kwargs)
+        with self.call() as place, self.told.operator(), watched:
+            try:
+                result = func(*plain_args, **plain_kwargs)
+            finally:
+                apart.pop()
+        self.told.asked_gradients(asked)
         made = [*itertools.islice(self._index, before, None)]
-        if any(map(_leaves_torch, made)) or not self._shows(result):
-            for node in reversed(made):
-                self.graph.erase_node(node)
-                del self._index[node]
-            self._node_of = {key: node for key, node in self._node_of.items() if node in self._index}
-            self.written = written
-            for found, length in zip(lists, lengths):
-                del found[length:]
-            return self._wrap_result(result, self.add("call_function", func, lifted_args, lifted_kwargs, result))
-        self.functions.append(ModuleCall("", *place, lifted_args, lifted_kwargs, self.lift(result), func))
-        return result
+        if self._shows(result) and not any(map(_leaves_torch, made)):
+            self.functions.append(ModuleCall("", *place, lifted_args, lifted_kwargs, self.lift(result), func))
+            return result
+        for node in reversed(made):
+            self.graph.erase_node(node)
+            del self._index[node]
+        self._node_of = {key: node for key, node in self._node_of.items() if node in self._index}
+        self.written = written
+        for found, length in zip(lists, lengths):
+            del found[length:]
+        return self._wrap_result(result, self.add("call_function", func, lifted_args, lifted_kwargs, result))
 
+    @untold
     def _shows(self, result: Any) -> bool:
         """Whether what an operator gives is what recorded calls gave: no code that nobody sees has written there since."""
-        given = [*tensors_in([result])]
-        nodes = [self._node_of.get(id(tensor)) for tensor in given]
+        nodes = [(tensor, self._node_of.get(id(tensor))) for tensor in tensors_in([result])]
         with DisableTorchFunction():
-            return bool(given) and all(
-                node is not None and torch.allclose(tensor, record_of(node).value, 0.0, 0.0, equal_nan=True)
-                for tensor, node in zip(given, nodes)
+            same = (
+                node is not None and torch.equal(*map(_bytes, (tensor, record_of(node).value)))
+                for tensor, node in nodes
             )
+            return bool(nodes) and all(same)
 
     def _watched(self, code: Any) -> Any:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            if not all(id(tensor) in self._node_of for tensor in tensors_in([*args, *kwargs.values()])):
-                return code(
-                    *args, **kwargs
-                )  # on copies that torch has made, as under autocast: the operator is one call
-            with self:
+            known = all(id(tensor) in self._node_of for tensor in tensors_in([*args, *kwargs.values()]))
+            with self if known else nullcontext():  # else on copies that torch has made, as under autocast
                 return code(*args, **kwargs)
 
         return kernel
@@ -397,6 +392,10 @@ def _leaves_torch(node: torch.fx.Node) -> bool:
     """Whether numbers of data become Python's or numpy's there, of which no graph says what comes of them."""
     value = record_of(node.all_input_nodes[0]).value if node.target in DECISIONS else None
     return isinstance(value, torch.Tensor) and (node.target in ("numpy", "__array__") or value.is_floating_point())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().flatten().contiguous().view(torch.uint8)
 
 
 def _are_names(mapping: dict[Any, Any]) -> bool:

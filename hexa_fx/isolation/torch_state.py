@@ -88,17 +88,6 @@ STATE: Mapping[str, Callable[[], Any]] = {
 }
 """By the name that code calls."""
 
-
-def settings() -> dict[str, Any]:
-    """All of these states, as they are now."""
-    return {name: state() for name, state in STATE.items()}
-
-
-def sets(name: str) -> bool:
-    """Whether a function of torch sets one of them."""
-    return name.replace("set_", "get_") in STATE or name == "use_deterministic_algorithms"
-
-
 STANDS_FOR = dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "asarray"), "get_default_dtype")
 """Functions whose results depend on a state, by name: the state's."""
 

@@ -33,6 +33,11 @@ def _doubled_in_float64(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
+def _deterministic(x: torch.Tensor) -> torch.Tensor:
+    torch.use_deterministic_algorithms(True)
+    return 2 * x
+
+
 def _printed(x: torch.Tensor) -> torch.Tensor:
     torch.set_printoptions(precision=6)
     return 2 * x
@@ -43,6 +48,7 @@ TRIPLED = operator("tripled_backward", lambda x: 2 * x, lambda ctx, gradient: 3 
 STRAIGHT = operator("straight", lambda x: (x * 8).round() / 8, lambda ctx, gradient: gradient)
 WITHOUT = operator("without_backward", lambda x: 2 * x, None)
 SWITCHES = operator("switches", _doubled_in_float64, lambda ctx, gradient: 2 * gradient)
+DETERMINISTIC = operator("deterministic", _deterministic, lambda ctx, gradient: 2 * gradient)
 PRINTS = operator("prints", _printed, lambda ctx, gradient: 2 * gradient)
 BY_NUMPY = operator("by_numpy", lambda x: torch.from_numpy(2 * x.numpy()), lambda ctx, gradient: 2 * gradient)
 ON_CPU = operator("on_cpu", lambda x: 2 * x, lambda ctx, gradient: 2 * gradient, device_types="cpu")
@@ -115,6 +121,10 @@ REFUSED = {
     "another backward than its code's": (around(one_output=lambda self, y: TRIPLED(y)), "differs"),
     "a backward straight through": (around(one_output=lambda self, y: STRAIGHT(y)), "differs"),
     "a setting that stays": (around(one_output=lambda self, y: SWITCHES(y)), "switches what holds for all code"),
+    "deterministic from then on": (
+        around(one_output=lambda self, y: DETERMINISTIC(y)),
+        "switches what holds for all code",
+    ),
     "a setting that nobody reads": (around(one_output=lambda self, y: PRINTS(y)), "switches what holds for all code"),
 }
 
@@ -126,6 +136,7 @@ def test_refused(kind: type[nn.Module], sentence: str) -> None:
         report = _optimized(kind)[1].report
     finally:
         torch.set_default_dtype(default)
+        torch.use_deterministic_algorithms(False)
     assert not report.rewritten
     assert sentence in str(report), report
 
