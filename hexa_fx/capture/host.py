@@ -32,7 +32,7 @@ from hexa_fx.isolation.contents import namespaces_of
 from hexa_fx.isolation.lookup import MISSING, is_object
 from hexa_fx.isolation.module_tree import named_modules
 from hexa_fx.isolation.read_values import CONSTANT
-from hexa_fx.torch_private import DisableTorchFunction, is_compiler_at_work
+from hexa_fx.torch_private import DisableTorchFunction, DispatchMode, is_compiler_at_work
 
 
 def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
@@ -353,22 +353,29 @@ def _does_nothing(ran: RanCode, cls: Any, call: Callable[..., Any], place: int, 
     those of several devices and there is one: its backward gives that very tensor, and no gradient of anything else. What that
     code reads is noted only if so, as it will not run then.
     """
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if (several and torch.distributed.get_world_size() > 1) or not args[place].is_floating_point():
-        return False  # of several, others may wait for one that is tried alone
+    if not args[place].is_floating_point():
+        return False
     for heard in (False, True):
-        with attributes_set(ran, hears=heard), torch.enable_grad():
-            leaf = args[place].detach().requires_grad_()
-            context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
-            gradient = torch.ones_like(leaf)
-            try:
-                given = cls.backward(context, gradient)
-            except Exception:  # it wants the state of a real run
-                return False
+        try:
+            with attributes_set(ran, hears=heard), torch.enable_grad(), _Alone():
+                leaf = args[place].detach().requires_grad_()
+                context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
+                given = cls.backward(context, gradient := torch.ones_like(leaf))
+        except Exception:  # it talks to other processes, or wants the state of a real run
+            return False
         given = list(given) if isinstance(given, tuple) else [given]
         if given.pop(place) is not gradient or gradient._version or any(isinstance(g, torch.Tensor) for g in given):
             return False
     return True
+
+
+class _Alone(DispatchMode):
+    """A mode in which collectives are errors: other processes may not be where this one is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise CaptureError("a collective")
+        return func(*args, **(kwargs or {}))
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
