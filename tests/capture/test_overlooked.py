@@ -8,6 +8,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.observe import observe
+from tests.zoo.common import MLP, Looped
 
 D, I, E = 8, 12, 4  # noqa: E741
 
@@ -268,3 +269,30 @@ class Decaying(nn.Module):
 
 def test_a_row_of_numbers_is_no_stack_of_experts() -> None:
     assert observe(Decaying(), (torch.randn(20, D),), {}) == []
+
+
+class Indexer(nn.Module):
+    """Chooses which keys an attention reads, with two matrices of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.gate = nn.Parameter(torch.randn(E, D)), nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = F.linear(x, self.gate) @ self.keys.t()
+        return scores.topk(2).indices
+
+
+class Indexed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer, self.experts = Indexer(), Looped(lambda: MLP(D, I), D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.indexer(x).float().mean(-1, keepdim=True)
+        return self.experts(x) * chosen
+
+
+def test_what_gives_ids_alone_is_no_block() -> None:
+    report = hexa_fx.explain(Indexed(), torch.randn(9, D))
+    assert [(block.path, block.status) for block in report.blocks] == [("experts", "rewritten")], report
