@@ -16,7 +16,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, ModuleCall, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.decisions import Condition, cuts_rows
-from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, writes_outside, written_from
+from hexa_fx.passes.detect.graph import adds_dimension, ancestors, is_float, is_tensor, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.detect.steps import FreeBody
@@ -216,6 +216,7 @@ class _Rewriter:
         given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
+        by_rows.update(self.new[node] for match in self.match.regions for node in _given_slots(match))
         self._drop_unused()
         mark_without_autocast(self.graph, self.new, captured, self.match.regions)
         self.graph.lint()
@@ -377,6 +378,20 @@ class _Rewriter:
 
 def _draws_or_writes(node: torch.fx.Node) -> bool:
     return record_of(node).writes or ops.is_random(node)
+
+
+def _given_slots(match: MoEMatch) -> set[torch.fx.Node]:
+    """Inputs of a row for each token that hold what the routing reads: with another k the code may do something else."""
+    found = {_given_as(node) for node in match.routing.nodes if is_tensor(node)}
+    return {n for n in found if n.op == "placeholder" and record_of(n).value.shape[-1:] == (match.routing.top_k,)}
+
+
+def _given_as(node: torch.fx.Node) -> torch.fx.Node:
+    """What came first of the tensors of as many numbers that a value was made of."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node) or not is_tensor(source):
+        return node
+    return _given_as(source) if record_of(source).value.numel() == record_of(node).value.numel() else node
 
 
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
