@@ -161,6 +161,19 @@ def is_compiler_at_work() -> bool:
     return get_eval_frame_callback() not in (None, False)
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which a compiler that is at work where it is called passes over, with all that it calls.
+
+    `torch.compiler.disable` would import all of dynamo, and takes a moment in every call. A torch that lacks the names compiles it.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return function
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
 def lookup_backend(name: str) -> Callable[..., Any]:
     """A backend of torch.compile by its name."""
     from torch._dynamo import lookup_backend

@@ -239,6 +239,28 @@ def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None
     assert "hexa.moe_ffn.default" in seen
 
 
+def test_a_step_with_its_backward_that_is_compiled_before_the_first_call() -> None:
+    """A compiler is at work while backward runs, and would compile ours."""
+    torch._dynamo.reset()
+    opt, x, compiled = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D), set[str]()
+
+    def backend(module: Any, _: Any) -> Any:
+        compiled.update(line for node in module.graph.nodes if (line := node.stack_trace))
+        return module.forward
+
+    def step() -> torch.Tensor:
+        loss = opt(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    compiled_step = torch.compile(step, backend=backend)
+    compiled_step()
+    assert not [line for line in compiled if "hexa_fx/ops" in line]
+    first = [p.grad.clone() for p in opt.left.parameters()]
+    compiled_step()
+    torch.testing.assert_close([p.grad for p in opt.left.parameters()], [2 * grad for grad in first])
+
+
 def test_optimize_again_before_the_first_call() -> None:
     model, x = Branches(), torch.randn(6, D)
     hexa_fx.optimize_(model.left, config=CONFIG)

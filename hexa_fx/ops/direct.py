@@ -21,7 +21,7 @@ from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
-from hexa_fx.torch_private import _AutoDispatchBelowAutograd
+from hexa_fx.torch_private import _AutoDispatchBelowAutograd, untraced
 
 _OPS = torch.ops.hexa
 _LAYERS = moe_ffn_autograd.LAYERS
@@ -96,6 +96,7 @@ class _Esmm(torch.autograd.Function):
             return esmm_cpu(Esmm._make(args))
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # a checkpoint recomputes it now, which needs autograd
         with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
@@ -110,6 +111,7 @@ class _Combine(torch.autograd.Function):
             return combine_cpu(*args)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not library.is_plain_tensor(grads[0]):
             return combine_backward(ctx, grads[0])

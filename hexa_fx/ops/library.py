@@ -46,6 +46,7 @@ from hexa_fx.torch_private import (
     is_legacy_batchedtensor,
     peek_interpreter_stack,
     under_vmap,
+    untraced,
     without_autocast,
 )
 
@@ -379,9 +380,14 @@ class DirectFunction(torch.autograd.Function):
 
     Torch first unwraps arguments that are left over from a transform which has ended. Its operators do that too.
 
+    Where code that is compiled calls ``backward()``, a compiler would compile this one's too.
+
     Raises:
         InputError: a transform is active.
     """
+
+    def __init_subclass__(cls) -> None:
+        untraced(cls.backward)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hexa_fx.torch_private import _are_functorch_transforms_active, _foreach_copy_, without_autocast
+from hexa_fx.torch_private import _are_functorch_transforms_active, _foreach_copy_, untraced, without_autocast
 
 T = TypeVar("T")
 
@@ -207,6 +207,7 @@ class Stack(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, _, *needs = ctx.needs_input_grad
         return None, None, *shares_of(grads[0].to(ctx.parameters[0].dtype), ctx.sizes, needs)
