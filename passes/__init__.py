@@ -265,11 +265,13 @@ _ROUND = 252_000
 
 
 def _with_other_numbers(verify: Callable[[], VerificationResult], observation: Observation) -> VerificationResult:
-    """The comparison where numbers that are asked for are others: those of calls before, or larger ones where a condition of the
-    rewritten block excludes them. One value does not show what becomes a constant."""
+    """The comparison where numbers that are asked for are others: those of calls before, or larger or smaller ones where a
+    condition of the rewritten block excludes them. One value does not show what becomes a constant."""
     block, before = observation.module, observation.numbers
-    larger = ({name: attrgetter(name)(block) + more for name in before} for more in (1, _ROUND))
-    for numbers in (before, *larger):
+    now = {name: attrgetter(name)(block) for name in before}
+    larger = ({name: number + more for name, number in now.items()} for more in (1, _ROUND))
+    halves = {name: type(number)(number / 2) for name, number in now.items()}
+    for numbers in (before, *larger, halves if all(halves.values()) else before):
         with other_numbers(block, numbers):
             check = verify()
         if any(case.outcome != "skipped" for case in check.cases):

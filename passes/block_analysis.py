@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -163,7 +164,8 @@ def _key(observation: Observation) -> Hashable:
         autocast_state(),
         observation.gradients,
         observation.written,
-        frozenset(observation.numbers),
+        # What a condition on one of them says, which need not hold for another value.
+        tuple((name, attrgetter(name)(block)) for name in sorted(observation.numbers)),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

@@ -111,6 +111,36 @@ def test_every_call_asks_for_them(
     assert len(forward.specialisations) <= 3  # the first value, any other, and another mode at most
 
 
+def ends(m: Any, x: torch.Tensor) -> torch.Tensor:
+    logits = m.router(x)
+    return routed(m, x, (logits + torch.randn_like(logits) * m.number if m.number > 0 else logits).softmax(-1))
+
+
+def cools(m: Any, x: torch.Tensor) -> torch.Tensor:
+    logits = m.router(x)
+    return routed(m, x, (logits if m.number > 0.7 else logits / m.number).softmax(-1))
+
+
+@pytest.mark.parametrize("use", [ends, cools])
+def test_a_branch_on_one_is_taken_anew(use: Any) -> None:
+    """What was made of values on the other side does not take the call, though all else in it is as it was."""
+    block = Scheduled(use).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    for call in range(2 * CALLS):
+        x = torch.randn(11, D, dtype=torch.float64)
+        block.number = opt.number = max(0.0, falling(call)) if use is ends else 1.0 / (1 + 0.1 * call)
+        found = []
+        for model in (block, opt):
+            torch.manual_seed(call)
+            found.append(model(x))
+        torch.testing.assert_close(found[1], found[0])
+    forward = vars(opt)["forward"]
+    assert not forward.own, forward.own
+    assert (
+        len(forward.specialisations) <= 4
+    )  # the first value, any other, and those on the other side: one, and any other
+
+
 class Leaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
