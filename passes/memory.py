@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import first_line
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.module_tree import modules_of, named_tensors
+from hexa_fx.isolation.shadow import rebound
 from hexa_fx.isolation.size import (
     FEW_TOKENS,
     collect,
@@ -186,7 +188,13 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
             raised = value.detach().to(_upcast(value.dtype), copy=True)
             memo[id(value)] = _unlike(raised, generator, id(value) in plain)
             _keep_settings(value, memo[id(value)])
-    return deepcopied(block, memo)
+    copied = deepcopied(block, memo)
+    for module in modules_of(
+        block
+    ):  # functions that close over modules, as wrappers of forwards do, are shared by copies
+        own = vars(memo.get(id(module), module))
+        own.update({name: rebound(value, memo) for name, value in own.items() if isinstance(value, FunctionType)})
+    return copied
 
 
 def _keep_settings(tensor: torch.Tensor, copied: torch.Tensor) -> None:

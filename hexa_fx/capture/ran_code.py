@@ -21,7 +21,7 @@ from hexa_fx.contexts import items_set
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, is_object
-from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_users, module_name
+from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_of_users, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
 
 Wanted: TypeAlias = Callable[[types.FrameType], bool]
@@ -255,7 +255,8 @@ class RanCode:
             holder = value
             if isinstance(holder, types.ModuleType):
                 continue
-            if not isinstance(holder, (type, types.FunctionType)) or not is_users(holder.__module__ or ""):
+            is_function = isinstance(holder, types.FunctionType) and is_of_users(holder)
+            if not (is_function or (isinstance(holder, type) and is_users(holder.__module__))):
                 return
         if isinstance(holder, types.ModuleType) and is_users(holder.__name__):
             self.hidden[scope] = holder.__name__, LOOK_UP, self._location

@@ -29,6 +29,11 @@ def is_users(module: str) -> bool:
     return module.partition(".")[0] not in _OTHERS
 
 
+def is_of_users(function: types.FunctionType) -> bool:
+    """Whether a function is the user's, or wraps one that is: `functools.wraps` gives it the name of what it wraps."""
+    return is_users(module_name(function.__globals__)) or is_users(function.__module__ or "")
+
+
 def logs(module: str) -> bool:
     """Whether a Python module belongs to a library that writes logs: what it keeps for that makes no difference to results."""
     return module.partition(".")[0] in _LOGGING

@@ -21,7 +21,7 @@ from torch import nn
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import CALLED, MISSING, PLAIN, is_collection, is_object, items
-from hexa_fx.isolation.purity import CLOCK, hidden_source, is_stream, is_users
+from hexa_fx.isolation.purity import CLOCK, hidden_source, is_of_users, is_stream
 from hexa_fx.isolation.torch_state import gradients_state
 
 _NAMED = type(vars(collections.namedtuple("_", "field"))["field"])
@@ -145,7 +145,7 @@ def is_unreadable(value: Any, noted: Any) -> bool:
 def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
     """What an object of a built-in kind holds, which cannot tell when it is read."""
     if isinstance(value, types.FunctionType):
-        if is_users(value.__module__ or ""):
+        if is_of_users(value):
             yield from (name for name in ("__closure__", "__defaults__", "__kwdefaults__") if getattr(value, name))
             yield from (name for name in vars(value) if not name.startswith("__"))
     elif isinstance(noted, Keys):

@@ -7,9 +7,11 @@ to other modules, and to copies of small tensors; large weights are shared, and 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -96,9 +98,9 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
             held["forward"] = in_place.own_forward
             without |= {_REPLICATE, "forward" if in_place.own_forward is None else ""}
         for name in held.keys() - without:
-            shadow.__dict__[name] = held[name] if name in _OWN_DICTS else _rebound(held[name], shadows)
+            shadow.__dict__[name] = held[name] if name in _OWN_DICTS else rebound(held[name], shadows)
         if module is block and forward is not None:
-            shadow.__dict__["forward"] = _rebound(forward, shadows)
+            shadow.__dict__["forward"] = rebound(forward, shadows)
     found: nn.Module = shadows[id(block)]
     return found
 
@@ -113,23 +115,28 @@ def _beside(tensor: Tensor) -> Tensor:
     return made
 
 
-def _rebound(value: Any, shadows: dict[int, Any]) -> Any:
-    """An attribute of a shadow: modules of the tree, also in lists and as what methods are bound to, are their shadows."""
+def rebound(value: Any, shadows: dict[int, Any]) -> Any:
+    """An attribute of a shadow: modules of the tree, in lists, in functions and as what methods are bound to, are their shadows.
+
+    Args:
+        value: what the module holds.
+        shadows: what stands for modules of the tree, by their ids.
+    """
     if isinstance(value, nn.Module):
         return shadows.get(id(value), value)
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module) for item in value):
-        return type(value)(_rebound(item, shadows) for item in value)
+        return type(value)(rebound(item, shadows) for item in value)
     if type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):
-        return {key: _rebound(item, shadows) for key, item in value.items()}
+        return {key: rebound(item, shadows) for key, item in value.items()}
     if isinstance(value, types.MethodType) and id(value.__self__) in shadows:
         return types.MethodType(value.__func__, shadows[id(value.__self__)])
     if isinstance(value, InPlace):
         own = value.own_forward or types.MethodType(type(value.module).forward, value.module)
-        return _rebound(own, shadows)
+        return rebound(own, shadows)
     if type(value) is functools.partial:
-        return functools.partial(
-            _rebound(value.func, shadows), *(_rebound(a, shadows) for a in value.args), **value.keywords
-        )
+        func, *given = now = [rebound(each, shadows) for each in (value.func, *value.args)]
+        same = all(map(operator.is_, now, (value.func, *value.args)))
+        return value if same else functools.partial(func, *given, **value.keywords)
     if isinstance(value, types.FunctionType):
         return _wrapper_rebound(value, shadows)
     return value
@@ -137,14 +144,23 @@ def _rebound(value: Any, shadows: dict[int, Any]) -> Any:
 
 def _wrapper_rebound(wrapper: types.FunctionType, shadows: dict[int, Any]) -> Any:
     """A function that a module's attribute holds, such as one put around its forward, with what it closes over rebound."""
-    cells = [(cell, cell.cell_contents) for cell in wrapper.__closure__ or () if cell != types.CellType()]
-    held = [*(content for _, content in cells), *(wrapper.__defaults__ or ()), *(wrapper.__kwdefaults__ or {}).values()]
-    if not any(isinstance(each, (types.MethodType, InPlace, nn.Module)) for each in held):
+    if id(wrapper) in shadows:  # it closes over itself
+        return shadows[id(wrapper)]
+    shadows[id(wrapper)] = wrapper
+    cells, defaults, named = wrapper.__closure__ or (), wrapper.__defaults__ or (), wrapper.__kwdefaults__ or {}
+    held = [*(cell.cell_contents for cell in cells if cell != _EMPTY), *defaults, *named.values()]
+    now = [rebound(each, shadows) for each in held]
+    if all(map(operator.is_, now, held)):
         return wrapper
-    closure = tuple(types.CellType(_rebound(content, shadows)) for _, content in cells) or None
-    made = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
-    made.__defaults__ = tuple(_rebound(each, shadows) for each in wrapper.__defaults__ or ()) or None
-    made.__kwdefaults__ = {key: _rebound(each, shadows) for key, each in (wrapper.__kwdefaults__ or {}).items()} or None
+    left = iter(now)
+    closure = tuple(cell if cell == _EMPTY else types.CellType(next(left)) for cell in cells) or None
+    made = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, None, closure)
+    made.__defaults__ = tuple(islice(left, len(defaults))) or None
+    made.__kwdefaults__ = dict(zip(named, left)) or None
     functools.update_wrapper(made, wrapper)
     made.__dict__ = dict(vars(wrapper))  # `__wrapped__` would say that it is another function
+    shadows[id(wrapper)] = made
     return made
+
+
+_EMPTY = types.CellType()

@@ -26,7 +26,7 @@ from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.lookup import MISSING, Place, getattr_plain, is_collection, lookup, place
 from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
 from hexa_fx.isolation.plain_experts import EXPERTS_SET
-from hexa_fx.isolation.purity import is_users
+from hexa_fx.isolation.purity import is_of_users
 from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.guards import (
@@ -265,7 +265,7 @@ def _is_like(now: Any, noted: Any) -> bool:
     """Whether ``now`` is what was noted, or a function that the same ``def`` or ``lambda`` made, as one makes wrappers of several
     modules. What functions of the user's code keep is among the reads (`hexa_fx.isolation.read_values.keys_inside`), if anything.
     """
-    if not (isinstance(now, FunctionType) and isinstance(noted, FunctionType) and is_users(noted.__module__ or "")):
+    if not (isinstance(now, FunctionType) and isinstance(noted, FunctionType) and is_of_users(noted)):
         return alike(now, noted)
     alike_made = now.__code__ == noted.__code__ and now.__globals__ is noted.__globals__
     return alike_made and all(bool(getattr(now, name)) == bool(getattr(noted, name)) for name in _KEPT)

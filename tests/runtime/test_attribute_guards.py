@@ -1,6 +1,7 @@
 """A block that is edited after it was rewritten gives what its own code gives, and it says so once, as does what is around it."""
 
 import copy
+import functools
 import logging
 import pickle
 
@@ -222,6 +223,40 @@ def scaled(block, factor):
     """Wraps the block's forward, as accelerate's hooks and many a patch do."""
     own = block.forward
     block.forward = lambda x: own(x) * factor[0]
+
+
+def decorated(module, factor):
+    """Twice, by a function that takes the name of what it wraps, which of a layer of torch's is torch's."""
+    for _ in range(2):
+        module.forward = _times(module.forward, factor)
+
+
+def _times(own, factor):
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        return own(*args, **kwargs) * factor[0]
+
+    return forward
+
+
+@pytest.mark.parametrize("part", ["block", "experts", "layers of experts", "router"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_decorated_forwards(part, dtype):
+    """What they close over is another block in copies: in the one that is compared, and in that of another thread."""
+    model, x, factor = Block().to(dtype), torch.randn(20, D, dtype=dtype), [0.5]
+    layers = [layer for layer in model.experts.modules() if isinstance(layer, nn.Linear)]
+    parts = {"block": [model], "experts": model.experts, "layers of experts": layers, "router": [model.router]}
+    for each in parts[part]:
+        decorated(each, factor)
+    expected = []
+    for factor[0] in (3.0, 0.5):
+        expected.append(model(x))
+    found = hexa_fx.optimize_(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert "checked in float64" in str(found.report)
+    for factor[0] in (0.5, 3.0):
+        torch.testing.assert_close(found(x), expected.pop())
+    (block,) = found.report.rewritten
+    assert not block.calls.own, str(found.report)
 
 
 @pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
