@@ -79,6 +79,8 @@ class Specialiser:
     ) -> None:
         self.config, self.finish, self.cache, self.reports, self.written = config, finish, cache, reports, written
         self._inspector = Inspector()
+        self._around: set[str] = set()
+        """Paths of modules around blocks, which are no blocks of their own unless they are rewritten."""
 
     def specialise(
         self, forward: HexaForward, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int
@@ -132,7 +134,7 @@ class Specialiser:
                 if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked)
                 self.cache.forget_runs()
-                is_said = first and not left
+                is_said = first and not left and forward.path not in self._around
                 if analysis.rewritten is not None:
                     self._add(forward, analysis.rewritten)
                     is_said = len(forward.specialisations) == 1
@@ -176,6 +178,7 @@ class Specialiser:
                 of_model = f"{forward.path.removesuffix(name)}{path}".strip(".")
                 installed = install(around, path=of_model, analyst=self)
                 installed.within, installed.around, forward.around = forward.within, forward.around[1:], ()
+                self._around.add(of_model)
             return
 
     def _analyse(

@@ -61,6 +61,8 @@ def reason_for_own_code(block: nn.Module, weights: Sequence[str]) -> str:
         weight = None if owner is None else owner._parameters.get(name)
         if type(weight) is not nn.Parameter and is_foreign(weight):
             return f"{path} is {said_of(weight)}"
+    if (is_compiling() or _get_tracing_state() is not None) and torch.onnx.is_in_onnx_export():
+        return "it is exported to ONNX, which has no operator that stands for it"
     if is_compiling():
         return ""
     if is_forward_mode():

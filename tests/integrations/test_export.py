@@ -77,3 +77,19 @@ def test_exported_graph_trains() -> None:
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_an_export_to_onnx_gets_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = make()
+    optimized = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    optimized(x)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+        traced = torch.jit.trace(optimized, x, check_trace=False)
+        with pytest.raises(Exception, match="data-dependent"):
+            torch.export.export(optimized, (x,), strict=False)
+    assert "hexa::" not in str(traced.inlined_graph)
+    optimized(x)
+    (block, _) = optimized.report.blocks
+    assert block.calls.rewritten == 2
+    assert all("ONNX" in reason for reason in block.calls.own)
