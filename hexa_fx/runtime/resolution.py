@@ -73,6 +73,7 @@ BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 
 _OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dtype is {}"
 _OF_NAMES = "len({}.__dict__) == {}"
+_IS_A = "isinstance({}[{}], {})"
 _EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
 
 
@@ -161,6 +162,7 @@ class Resolution:
         through = (read.is_global, read.root, read.steps) in self._through
         path = inside(read.root, key)
         if isinstance(found.value, torch.Tensor) and not through and path not in self._other_names:
+            self._watch_kind(key, found)
             return
         if isinstance(found.value, nn.Module) and path in self._packed:
             return
@@ -178,6 +180,12 @@ class Resolution:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
             self.others.append((_SLOWLY, holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
+
+    def _watch_kind(self, key: Any, found: Place) -> None:
+        """A tensor beside the parameters may be another in every call, as counts are, but not None, from which code counts anew."""
+        for where, value in found.dicts:
+            if value is found.value and not isinstance(value, nn.Parameter):
+                self.others.append((_IS_A, where, key, torch.Tensor))
 
     def _seen_through(self, value: Any) -> Any:
         return self._bases.get(id(value), value) if self._bases else value

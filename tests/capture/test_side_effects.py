@@ -213,6 +213,29 @@ def test_a_tensor_beside_the_buffers_that_is_written_into() -> None:
         torch.testing.assert_close(optimized.kept, block.kept)
 
 
+def count(block: Any, loss: torch.Tensor) -> None:
+    """Anew where a hook of an optimizer has put None in the place of the sum of the steps before."""
+    calls = torch.ones(3, dtype=torch.long)
+    if block.kept is None:
+        block.kept = calls
+    else:
+        block.kept += calls
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_counts_that_are_begun_anew(is_buffer: bool) -> None:
+    block = Mixture(count, torch.zeros(3, dtype=torch.long)).double()
+    if is_buffer:
+        block.register_buffer("kept", vars(block).pop("kept"))
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _tokens(), hexa_fx.HexaConfig(own_code_when_small=False))
+    for call in range(6):
+        if call % 3 == 2:
+            block.kept = optimized.kept = None
+        torch.testing.assert_close(optimized(_tokens(call + 4)), block(_tokens(call + 4)))
+        assert torch.equal(optimized.kept, block.kept)
+    assert vars(optimized)["forward"].ran >= 4, optimized.report
+
+
 def test_a_tensor_in_a_list_that_is_written_into() -> None:
     block = Mixture(lambda m, loss: m.kept[0].add_(loss.detach()), [torch.zeros(100, dtype=torch.float64)]).double()
     report = hexa_fx.explain(block, _tokens())
