@@ -193,6 +193,24 @@ def test_past_the_limit_it_runs_its_own_code_and_says_once_what_changed(
     torch.testing.assert_close(opt(tokens()), model(tokens()))
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_hooks_that_are_taken_off_again(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of call that is left stays one while modules inside have hooks, and no longer if those are why."""
+    (_, opt), seen = made(1), analyses(monkeypatch)
+    opt = copy.deepcopy(opt) if copied else opt
+    layer: Any = opt.layers[0]
+    handles = [module.register_forward_hook(lambda *_: None) for module in (layer.router, layer.experts[1])]
+    for _ in range(12):
+        opt(tokens())
+    assert len(seen) == 1
+    assert "has hooks" in str(opt.report)
+    for handle in handles:
+        handle.remove()
+    for _ in range(3):
+        opt(tokens())
+    assert (layer.forward.ran, sum(layer.forward.own.values())) == (3, 12), str(opt.report)
+
+
 def test_a_block_that_mostly_runs_its_own_code_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     opt = hexa_fx.optimize(Model(1), tokens(), CONFIG)
     opt.layers[0].experts[0].register_forward_hook(lambda *call: None)

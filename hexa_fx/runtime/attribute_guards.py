@@ -34,7 +34,7 @@ from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss, OwnCodeOnly, ReadMis
 from hexa_fx.runtime.paths import base_of
 from hexa_fx.runtime.resolution import Resolution, any_of, generates, is_another_number, still_the_same, submodule
 
-_OF_ALL = (
+HOOKS_OF_ALL = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
     torch_module._global_backward_hooks,
@@ -213,7 +213,7 @@ class AttributeGuards:
         )  # those in modules that are called are not among the reads
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
-        self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
+        self._are_hooked = any_of([*HOOKS_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
         self._sides = before if found.switched else None, None
         self._found = found  # last: other threads take it as it is
 

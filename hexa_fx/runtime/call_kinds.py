@@ -3,6 +3,7 @@ analyse while it runs, or one that was analysed and is left to the block's own c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.module_tree import referenced
 from hexa_fx.isolation.purity import is_users
-from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss
+from hexa_fx.runtime.attribute_guards import HOOKS_OF_ALL, AttributeGuards
+from hexa_fx.runtime.guards import HOOKS, GuardMiss, OwnCodeOnly, SizeMiss
 from hexa_fx.torch_private import (
     TransformType,
     _are_functorch_transforms_active,
@@ -155,6 +157,8 @@ class RefusedKind:
         tokens = call_tokens(args, kwargs)
         self.tokens = tokens if tokens < enough and not missed else None
         self.attributes = AttributeGuards(module, (), reads, (), own_forward)
+        self.hooked = [*map(bool, _hooks_inside(module))]
+        self._look_anew(module)
         self._left, self.lasted = calls, calls
 
     @property
@@ -165,6 +169,11 @@ class RefusedKind:
     def bind(self, module: nn.Module) -> None:
         """Watches ``module`` from now on."""
         self.attributes.bind(module)
+        self._look_anew(module)
+
+    def _look_anew(self, module: nn.Module) -> None:
+        """Before its next call: a copy may still be incomplete."""
+        self._module, self._hooks = weakref.ref(module), list[dict[Any, Any]]()
 
     def holds(self, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any], missed: str = "") -> bool:
         """Whether a call, of which ``kind`` is what it is like, is of this kind. Counts it if it is."""
@@ -172,12 +181,23 @@ class RefusedKind:
             return False
         if self.tokens is not None and call_tokens(args, kwargs) > self.tokens:
             return False
+        self._hooks = self._hooks or _hooks_inside(referenced(self._module))
+        if [*map(bool, self._hooks)] != self.hooked:  # they may be the reason
+            return False
         try:
             self.attributes.check()
+        except OwnCodeOnly:  # that there are hooks, as there were
+            pass
         except GuardMiss:
             return False
         self._left = None if self._left is None else self._left - 1
         return True
+
+
+def _hooks_inside(module: nn.Module) -> list[dict[Any, Any]]:
+    """What holds the hooks of each module inside of a block, and of any."""
+    inner = (child for child in module.modules() if child is not module)
+    return [*HOOKS_OF_ALL, *(getattr(child, hooks) for child in inner for hooks in HOOKS)]
 
 
 def said_of_sizes(miss: GuardMiss | None) -> str:
