@@ -25,6 +25,7 @@ from hexa_fx.isolation.module_tree import inside, kept_tensors, named_modules, o
 from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.verify import VerificationResult
+from hexa_fx.runtime.attribute_guards import HOOKS_OF_ALL
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
 from hexa_fx.sources.linear4bit import shape_of
@@ -161,6 +162,7 @@ def _key(observation: Observation) -> Hashable:
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),
+        tuple(map(bool, HOOKS_OF_ALL)),
         autocast_state(),
         observation.gradients,
         observation.written,

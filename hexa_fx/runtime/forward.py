@@ -20,7 +20,15 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import NEVER_SMALL, RUNS_ALREADY, RewrittenBlock, RoutingSite
 from hexa_fx.isolation.shadow import InPlace
 from hexa_fx.runtime.call_kinds import RefusedKind, call_kind, said_of_sizes, saving_is_counted
-from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, NoGlobals, OwnCodeOnly, SignatureOfOriginal, say_in_trace
+from hexa_fx.runtime.guards import (
+    ArgumentNames,
+    GuardMiss,
+    NoGlobals,
+    OwnCodeOnly,
+    SignatureOfOriginal,
+    say_in_trace,
+    without_frames,
+)
 from hexa_fx.runtime.listed_experts import readers
 from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.runtime.sampled_check import SampledCheck
@@ -298,7 +306,7 @@ class HexaForward(InPlace):
                     return result
                 self._leave(why)
             except GuardMiss as found:
-                miss = found
+                miss = without_frames(found)
         return self._analysed(args, kwargs, miss, there)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,6 +334,7 @@ class HexaForward(InPlace):
             except GuardMiss as found:
                 if found.called:
                     return self._first_answered(made[place + 1 :], args, kwargs, found)
+                found = without_frames(found)
                 miss = found if each.holds_in(training) or miss is None else miss
                 self._restart()
                 continue
@@ -342,7 +351,7 @@ class HexaForward(InPlace):
                 with answered(self.module, miss.called):
                     result = each.run(self.module, self._arguments, self.adapters, args, kwargs)
             except GuardMiss as found:
-                miss = found if len(found.called) > len(miss.called) else miss
+                miss = without_frames(found) if len(found.called) > len(miss.called) else miss
                 continue
             self._latest = each
             return result
@@ -379,7 +388,7 @@ class HexaForward(InPlace):
                 self._restart()
                 result = self._first_of(added, args, kwargs)
         except GuardMiss as found:
-            return self._own(found.args[0], args, kwargs, found)
+            return self._own(found.args[0], args, kwargs, without_frames(found))
         self.ran += 1
         return result
 

@@ -50,6 +50,13 @@ class GuardMiss(Exception):
     called: Sequence[tuple[str, Any]] = ()
 
 
+def without_frames(miss: GuardMiss) -> GuardMiss:
+    """The same without its traceback: its frames hold the tensors of the call and the miss itself, so that all of them would stay
+    until Python next looks for such circles, which many who train have it do rarely."""
+    miss.__context__ = None
+    return miss.with_traceback(None)
+
+
 class OwnCodeOnly(GuardMiss):
     """Operators cannot stand for the block in this call, whatever an analysis of it finds."""
 
