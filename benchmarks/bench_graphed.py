@@ -5,9 +5,9 @@
 Models are Qwen3-MoE at tiny widths, Swin-MoE Base (batches of 8 images) and OLMoE with four layers (1024 tokens); a step is
 forward in bf16 autocast, loss, backward and AdamW, which is in the graph or outside of it. ``host_ms`` is what a call takes on an
 idle device, ``step_ms`` of steps that follow each other. ``same_bits`` says whether two copies of the model, one recorded and one
-launched, had the same losses and weights after twelve steps with torch's deterministic algorithms; ``replays`` is how many of
-these were replayed. Rows ``fails`` are of a step that reads its loss back, which no graph can hold: ``reason`` says so.
-`--shrink 32 --device cpu` tries the script without a GPU.
+launched, had the same losses and weights after twelve steps with torch's deterministic algorithms, ``repeats`` whether two launched
+ones had; ``replays`` is how many of these were replayed. Rows ``fails`` are of a step that reads its loss back, which no graph can
+hold: ``reason`` says so. `--shrink 32 --device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -70,30 +70,36 @@ def rows(name: str, o: argparse.Namespace) -> Iterator[Row]:
     hexa_fx.optimize_(model, config=hexa_fx.HexaConfig.from_environment(own_code_when_small=False))
     for mode in (nullcontext, deterministic) * 2:  # other kernels coming in between would give other bits
         with mode():
-            step_of(copy.deepcopy(model), loss_of, "inside", o.device)(batches[0])
+            step_of(copy.deepcopy(model), loss_of, "inside", o.device)[0](batches[0])
         wait_for_kernels()
     for place in PLACES:
-        recorded, launched = copy.deepcopy(model), copy.deepcopy(model)
-        step, plain = (step_of(each, loss_of, place, o.device) for each in (recorded, launched))
-        compared = hexa_fx.graphed(step, recorded)
+        models = [copy.deepcopy(model) for _ in range(3)]
+        (step, own), *plain = (step_of(each, loss_of, place, o.device) for each in models)
+        run = hexa_fx.graphed(step, models[0])
         with deterministic():
-            first, second = ([each(batch) for batch in batches] for each in (compared, plain))
-        same = all(map(torch.equal, first, second)) and all(
-            map(torch.equal, recorded.parameters(), launched.parameters())
-        )
-        replays, reason = compared.replays, compared.reason
-        compared.reset()
-        timed = hexa_fx.graphed(step, recorded)
-        for each in (timed, plain):
+            losses = [[_and(after, each(batch)) for batch in batches] for each, after in ((run, own), *plain)]
+        same, repeats = (_alike(losses, models, number) for number in (0, 2))
+        said = {"same_bits": same, "repeats": repeats, "replays": run.replays, "reason": run.reason}
+        run.reset()
+        ways = {"graphed": hexa_fx.graphed(step, models[0]), "launched": plain[0][0]}
+        for way, each in ways.items():
             for batch in batches:
                 each(batch)
             host, in_a_row = _times(each, batches[0], o.rounds)
-            row: Row = {"model": name, "optimizer": place, "host_ms": host, "step_ms": in_a_row}
-            if each is timed:
-                yield row | {"way": "graphed", "same_bits": same, "replays": replays, "reason": reason}
-            else:
-                yield row | {"way": "launched", **calls_of(launched)}
-        timed.reset()
+            row: Row = {"model": name, "optimizer": place, "way": way, "host_ms": host, "step_ms": in_a_row}
+            yield row | (said if way == "graphed" else calls_of(models[1]))
+        ways["graphed"].reset()
+
+
+def _and(after: Callable[[], None], loss: Tensor) -> Tensor:
+    after()
+    return loss
+
+
+def _alike(losses: list[list[Tensor]], models: list[nn.Module], number: int) -> bool:
+    """Whether a copy had the same losses and weights as the one that was launched first."""
+    pairs = zip([*losses[number], *models[number].parameters()], [*losses[1], *models[1].parameters()], strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 @contextmanager
@@ -105,7 +111,10 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def step_of(model: nn.Module, loss_of: Loss, place: str, device: str) -> Callable[[Tensor], Tensor]:
+def step_of(
+    model: nn.Module, loss_of: Loss, place: str, device: str
+) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    """A step, and what is to be called after each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=device == "cuda")
 
     def step(batch: Tensor) -> Tensor:
@@ -119,7 +128,7 @@ def step_of(model: nn.Module, loss_of: Loss, place: str, device: str) -> Callabl
             float(loss.detach())
         return loss.detach()
 
-    return step
+    return step, (optimizer.step if place == "outside" else lambda: None)
 
 
 def _times(step: Callable[[Tensor], Any], batch: Tensor, rounds: int) -> tuple[float, float]:

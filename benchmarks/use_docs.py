@@ -153,8 +153,8 @@ def graphed(folder: Path) -> str:
             continue
         before = rows[model, place, "launched"]
         times = [f"{before[part]:.1f} → {row[part]:.1f}" for part in ("host_ms", "step_ms")]
-        lines.append([model, place, *times, "the same" if row["same_bits"] else "others"])
-    return table(["model", "optimizer", "host (ms)", "step (ms)", "bits after 12 steps"], lines)
+        lines.append([model, place, *times])
+    return table(["model", "optimizer", "host (ms)", "step (ms)"], lines)
 
 
 def on_a_cpu(folder: Path) -> str:
