@@ -353,12 +353,15 @@ def _holding(
 ) -> torch.fx.Node | None:
     """The last tensor before ``end`` with these numbers that does not depend on an expert, rather one before the routing.
 
-    An expert that is given all tokens, as happens on small examples, holds them in its rows.
+    An expert that is given all tokens, as happens on small examples, holds them in its rows. A mask that is no choice, as of
+    numbers that are not finite, moves no rows.
     """
     behind = ancestors([end]) - {end}
     nodes: list[torch.fx.Node] = list(reversed(end.graph.nodes))
     seen = descendants(node for node in nodes if node.op == "placeholder" and is_float(node))
-    routed = descendants(node for node in seen if node.op != "output" and is_tensor(node) and not is_float(node))
+    numbers = {node for node in seen if node.op != "output" and is_tensor(node) and not is_float(node)}
+    moved = (node for node in seen if not numbers.isdisjoint(node.all_input_nodes) and not ops.works_on_each(node))
+    routed = descendants([*moved, *filter(ops.chooses, seen)])
     for node in sorted(nodes, key=routed.__contains__):
         if node not in behind or not is_float(node) or tags[node].experts or tags[node].weight:
             continue

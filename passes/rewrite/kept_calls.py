@@ -392,9 +392,8 @@ def _experts_of(captured: CapturedBlock, regions: Sequence[MoEMatch], called: Co
     """Submodules that stay calls and of which the regions compute something themselves, as where code asks for a result's size."""
     by_call, found = nodes_by_call(captured.graph), set[str]()
     for match in regions:
-        inside = ancestors([match.output], stop={match.source}.__contains__) - ancestors(
-            match.routing.nodes, stop=is_size
-        )
+        given = {match.source, *ancestors(match.routing.nodes, stop=is_size)}
+        inside = ancestors([match.output], stop={match.source}.__contains__) - given
         found |= {call.path for call in called if not inside.isdisjoint(by_call[call.number])}
     return found
 
