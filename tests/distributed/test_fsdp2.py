@@ -255,9 +255,11 @@ def test_units_of_fsdp2_in_calls_that_nobody_foresaw() -> None:
 
 
 def mixed(rank: int, world: int, kind: str, strategy: str, policy: MixedPrecisionPolicy, dtype: torch.dtype) -> Any:
-    """FSDP2 around experts that it does not have: with mixed precision they multiply in its dtype, too."""
+    """FSDP2 around experts that it does not have: with mixed precision they multiply in its dtype, too. How far results and
+    gradients are from the model's in float64, and how far those of FSDP2 that has all of it are.
+    """
     mesh, x = init_device_mesh("cpu", (world,)), tokens(8, dtype)
-    model, whole = build(kind, dtype), build(kind, dtype)
+    model, whole, exact = build(kind, dtype), build(kind, dtype), build(kind, dtype).double()
     config = PartitionConfig(tile=2, batch=8, data_parallel="mean")
     hexa_fx.optimize_(model, x, mesh=mesh, strategy=strategy, capacities=(1.0, 2.0), partition=config)
     session = model.partition
@@ -270,26 +272,30 @@ def mixed(rank: int, world: int, kind: str, strategy: str, policy: MixedPrecisio
         y, want = model(mine), whole(mine)
         (y.to(dtype) ** 2).sum().backward()
         (want.to(dtype) ** 2).sum().backward()
+        (exact(x.double()) ** 2).sum().div(world).backward()
     gathers, found = session.cache.gathers, whole_of(model, session, lambda p: p.grad)
-    pairs = [(y, want), *((found[name], p.grad.full_tensor()) for name, p in whole.named_parameters())]
-    near = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    all_found = [(y, *found.values()), (want, *(p.grad.full_tensor() for p in whole.parameters()))]
+    right = [exact(mine.double()), *(p.grad for p in exact.parameters())]
+    far = [max(apart(one, other) for one, other in zip(each, right, strict=True)) for each in all_found]
     session.close()
-    return near, y.dtype, {p.grad.dtype for p in model.parameters()}, gathers
+    return *far, y.dtype, {p.grad.dtype for p in model.parameters()}, gathers
+
+
+def apart(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found - right).abs().max() / right.abs().max())
 
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("policy", "dtype", "tolerance"),
-    [(HALF, torch.float32, 0.02), (MixedPrecisionPolicy(), torch.float64, 1e-12)],
-    ids=["mixed", "exact"],
+    ("policy", "dtype"), [(HALF, torch.float32), (MixedPrecisionPolicy(), torch.float64)], ids=["mixed", "exact"]
 )
 @pytest.mark.parametrize("kind", ["stacked", "listed"])
 @pytest.mark.parametrize("strategy", ["data", "model"])
-def test_around_experts(kind: str, strategy: str, policy: Any, dtype: torch.dtype, tolerance: float) -> None:
-    for near, of_result, kinds, gathers in run(2, mixed, kind, strategy, policy, dtype):
-        assert near < tolerance
+def test_around_experts(kind: str, strategy: str, policy: Any, dtype: torch.dtype) -> None:
+    for ours, theirs, of_result, kinds, gathers in run(2, mixed, kind, strategy, policy, dtype):
+        assert ours <= 1.5 * theirs + 1e-12, (ours, theirs)
         assert of_result == (policy.param_dtype or dtype)
         assert kinds == {dtype}
         assert gathers <= (8 if strategy == "data" else 0)  # once a pass
