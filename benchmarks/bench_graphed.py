@@ -77,7 +77,7 @@ def rows(name: str, o: argparse.Namespace) -> Iterator[Row]:
         (step, own), *plain = (step_of(each, loss_of, place, o.device) for each in models)
         run = hexa_fx.graphed(step, models[0])
         with deterministic():
-            losses = [[_and(after, each(batch)) for batch in batches] for each, after in ((run, own), *plain)]
+            losses = [_losses(each, after, batches) for each, after in ((run, own), *plain)]
         same, repeats = (_alike(losses, models, number) for number in (0, 2))
         said = {"same_bits": same, "repeats": repeats, "replays": run.replays, "reason": run.reason}
         run.reset()
@@ -91,9 +91,12 @@ def rows(name: str, o: argparse.Namespace) -> Iterator[Row]:
         ways["graphed"].reset()
 
 
-def _and(after: Callable[[], None], loss: Tensor) -> Tensor:
-    after()
-    return loss
+def _losses(step: Callable[[Tensor], Tensor], after: Callable[[], None], batches: list[Tensor]) -> list[Tensor]:
+    found = []
+    for batch in batches:
+        found.append(step(batch))
+        after()
+    return found
 
 
 def _alike(losses: list[list[Tensor]], models: list[nn.Module], number: int) -> bool:

@@ -189,9 +189,8 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool)
             memo[id(value)] = _unlike(raised, generator, id(value) in plain)
             _keep_settings(value, memo[id(value)])
     copied = deepcopied(block, memo)
-    for module in modules_of(
-        block
-    ):  # functions that close over modules, as wrappers of forwards do, are shared by copies
+    # Copies share functions that close over modules, as wrappers of forwards do.
+    for module in modules_of(block):
         own = vars(memo.get(id(module), module))
         own.update({name: rebound(value, memo) for name, value in own.items() if isinstance(value, FunctionType)})
     return copied

@@ -161,8 +161,10 @@ class RanCode:
         """A context for an operator's code, which may ask for deterministic algorithms if it takes that back."""
         before, around = torch.are_deterministic_algorithms_enabled(), self._switched
         self._switched = switched = list[SourceLocation]()
-        yield
-        self._switched = around
+        try:
+            yield
+        finally:
+            self._switched = around
         if switched and (len(switched) == 1 or torch.are_deterministic_algorithms_enabled() != before):
             self.hidden[self._scopes[-1]] = "use_deterministic_algorithms", SWITCH, switched[0]
 

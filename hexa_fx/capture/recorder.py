@@ -339,9 +339,8 @@ class Recorder(TorchFunctionMode):
         lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
         before, written, lists = len(self._index), dict(self.written), (self.functions, self.calls)
         lengths = [*map(len, lists)]
-        apart = (
-            self.functions_running if torch.is_grad_enabled() else []
-        )  # gradients are off inside it, as in a function
+        # Gradients are off inside it, as in a function.
+        apart = self.functions_running if torch.is_grad_enabled() else []
         apart.append(asked := set[str]())
         watched = items_set((kernels, kind, self._watched(code)) for kind, code in kernels.items())
         with self.call() as place, self.told.operator(), watched:

@@ -38,6 +38,18 @@ def _deterministic(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
+def _fails(x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("on another device, say")
+
+
+def _after_one_that_fails(y: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.ops.hexa_fx_tests.fails(y)  # type: ignore[no-any-return]
+    except NotImplementedError:
+        torch.use_deterministic_algorithms(True)
+        return y
+
+
 def _printed(x: torch.Tensor) -> torch.Tensor:
     torch.set_printoptions(precision=6)
     return 2 * x
@@ -49,6 +61,7 @@ STRAIGHT = operator("straight", lambda x: (x * 8).round() / 8, lambda ctx, gradi
 WITHOUT = operator("without_backward", lambda x: 2 * x, None)
 SWITCHES = operator("switches", _doubled_in_float64, lambda ctx, gradient: 2 * gradient)
 DETERMINISTIC = operator("deterministic", _deterministic, lambda ctx, gradient: 2 * gradient)
+FAILS = operator("fails", _fails, None)
 PRINTS = operator("prints", _printed, lambda ctx, gradient: 2 * gradient)
 BY_NUMPY = operator("by_numpy", lambda x: torch.from_numpy(2 * x.numpy()), lambda ctx, gradient: 2 * gradient)
 ON_CPU = operator("on_cpu", lambda x: 2 * x, lambda ctx, gradient: 2 * gradient, device_types="cpu")
@@ -123,6 +136,10 @@ REFUSED = {
     "a setting that stays": (around(one_output=lambda self, y: SWITCHES(y)), "switches what holds for all code"),
     "deterministic from then on": (
         around(one_output=lambda self, y: DETERMINISTIC(y)),
+        "switches what holds for all code",
+    ),
+    "deterministic after one that fails": (
+        around(output=lambda self, y, loss: _after_one_that_fails(y)),
         "switches what holds for all code",
     ),
     "a setting that nobody reads": (around(one_output=lambda self, y: PRINTS(y)), "switches what holds for all code"),
