@@ -350,8 +350,8 @@ def _place_of(result: Any, given: tuple[Any, ...]) -> int | None:
 
 def _does_nothing(ran: RanCode, cls: Any, call: Callable[..., Any], place: int, args: tuple[Any, ...]) -> bool:
     """Whether a function that returns what it is given as it is does nothing to its gradient either, as where it would add up
-    those of several devices and there is one: its backward gives that very tensor, and no gradient of anything else. What that
-    code reads is noted only if so, as it will not run then.
+    those of several devices and there is one: its backward gives that very tensor without a look at its numbers, by which it may
+    limit others, and no gradient of anything else. What that code reads is noted only if so, as it will not run then.
     """
     if not args[place].is_floating_point():
         return False
@@ -360,13 +360,22 @@ def _does_nothing(ran: RanCode, cls: Any, call: Callable[..., Any], place: int, 
             with attributes_set(ran, hears=heard), torch.enable_grad(), _Alone():
                 leaf = args[place].detach().requires_grad_()
                 context = call(*args[:place], leaf, *args[place + 1 :]).grad_fn
-                given = cls.backward(context, gradient := torch.ones_like(leaf))
+                gradient = torch.ones_like(leaf)
+                with _Unread():
+                    given = cls.backward(context, gradient)
         except Exception:  # it talks to other processes, or wants the state of a real run
             return False
         given = list(given) if isinstance(given, tuple) else [given]
         if given.pop(place) is not gradient or gradient._version or any(isinstance(g, torch.Tensor) for g in given):
             return False
     return True
+
+
+class _Unread(DispatchMode):
+    """A mode in which nothing may be computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise CaptureError("a computation")
 
 
 class _Alone(DispatchMode):

@@ -93,6 +93,18 @@ class Clipped(torch.autograd.Function):
         return gradient.clamp_(-1e3, 1e3)
 
 
+class Limited(torch.autograd.Function):
+    """The tensor itself; its gradient is limited where it is long, which that of an example is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if gradient.norm() < 1e3 else gradient * (1e3 / gradient.norm())
+
+
 class Plain(nn.Module):
     """Functions around the experts, at places that subclasses choose."""
 
@@ -205,3 +217,25 @@ def test_what_a_kept_backward_reads_is_no_condition(monkeypatch: pytest.MonkeyPa
         agree(block, optimized, tokens(3, 5))
         assert operators_run(optimized.train(), (tokens(3, 5),))
     assert optimized.report.blocks[0].calls.kinds == 1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        around(tokens=lambda self, x: Limited.apply(x)),
+        around(weights=lambda self, weights: Limited.apply(weights)),
+        around(one_output=lambda self, y: Limited.apply(y)),
+        around(output=lambda self, y, loss: Limited.apply(y)),
+    ],
+    ids=["tokens", "weights", "one output", "output"],
+)
+def test_a_backward_that_looks_at_the_gradient_stays(kind: type[nn.Module]) -> None:
+    """What it does to others than that of an example, nobody knows; on single experts' outputs it is refused."""
+    block, optimized = _optimized(kind)
+    for scale in (1.0, 1e7):
+        found = []
+        for model in (block, optimized):
+            own = tokens(3, 5).requires_grad_()
+            (scale * model(own)).sum().backward()
+            found.append(own.grad)
+        torch.testing.assert_close(*found)
