@@ -222,3 +222,11 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def _kept(device: int, mempool_id: tuple[int, int]) -> None:
+    """Where torch cannot give up the memory of a recording that failed."""
+
+
+_cuda_endAllocateToPool = getattr(torch._C, "_cuda_endAllocateToPool", _kept)
+_cuda_releasePool = getattr(torch._C, "_cuda_releasePool", _kept)

@@ -205,6 +205,8 @@ class GraphedStep:
         for parameter, grad in zip(parameters, before):
             parameter.grad = grad
         host.restore()
+        assert self._recorder is not None
+        self._recorder.forget()
         self._give_up(problem or f"ranks {failed} could not record it")
         args, kwargs = call.with_tensors(call.tensors)
         return self._step(*args, **kwargs)

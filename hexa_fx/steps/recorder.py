@@ -1,14 +1,15 @@
-"""How a step is recorded: as a CUDA graph. A stand-in with the same three methods records on the host, in tests."""
+"""How a step is recorded: as a CUDA graph. A stand-in with the same methods records on the host, in tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from hexa_fx.jit.background import builder
+from hexa_fx.torch_private import _cuda_endAllocateToPool, _cuda_releasePool
 
 
 class Recording(Protocol):
@@ -33,13 +34,16 @@ class StepRecorder(Protocol):
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         """Records ``run`` without its effects on tensors; also what it returned, in memory that replays fill."""
 
+    def forget(self) -> None:
+        """Gives back what a recording that failed took, once nobody holds its error."""
+
 
 class CudaRecorder:
     """Records CUDA graphs, which share one pool of memory: none of them keeps anything between replays but what is held here."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
     def settled(self) -> bool:
         """Kernels that are still being built would be replaced by torch's operators in the graph, for ever."""
@@ -73,6 +77,21 @@ class CudaRecorder:
                     raise
         except Exception as error:  # the end of a recording that failed, which says less and leaves its stream current
             generator.graphsafe_set_state(before)  # its own counts as recording for ever before torch 2.12
-            raise (reason or error) from None
-        self._pool = graph.pool()
+            try:
+                raise (reason or error) from None
+            finally:
+                reason = None  # whose traceback has this frame, which would keep what the step made
         return graph, result
+
+    def forget(self) -> None:
+        """torch would count it as recording for ever, and free nothing that is cached where memory is short (pytorch#180395).
+
+        Nor would it give up the pool (pytorch#190348). Versions that do have nothing left of it here.
+        """
+        with suppress(RuntimeError):
+            _cuda_endAllocateToPool(self._side.device_index, self._pool)
+        torch.cuda.empty_cache()
+        segments = [part for part in torch.cuda.memory_snapshot() if part["segment_pool_id"] == self._pool]
+        if any(part["active_size"] == 0 for part in segments):
+            _cuda_releasePool(self._side.device_index, self._pool)
+            torch.cuda.empty_cache()

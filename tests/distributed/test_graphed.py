@@ -31,6 +31,8 @@ class OnHost:
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model, self.optimizer, self.fails = model, optimizer, ""
+        self.failed: list[Any] = []
+        self.forgotten = False
 
     def settled(self) -> bool:
         return True
@@ -49,8 +51,13 @@ class OnHost:
             for tensor, value in zip(held, before):
                 tensor.copy_(value)
         if self.fails:
+            self.failed = grads
             raise RuntimeError(self.fails)
         return Replayed(self.model, run, result, grads, fresh), result
+
+    def forget(self) -> None:
+        assert not any(p.grad is failed for p, failed in zip(self.model.parameters(), self.failed)), "it is still held"
+        self.forgotten = True
 
 
 class Replayed:

@@ -86,6 +86,7 @@ def test_a_recording_that_fails_is_said_once(caplog: pytest.LogCaptureFixture) -
         for _ in range(6):
             case.compare(run)
     assert run.replays == 0
+    assert recorder.forgotten
     assert [record.getMessage() for record in caplog.records] == [
         f"steps run without a CUDA graph: it cannot be recorded: {recorder.fails}"
     ]
@@ -169,6 +170,7 @@ def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkey
         "current_device": lambda: 0,
         "current_stream": lambda: streams[-1],
         "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 1),
     }.items():
         monkeypatch.setattr(torch.cuda, name, stands_in)
 

@@ -113,6 +113,23 @@ def test_a_step_that_reads_back_goes_on_as_it_is(pair: tuple[nn.Module, nn.Modul
     assert torch.randn(3, device="cuda").isfinite().all(), "random numbers go on"
 
 
+def test_a_recording_that_fails_gives_its_memory_back(pair: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = pair
+    step, _ = step_of(model, True)
+
+    def reads(x: Tensor) -> float:
+        large = torch.ones(1 << 26, device="cuda", requires_grad=True)
+        return float(step(x) + (large.exp() * 0).sum())
+
+    run = hexa_fx.graphed(reads, model)
+    pool = run._recorder._pool
+    for number in range(5):
+        run(data(number))
+    assert "cannot be recorded" in run.reason
+    torch.cuda.empty_cache()
+    assert pool not in {part["segment_pool_id"] for part in torch.cuda.memory_snapshot()}
+
+
 def test_a_batch_on_the_host_is_said(pair: tuple[nn.Module, nn.Module]) -> None:
     model, _ = pair
     step, _ = step_of(model, True)
