@@ -78,7 +78,7 @@ def moe_ffn_without_esfk(*args: Any) -> Tensor:
     """Has the arguments and value of `hexa::moe_ffn`."""
     o = MoeFfn._make(args)
     cast = {name: in_compute_dtype(getattr(o, name)) for name in ("x", *PARAMETERS)}
-    y: Tensor = LayerFunction.apply(LAYERS["moe_ffn"]._replace(backward=_backward), True, *o._replace(**cast))
+    y: Tensor = LayerFunction.apply(_WITHOUT_ESFK, True, *o._replace(**cast))
     return y
 
 
@@ -86,6 +86,9 @@ def _backward(*args: Any) -> list[Tensor]:
     dy, *_ = args
     with without_autocast():
         return backward_on(dy.device.type, MoeFfnBackward, args, fused=False)
+
+
+_WITHOUT_ESFK = dataclasses.replace(LAYERS["moe_ffn"], backward=_backward)
 
 
 def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:

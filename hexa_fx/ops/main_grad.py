@@ -52,9 +52,11 @@ def gradients(
         InputError: a buffer has another shape than its operand.
     """
     buffers = _of(operands, needs)
-    taken = _direct(operands, buffers) if plain else ()
+    taken = _direct(operands, buffers) if plain and buffers else ()
     with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
         left = iter(backward(*taken))
+    if not buffers:
+        return [next(left) if need else None for need in needs]
     added = (None, *taken)
     found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
@@ -141,20 +143,14 @@ class _Buffered(Gradients):
         return found
 
 
-def shapes_only(o: Any, needs: Any) -> dict[str, Tensor]:
-    """The biases that backward needs the shape of, but not the numbers, as it keeps them.
-
-    Such a bias counts its versions anew: it may be written, as by the original.
-
-    Args:
-        o, needs: the operands, and whether a gradient of each is needed, by name.
-    """
-    biases = {"b1": o.b1, "b3": o.b3, "b2": o.b2}
-    read = {"b1": o.recompute_h, "b3": o.recompute_h, "b2": needs.top_k_weights}
-    return {name: _shape_only(bias) for name, bias in biases.items() if bias is not None and not read[name]}
+def shapes_only(needs: Any, recompute_h: bool) -> list[str]:
+    """The biases that backward needs the shape of, but not the numbers. needs: whether a gradient of each is needed, by name."""
+    read = {"b1": recompute_h, "b3": recompute_h, "b2": needs.top_k_weights}
+    return [name for name, is_read in read.items() if not is_read]
 
 
-def _shape_only(bias: Any) -> Any:
+def shape_only(bias: Any) -> Any:
+    """Such a bias as backward keeps it. It counts its versions anew: it may be written, as by the original."""
     if type(bias) is Listed:
         return bias if any(hasattr(tensor, NAME) for tensor in bias.tensors) else bias.of([])
     return bias.data if type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
@@ -163,6 +159,8 @@ def _shape_only(bias: Any) -> Any:
 def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     """The buffers of the operands that need a gradient."""
     _, *wanted = needs
+    if not any(need and hasattr(t, NAME) for t, need in zip(operands, wanted, strict=True)):
+        return ()
     found = tuple([_buffer_of(t) if need else None for t, need in zip(operands, wanted, strict=True)])
     if found.count(None) == len(found):
         return ()

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from itertools import islice, zip_longest
+from operator import itemgetter
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +32,8 @@ _OPS = torch.ops.hexa
 _on_cuda: dict[str, Callable[..., Any]] = {}
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True, eq=False)  # compared by identity, which is quick to look up by
+class Layer:
     """A layer as autograd sees it.
 
     Args:
@@ -59,7 +63,7 @@ class Layer(NamedTuple):
 _ROUTING = ("v", "inv", "offs")
 _DENSE = Layer("moe_ffn", MoeFfn, MoeFfnBackward, ("h", *_ROUTING))
 _SOURCES = Layer("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward, ("h", "u1", "u3", "u2", *_ROUTING))
-LAYERS = {each.operator: each for layer in (_DENSE, _SOURCES) for each in (layer, layer._replace(fixed=True))}
+LAYERS = {each.operator: each for layer in (_DENSE, _SOURCES) for each in (layer, replace(layer, fixed=True))}
 """By their operators for inference."""
 
 
@@ -75,58 +79,52 @@ class LayerFunction(DirectFunction):
         with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
             name = f"{layer.name if plain else layer.operator}_forward"
             y, *kept = run(name, *o) if plain else library.overload(name)(*o)
-        _, _, *wanted = ctx.needs_input_grad
-        needs, of_listed = layer.record.split(wanted)
-        ctx.listed = _marks_of(o, of_listed) if listed else {}
-        needs = needs._replace(**{name: any(wanted) for name, (_, wanted) in ctx.listed.items()}) if listed else needs
-        marks = list(_differentiable(layer.record)(needs))
-        shapes = main_grad.shapes_only(o, needs)
-        ctx.biases = {name: (bias := getattr(o, name), versions(bias)) for name in shapes} if shapes else shapes
-        given = {**dict(zip(layer.kept, kept)), **shapes}
-        given |= dict.fromkeys((*(() if o.keeps_x(needs) else _OF_X), *(_OF_H if o.recompute_h else ())))
-        values = o.to(layer.gradients, top_k=o.top_k, needs=marks, **given)
-        tensors: list[Tensor] = []
-        form: list[Any] = []
-        for value in values:
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                form.append(_ONE)
-            elif type(value) is list and value and isinstance(value[0], Tensor):
-                tensors += value
-                form.append(_Many(len(value), list))
-            elif type(value) is Listed and value.tensors:
-                tensors += value.tensors
-                form.append(_Many(len(value.tensors), value.of([]).of))
-            else:
-                form.append(value)
-        ctx.save_for_backward(*tensors)
-        ctx.layer, ctx.form = layer, form
+        wanted, ctx.listed = ctx.needs_input_grad[2:], {}
+        if listed:
+            needs, of_listed = layer.record.split(wanted)
+            ctx.listed = _marks_of(o, of_listed)
+            wanted = needs._replace(**{name: any(each) for name, (_, each) in ctx.listed.items()})
+        values = [*o, *kept, o.top_k]
+        how = _how_kept(layer, tuple(map(type, values)), tuple(wanted), o.recompute_h)
+        ctx.biases = {}
+        for name, place in how.biases:
+            bias = values[place]
+            ctx.biases[name] = bias, versions(bias)
+            values[place] = main_grad.shape_only(bias)
+        values += how.constants
+        form: list[Any] = [*how.form(values)]
+        several: list[Tensor] = []
+        for place in how.lists:
+            value = form[place]
+            tensors = value.tensors if type(value) is Listed else value
+            if tensors and isinstance(tensors[0], Tensor):
+                several += tensors
+                form[place] = _Many(len(tensors), value.of([]).of if type(value) is Listed else list)
+        ctx.save_for_backward(*several, *how.tensors(values))
+        ctx.layer, ctx.how, ctx.form, ctx.several = layer, how, form, bool(several)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, layer, saved = grads[0], ctx.layer, iter(ctx.saved_tensors)
-        o = layer.gradients._make(
-            [
-                next(saved)
-                if value is _ONE
-                else value.made(list(islice(saved, value.many)))
-                if type(value) is _Many
-                else value
-                for value in ctx.form
+        dy, layer, how, values, saved = grads[0], ctx.layer, ctx.how, ctx.form, iter(ctx.saved_tensors)
+        if ctx.several:
+            values = [
+                value.made(list(islice(saved, value.many))) if type(value) is _Many else value for value in values
             ]
-        )
-        o, saved, plain = o._replace(dy=dy), None, library.is_plain_tensor(dy)
+        values = [next(saved) if value is _ONE else value for value in values]
+        saved, plain = None, library.is_plain_tensor(dy)
+        values[how.dy] = dy
+        if plain and values[how.h] is not None:
+            values[how.h] = [values[how.h]]  # the backward program pops it and frees it after its last use
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        o = layer.gradients._make(values)
         if is_grad_enabled():  # these gradients may be derived again
             o = o._replace(**_unwritten(ctx.biases))
-        if plain and o.h is not None:
-            o = o._replace(h=[o.h])  # the backward program pops it and frees it after its last use
-            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         if not plain and ctx.listed:
             o = o._make(map(dense, o))
         name, names = f"{layer.name}_backward", layer.record.differentiable
         operands = _differentiable(layer.gradients, *names[1:])(o)
-        into, needs = _into(o, ctx.listed) if plain and (layer.one_by_one or dy.is_cuda) else {}, o.needs
+        into, needs = _into(o, ctx.listed) if ctx.listed and plain and (layer.one_by_one or dy.is_cuda) else {}, o.needs
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
@@ -202,6 +200,54 @@ def _given_to_listed(
 
 _ONE = object()
 """What stands for a tensor while it is saved."""
+
+
+class _Kept(NamedTuple):
+    """What backward is given of a call, found once for all calls of a kind, since a small layer takes no longer than finding it.
+
+    Args:
+        form: picks the operands of backward among the operands of forward, what that kept, top_k and ``constants``; `_ONE` where a
+            tensor is saved.
+        tensors: picks the tensors that are saved.
+        constants: what is the same in all calls.
+        lists: places in ``form`` of lists, perhaps of tensors.
+        biases: those of which only the shape is needed, and their places.
+        dy, h: places in ``form``.
+    """
+
+    form: Callable[[Sequence[Any]], tuple[Any, ...]]
+    tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+    constants: tuple[Any, ...]
+    lists: tuple[int, ...]
+    biases: tuple[tuple[str, int], ...]
+    dy: int
+    h: int
+
+
+@lru_cache(maxsize=1024)
+def _how_kept(layer: Layer, kinds: tuple[type, ...], wanted: tuple[bool, ...], recompute_h: bool) -> _Kept:
+    """What backward is given; kinds: of the operands of forward, what that kept, and top_k. wanted: gradients, of operands."""
+    count, needs = len(layer.record._fields), layer.record._make(wanted)
+    places = layer.record._make(range(count))
+    one, none, marks = range(len(kinds), len(kinds) + 3)
+    keeps_x = places._replace(recompute_h=recompute_h).keeps_x(needs)
+    dropped = (*(() if keeps_x else _OF_X), *(_OF_H if recompute_h else ()))
+    given = {**dict(zip(layer.kept, range(count, len(kinds)))), **dict.fromkeys(dropped, none)}
+    found = places.to(layer.gradients, top_k=len(kinds) - 1, needs=marks, **given)
+    form = [none if place is None else place for place in found]
+    tensors = [place for place in form if place < len(kinds) and issubclass(kinds[place], Tensor)]
+    return _Kept(
+        itemgetter(*(one if place in tensors else place for place in form)),
+        itemgetter(*tensors),
+        (_ONE, None, [*_differentiable(layer.record)(needs)]),
+        tuple(at for at, place in enumerate(form) if place < len(kinds) and kinds[place] in (list, Listed)),
+        tuple(
+            (name, getattr(places, name))
+            for name in main_grad.shapes_only(needs, recompute_h)
+            if kinds[getattr(places, name)] is not NoneType
+        ),
+        *map(layer.gradients._fields.index, ("dy", "h")),
+    )
 
 
 @cache

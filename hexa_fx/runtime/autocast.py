@@ -66,7 +66,8 @@ def dtypes_under_autocast(
         GuardMiss: the block was not recorded under this autocast.
     """
     values = bound() if _may_be_on() else {}
-    first = next((values[guard.name] for guard in guards if guard.kind == "tensor" and guard.name in values), None)
+    tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values] if values else ()
+    first = next(iter(tensors), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         if not known.off:
             raise GuardMiss("it was recorded under autocast, which is off")
