@@ -34,11 +34,12 @@ from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
-from hexa_fx.capture.record import Replacements, counted, other_numbers
+from hexa_fx.capture.record import Replacements, counted, other_numbers, unasked
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.lookup import ask, taken_back
 from hexa_fx.isolation.plain_experts import as_set, in_plain_form
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
@@ -78,10 +79,12 @@ PASSES = {
 
 @dataclass
 class _Runs:
-    """What the recorded runs of one call read, and whether their code asks for the block's mode."""
+    """What the recorded runs of one call read, whether their code asks for the block's mode, and cached properties that they were
+    the first to ask for."""
 
     reads: list[PythonRead] = field(default_factory=list)
     by_mode: bool = False
+    asked: list[tuple[Any, str]] = field(default_factory=list)
 
 
 class NotRecorded(Refusal):
@@ -197,7 +200,7 @@ def _analyse_on(
     prefer_earliest: bool = False,
 ) -> BlockAnalysis:
     started, path, runs = time.perf_counter(), observation.path, _Runs()
-    with at_block(path, mode_of(observation.module)):
+    with at_block(path, mode_of(observation.module)), taken_back(runs.asked):
         outcome = _rewrite(observation, *probe, config, prefer_earliest, runs)
         seconds, reads = time.perf_counter() - started, tuple(runs.reads)
         mode = bool(observation.module.training) if runs.by_mode else None
@@ -227,6 +230,11 @@ def _rewrite(
             run = partial(run, gradients=observation.gradients)
             replacements = replace(replacements, numbers=frozenset(observation.numbers))
             captured = run(replacements)
+            if asked := unasked(captured):
+                runs.asked += asked
+                for holder, name in asked:
+                    ask(holder, name)
+                captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
             captured = replace(captured, written_later=observation.written)

@@ -28,10 +28,11 @@ from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, tensors_in
+from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors
 from hexa_fx.isolation.purity import WEIGHT
+from hexa_fx.isolation.read_values import Code
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
@@ -285,6 +286,18 @@ def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str
         recorder.scopes.append(path)
         _keep(block, {name: wrap(tensor.item(), number, recorder)})
         recorder.scopes.pop()
+
+
+def unasked(captured: CapturedBlock) -> list[tuple[Any, str]]:
+    """Cached properties that a run was the first to ask for: objects and names. A block is recorded with what they keep."""
+    found: list[tuple[Any, Any, Any]] = []
+    for read in captured.reads:
+        if isinstance(read.value, Code):
+            found += [(bound.holder, bound.key, bound.value) for bound in read.value.bounds]
+        elif isinstance(read.value, functools.cached_property):
+            holder = functools.reduce(lookup, read.steps[:-1], captured.block.get_submodule(read.root))
+            found.append((holder, read.steps[-1], read.value))
+    return [(holder, name) for holder, name, value in found if is_unasked(holder, value)]
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}
