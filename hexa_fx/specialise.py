@@ -28,9 +28,10 @@ from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.contents import Sandbox
-from hexa_fx.isolation.module_tree import inside, with_ancestors
-from hexa_fx.isolation.read_values import gradients_asked
-from hexa_fx.isolation.shadow import InPlace, shadow_of
+from hexa_fx.isolation.lookup import number_at
+from hexa_fx.isolation.module_tree import with_ancestors
+from hexa_fx.isolation.read_values import alike, gradients_asked
+from hexa_fx.isolation.shadow import InPlace, put_apart, shadow_of
 from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.isolation.torch_state import autocast_uncached, random_state_kept
 from hexa_fx.isolation.written_tensors import gradients_kept
@@ -124,12 +125,13 @@ class Specialiser:
         gradients, missed = torch.is_grad_enabled(), said_of_sizes(miss)
         try:
             with undisturbed():
-                asked = _asked(forward, miss)
-                analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked)
-                if analysis.rewritten is None and asked:
-                    changed, asked = asked.keys() - forward.numbers.keys(), {}
-                    forward.numbers |= dict.fromkeys(changed)
-                    analysis, same_as = self._analyse(forward, module, args, kwargs)
+                for asked in _asked(forward, miss):
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked)
+                    if analysis.rewritten is not None:
+                        break
+                    new = asked.keys() - forward.numbers.keys()
+                    forward.numbers |= dict.fromkeys(new) if len(new) == 1 else {}
+                assert analysis is not None
                 forward.numbers |= asked
                 if not gradients and gradients_asked(analysis.reads) is not None:
                     analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked)
@@ -196,6 +198,7 @@ class Specialiser:
             asked: see `Observation.numbers`.
         """
         config, shadow = self.config, self._shadow(forward, module)
+        put_apart(shadow, asked)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
@@ -238,19 +241,30 @@ def _unpickled(
     return Specialiser(config, finish, StructureCache(), reports, written)
 
 
-def _asked(forward: HexaForward, miss: GuardMiss | None) -> dict[str, float]:
-    """Numbers that modules keep and that every call is to ask for, by name, as they were: those that are known, and one whose
-    change kept a call from what was made of earlier ones."""
-    modules = forward.module.named_modules()
-    now = {
-        inside(path, key) for path, owner in modules for key, value in vars(owner).items() if type(value) in _NUMBERS
+def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, float]]:
+    """Numbers that modules keep, and objects and dicts there, and that every call is to ask for, by name, as they were: those that
+    are known and all that have changed; then of these only one, whose change kept a call from what was made of earlier ones; none.
+    """
+    module, missed = forward.module, miss.read if isinstance(miss, ReadMiss) else ""
+    known = {name: number for name, number in forward.numbers.items() if number is not None}
+    known = {name: number for name, number in known.items() if number_at(module, name) is not None}
+    before: dict[str, Any] = {}
+    for read in (
+        read for made in forward.specialisations for read in made.attributes.reads if missed and not read.is_global
+    ):
+        noted = read.value.items() if type(read.value) is dict else ()
+        before |= {str(read): read.value, **{f"{read}.{key}": value for key, value in noted}}
+    numbers = (name for name in before.keys() - forward.numbers.keys() if type(before[name]) in _NUMBERS)
+    now = {name: number_at(module, name) for name in numbers}
+    changed = {
+        name: before[name] for name in sorted(now) if now[name] is not None and not alike(now[name], before[name])
     }
-    asked = {name: before for name, before in forward.numbers.items() if before is not None and name in now}
-    name = miss.read if isinstance(miss, ReadMiss) else ""
-    reads = (read for made in forward.specialisations for read in made.attributes.reads if str(read) == name)
-    before: Any = next((read.value for read in reads), None)
-    is_new = name in now - forward.numbers.keys() and type(before) in _NUMBERS
-    return {**asked, name: before} if is_new else asked
+    first = missed if missed in changed else next(iter(changed), "")
+    yield known | changed
+    if len(changed) > 1:
+        yield known | {first: changed[first]}
+    if known or changed:
+        yield {}
 
 
 def _is_refused_or_none(forward: object) -> bool:

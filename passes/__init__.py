@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from torch.fx import Graph
@@ -39,7 +38,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.lookup import ask, taken_back
+from hexa_fx.isolation.lookup import ask, number_at, taken_back
 from hexa_fx.isolation.plain_experts import as_set, in_plain_form
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
@@ -276,7 +275,7 @@ def _with_other_numbers(verify: Callable[[], VerificationResult], observation: O
     """The comparison where numbers that are asked for are others: those of calls before, or larger or smaller ones where a
     condition of the rewritten block excludes them. One value does not show what becomes a constant."""
     block, before = observation.module, observation.numbers
-    now = {name: attrgetter(name)(block) for name in before}
+    now = {name: number_at(block, name) for name in before}
     larger = ({name: number + more for name, number in now.items()} for more in (1, _ROUND))
     halves = {name: type(number)(number / 2) for name, number in now.items()}
     for numbers in (before, *larger, halves if all(halves.values()) else before):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.calls import written_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
+from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.module_tree import inside, kept_tensors, named_modules, one_by_another, tensors_by_name
 from hexa_fx.isolation.torch_state import autocast_state
 from hexa_fx.passes.detect import MoEMatch
@@ -167,7 +167,7 @@ def _key(observation: Observation) -> Hashable:
         observation.gradients,
         observation.written,
         # What a condition on one of them says, which need not hold for another value.
-        tuple((name, attrgetter(name)(block)) for name in sorted(observation.numbers)),
+        tuple((name, number_at(block, name)) for name in sorted(observation.numbers)),
         "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 

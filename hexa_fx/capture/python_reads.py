@@ -25,6 +25,7 @@ from hexa_fx.capture.kept import Kept, Settings
 from hexa_fx.capture.ran_code import RanCode, items_of, untold, words
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
@@ -142,7 +143,8 @@ class PythonReads:
             try:
                 value = lookup(holder, key)
                 noted = snapshot(value)
-                edges[key] = Edge(holder, key, value, noted, set(), own=self.settings.has(holder, key))
+                own = self.settings.has(holder, key) or isinstance(value, SYMBOLIC)  # a number that every call asks for
+                edges[key] = Edge(holder, key, value, noted, set(), own=own)
                 if is_unreadable(value, noted):
                     edges[key].noted, edges[key].location = Unreadable(type(value).__name__), user_location()
                 self._meet(edges[key])

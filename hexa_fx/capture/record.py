@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, tensors_in
+from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, number_at, put_number, step, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors
 from hexa_fx.isolation.purity import WEIGHT
@@ -236,10 +236,11 @@ def _trial(
     """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
     parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
-    found = {name: attrgetter(name)(block) for name in replacements.numbers}
+    found = {name: number_at(block, name) for name in replacements.numbers}
     numbers = {name: torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") for name, value in found.items()}
     with (
         restored(block) as snapshot,
+        other_numbers(block, found),
         replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
         random_state_kept(SEED),
         no_device_asserts(block) if replacements else nullcontext(),
@@ -282,10 +283,18 @@ def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str
     for name in sorted(names):
         path, _, _ = name.rpartition(".")
         tensor = recorder.parameters[name]
-        number = recorder.add("call_function", guards.item, (recorder.lift(tensor),), {}, tensor.item())
+        read = (recorder.lift(tensor), *_past_attributes(block, name))
+        number = recorder.add("call_function", guards.item, read, {}, tensor.item())
         recorder.scopes.append(path)
-        _keep(block, {name: wrap(tensor.item(), number, recorder)})
+        put_number(block, name, wrap(tensor.item(), number, recorder))
         recorder.scopes.pop()
+
+
+def _past_attributes(block: nn.Module, name: str) -> tuple[str, ...]:
+    """The steps of a dotted name from the first dict on."""
+    steps = name.split(".")
+    on_way = itertools.accumulate(steps, step, initial=block)
+    return tuple(steps[next((n for n, holder in enumerate(on_way) if isinstance(holder, dict)), len(steps)) :])
 
 
 def unasked(captured: CapturedBlock) -> list[tuple[Any, str]]:
@@ -314,18 +323,14 @@ def counted(captured: CapturedBlock) -> dict[str, float]:
 @contextmanager
 def other_numbers(block: nn.Module, numbers: Mapping[str, float]) -> Iterator[None]:
     """A context in which modules keep these numbers, by dotted name."""
-    before = {name: attrgetter(name)(block) for name in numbers}
-    _keep(block, numbers)
+    before = {name: number_at(block, name) for name in numbers}
+    for name, number in numbers.items():
+        put_number(block, name, number)
     try:
         yield
     finally:
-        _keep(block, before)
-
-
-def _keep(block: nn.Module, numbers: Mapping[str, Any]) -> None:
-    for name, number in numbers.items():
-        path, _, attribute = name.rpartition(".")
-        setattr(block.get_submodule(path), attribute, number)
+        for name, number in before.items():
+            put_number(block, name, number)
 
 
 def _run(

@@ -4,7 +4,6 @@ calls what the original calls with autocast off."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
-from hexa_fx.isolation.lookup import attributes, held_in
+from hexa_fx.isolation.lookup import at, attributes, held_in
 from hexa_fx.isolation.outcome import unfolded
 from hexa_fx.runtime.guards import GuardMiss
 
@@ -42,7 +41,7 @@ def kind_of(
     """What dtypes of results depend on under autocast: its dtype, and those of the tensors among the inputs and of parameters."""
     tensors = [values[guard.name] for guard in guards if guard.kind == "tensor"]
     device = tensors[0].device.type if tensors else "cpu"
-    tensors += [attrgetter(path)(block) for path in parameters]
+    tensors += [at(block, path) for path in parameters]
     floating = (
         tensor for tensor in tensors if isinstance(tensor, torch.Tensor)
     )  # else a number that a module counts with

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.lookup import at
 from hexa_fx.isolation.outcome import AskedGradients, Outcome, unlike
 from hexa_fx.isolation.read_values import gradients_asked
 from hexa_fx.isolation.size import float64_bytes
@@ -267,13 +268,13 @@ def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
 
 def _expert_weights(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
     listed = (path for weight in rewritten.packed for part in weight.parts for path in part)
-    found = [_value_at(block, path) for path in listed]
+    found = [at(block, path) for path in listed]
     return *(value for value in found if isinstance(value, torch.Tensor)), *_stacked_weights(block, rewritten)
 
 
 def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.Tensor]:
     """The three-dimensional tensors that the graph reads."""
-    read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
+    read = [at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
     return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
 
 
@@ -281,16 +282,9 @@ def _chosen_by_none(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.
     """The tensors that the graph reads by name and no routing follows from, as the matrices of an adapter on experts' rows."""
     read = rewritten.graph.find_nodes(op="get_attr")
     none = [node for node in read if not any(operation(user) in _ROUTED for user in descendants([node]))]
-    found = (_value_at(block, str(node.target)) for node in none)
+    found = (at(block, str(node.target)) for node in none)
     return tuple(value for value in found if isinstance(value, torch.Tensor))
 
 
 _ROUTED = frozenset({"reindex", "moe_ffn"})
 """Operators that are given a routing."""
-
-
-def _value_at(block: nn.Module, path: str) -> Any:
-    value: Any = block
-    for key in path.split("."):
-        value = getattr(value, key, None)
-    return value
