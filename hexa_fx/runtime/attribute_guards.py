@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
+from hexa_fx.isolation.lookup import at, is_collection, is_object
 from hexa_fx.isolation.module_tree import (
     inside,
     kept_tensors,
@@ -50,7 +51,7 @@ class AttributeGuards:
     """What a rewritten forward relies on, checked at every call in a few microseconds.
 
     Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler dtypes and what a
-    module itself holds (numbers, texts, submodules) are checked.
+    module itself holds (numbers, texts, submodules), also in an object or dict, are checked.
 
     Args:
         block: the module as it was recorded; referenced weakly.
@@ -87,10 +88,8 @@ class AttributeGuards:
         shared = {name for names in self.other_names for name in names}  # the graph reads one of the names alone
         alone = (named_tensors(block, "_parameters", every=True).keys() & weights) - shared
         self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
-        seen_in_trace = (
-            read for read in (*self.reads, *in_trace) if _is_plain(read) and not (called and str(read) in called)
-        )
-        self.plain = [(read.root, str(read.steps[0]), read.value) for read in seen_in_trace]
+        seen_in_trace = (read for read in (*self.reads, *in_trace) if not (called and str(read) in called))
+        self.plain = [plain for read in seen_in_trace for plain in _plain(block, read)]
         self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
         under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
@@ -170,13 +169,17 @@ class AttributeGuards:
             now = getattr(self._walked(modules, owner), name, None)
             if isinstance(now, torch.Tensor) and now.dtype != dtype:
                 raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
-        for path, name, noted in self.plain:
+        for path, steps, noted in self.plain:
             if _is_module(noted):
-                value = self._walked(modules, inside(path, name))
+                value = self._walked(modules, inside(path, steps[0]))
             else:
-                value = getattr(self._walked(modules, path), name, None)
+                value = self._walked(modules, path)
+                for name in steps:
+                    value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
             if not _is_still(value, noted):
-                raise GuardMiss(f"{name!r} of {path or 'the block'!r} is not what it was when the block was rewritten")
+                raise GuardMiss(
+                    f"{steps[-1]!r} of {path or 'the block'!r} is not what it was when the block was rewritten"
+                )
         for name, first in self.other_names:
             if self._walked(modules, name) is not self._walked(modules, first):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
@@ -282,14 +285,26 @@ def called_in(graph: torch.fx.Graph, always: bool = True) -> frozenset[str]:
     return frozenset(str(node.target) for node in calls if not (always and ELSEWHERE in node.meta))
 
 
-def _is_plain(read: PythonRead) -> bool:
-    """Whether it is a module's setting (a number, a text or a list of these), its submodule, or how many of them there are."""
-    if read.is_global or len(read.steps) > 1 or read.steps[0].startswith("__"):
-        return False
+def _plain(block: nn.Module, read: PythonRead) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    """What a compiler checks of a read: its module, the steps from there, and what was noted. That is a setting (a number, a text,
+    or a list of these) of a module or of an object or dict that it holds, a submodule, or how many of them there are."""
+    steps = read.steps
+    if read.is_global or any(type(step) is not str or step.startswith("__") for step in steps):
+        return
     if isinstance(read.value, (IsA, Names)):
-        return read.steps[0] == "_modules" or _is_module(read.value)
-    values = read.value if type(read.value) is list else [read.value]
-    return all(type(value) in (bool, int, float, str, NoneType) for value in values)
+        if len(steps) == 1 and (steps[0] == "_modules" or _is_module(read.value)):
+            yield read.root, steps, read.value
+        return
+    on_way = (at(block, inside(read.root, ".".join(steps[:n]))) for n in range(1, len(steps)))
+    if not all(type(holder) is dict or (is_object(holder) and not is_collection(holder)) for holder in on_way):
+        return
+    held = (
+        {(*steps, key): value for key, value in read.value.items()} if type(read.value) is dict else {steps: read.value}
+    )
+    for place, value in held.items():
+        values = value if type(value) is list else [value]
+        if type(place[-1]) is str and all(type(each) in (bool, int, float, str, NoneType) for each in values):
+            yield read.root, place, value
 
 
 def _is_module(noted: Any) -> bool:

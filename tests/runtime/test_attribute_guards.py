@@ -4,6 +4,7 @@ import copy
 import functools
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,39 @@ def test_a_compiler_looks_again(pair, edit):
     for candidate in pair:
         edit(candidate[0])
     torch.testing.assert_close(compiled(x), model(x))
+
+
+class Configured(Block):
+    """Reads settings of a config and of a dict that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(router=SimpleNamespace(temperature=1.0), names={"scale": 2.0, "kind": "plain"})
+
+    def route(self, x):
+        weights, chosen = (self.router(x) / self.config.router.temperature).softmax(-1).topk(self.top_k)
+        return (weights if self.config.names["kind"] == "plain" else -weights) * self.config.names["scale"], chosen
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("before", [True, False])
+def test_a_compiler_looks_again_at_what_configs_hold(before):
+    """``before``: they change before the first trace, too."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Configured()), torch.randn(30, D)
+    rewritten = hexa_fx.optimize(copy.deepcopy(model), x)
+    compiled = torch.compile(rewritten, backend="eager")
+    edits = [
+        lambda config: setattr(config.router, "temperature", 0.25),
+        lambda config: config.names.update(scale=-3.0),
+        lambda config: config.names.update(kind="other"),
+    ]
+    if not before:
+        torch.testing.assert_close(compiled(x), model(x))
+    for edit in edits:
+        for candidate in (model, rewritten):
+            edit(candidate[0].config)
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
