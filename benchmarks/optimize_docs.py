@@ -70,6 +70,16 @@ def whole(folder: Path) -> str:
     return table(head, rows) + _measured(found)
 
 
+def pauses(folder: Path) -> str:
+    """The first call of each kind, and those after it."""
+    found = json.loads((folder / "pauses_h200.json").read_text())
+    head = ["what is new", "first step (s)", "steps after it (ms)", "kinds of calls so far"]
+    rows = [[r["change"], f"{r['first_s']:.2f}", f"{r['then_ms']:.1f}", r["kinds"]] for r in found["rows"]]
+    if any(row["own"] for row in found["rows"]):
+        raise ValueError("some calls ran the model's own code: say which")
+    return table(head, rows) + _measured(found)
+
+
 def tiny(folder: Path) -> str:
     """Seconds of processor time on tiny models by experts and layers, now and by an earlier version."""
     found = json.loads((folder / "optimize_time_cpu.json").read_text())
@@ -99,7 +109,7 @@ def _measured(found: dict[str, Any]) -> str:
     return "\n\nMeasured with " + ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "command") + "."
 
 
-SECTIONS = {"blocks": blocks, "whole": whole, "tiny": tiny}
+SECTIONS = {"blocks": blocks, "pauses": pauses, "whole": whole, "tiny": tiny}
 
 
 def main() -> None:
