@@ -184,7 +184,7 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     assert first.captured is not None
     different = next((case for case in first.check.cases if case.outcome == "different"), None)
     if different is not None and (different.raised or different.forward_error <= _EQUAL < different.gradient_error):
-        # of two tensors with the same numbers one is detached, or is not there in every call
+        # of two tensors with the same numbers one is detached, or is not there in every call; or a loop goes over other sequences
         again = _analyse_on(observation, config, probe, prefer_earliest=True)
     else:  # so that a capacity that the code names is exceeded
         probe = overflow_inputs(*probe, overflow_sizes(first.captured.graph)[-1])
@@ -227,7 +227,7 @@ def _rewrite(
         with announced("capture", Graph()) as done:
             run = partial(capture, observation.module, args, kwargs, observation.path, config.analysis_bytes)
             run = partial(run, gradients=observation.gradients)
-            replacements = replace(replacements, numbers=frozenset(observation.numbers))
+            replacements = replace(replacements, numbers=frozenset(observation.numbers), counts_loops=prefer_earliest)
             captured = run(replacements)
             if asked := unasked(captured):
                 runs.asked += asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.isolation.contents import is_of_other_library
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, is_object
 from hexa_fx.isolation.module_tree import is_unit_of_fsdp, named_modules
+from hexa_fx.isolation.shadow import rebound
 
 Copied = TypeVar("Copied")
 
@@ -143,12 +145,22 @@ def sharing_copy(model: Model) -> Model:
             kept = (value for name, value in vars(module).items() if name not in MODULE_STATE)
             shared |= {id(value): value for value in kept if is_object(value)}
     try:
-        return deepcopied(model, dict(shared))
+        return _with_own_functions(model, deepcopied(model, dict(shared)))
     except Exception as error:  # whatever an object raises that cannot be copied
         log.info("copying the model: %s; what cannot be copied is shared", error)
     held = [value for module in model.modules() for value in vars(module).values()]
     shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
     try:
-        return deepcopied(model, shared)
+        return _with_own_functions(model, deepcopied(model, shared))
     except Exception as error:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
+
+
+def _with_own_functions(model: Model, made: Model) -> Model:
+    """A copy in which functions that modules hold, as in place of a forward, close over its own modules: `copy` shares them."""
+    twins = dict(named_modules(made))
+    copies: dict[int, Any] = {id(module): twins[path] for path, module in named_modules(model) if path in twins}
+    for twin in twins.values():
+        held = [(name, value) for name, value in vars(twin).items() if type(value) is types.FunctionType]
+        vars(twin).update((name, rebound(value, copies)) for name, value in held)
+    return made

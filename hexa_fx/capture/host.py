@@ -113,7 +113,8 @@ def _type_shim(known: dict[type, type]) -> type:
 
 
 def _range_shim(recorder: Recorder) -> type:
-    """A loop over rows one by one is what verification sees at other sizes; of larger steps, the run holds for their number."""
+    """A loop over rows one by one is what verification sees at other sizes, unless it failed there; of larger steps, the run holds
+    for their number."""
 
     class RangeMeta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -123,11 +124,12 @@ def _range_shim(recorder: Recorder) -> type:
         def __new__(cls, *limits: Any) -> Any:
             found = range(*map(plain, limits))
             symbolic = [limit.node for limit in limits if isinstance(limit, torch.SymInt)]
-            if len(limits) < 3 or plain(limits[2]) == 1:
+            start, stop, step = (*((0,) if len(limits) == 1 else ()), *limits, 1)[:3]
+            if plain(step) == 1 and not recorder.counts_loops:
                 for number in symbolic:
                     recorder.note_decision(number.node)
             elif symbolic:
-                bool((limits[1] - limits[0] + limits[2] - 1) // limits[2] == len(found))
+                bool((stop - start + step - 1) // step == len(found))
             return found
 
     return Range

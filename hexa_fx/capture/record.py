@@ -50,6 +50,7 @@ class Replacements:
         results: of recorded calls, by the number of their node.
         idle: numbers of dropouts that drop nothing.
         numbers: attributes of modules, by dotted name, whose numbers are asked for in every call, as tensors are.
+        counts_loops: whether the run holds for as many rows as loops go over.
     """
 
     arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Replacements:
     results: Mapping[int, torch.Tensor] = field(default_factory=dict)
     idle: frozenset[int] = frozenset()
     numbers: frozenset[str] = frozenset()
+    counts_loops: bool = False
 
     def __len__(self) -> int:
         return len(self.arguments) + len(self.held) + len(self.results)
@@ -247,7 +249,11 @@ def _trial(
         torch.set_grad_enabled(gradients),
     ):
         recorder = Recorder(
-            parameters | numbers, sees_gradients=gradients, forced=replacements.results, idle=replacements.idle
+            parameters | numbers,
+            sees_gradients=gradients,
+            forced=replacements.results,
+            idle=replacements.idle,
+            counts_loops=replacements.counts_loops,
         )
         try:
             yield recorder, snapshot, replaced

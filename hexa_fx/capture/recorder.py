@@ -69,6 +69,7 @@ class Recorder(TorchFunctionMode):
     sees_gradients: bool = True  # whether the run is made with gradients, so that the code's own ``no_grad`` shows
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
+    counts_loops: bool = False  # whether the run holds for as many rows as loops go over
     told: Listeners = field(default_factory=Listeners)
     functions_running: list[set[str]] = field(default_factory=list)
     """What is told of each `autograd.Function` that runs once it is over, outermost first."""

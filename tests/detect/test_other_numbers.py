@@ -51,7 +51,12 @@ class OneByOne(Mixture):
         return torch.stack([super(OneByOne, self).forward(sequence[None])[0] for sequence in x])
 
 
-@pytest.mark.parametrize("kind", [InPieces, OneByOne])
+class ByPlace(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([super(ByPlace, self).forward(x[place][None])[0] for place in range(x.size(0))])
+
+
+@pytest.mark.parametrize("kind", [InPieces, OneByOne, ByPlace])
 def test_pieces_are_routed_one_by_one(kind: type[nn.Module]) -> None:
     sizes = ((2, 7), (2, 7), (2, 5), (3, 9), (1, 8))  # as many pieces, and more or fewer: another kind of call
     rewritten(kind().double().eval(), *(tokens(*size) for size in sizes), train=False)

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 import hexa_fx
 from hexa_fx.errors import InputError
+from tests.zoo.compare import operators_run
 
 D, E = 8, 4
 
@@ -291,6 +292,22 @@ def test_decorated_forwards(part, dtype):
         torch.testing.assert_close(found(x), expected.pop())
     (block,) = found.report.rewritten
     assert not block.calls.own, str(found.report)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_copy_s_wrappers_are_its_own(given):
+    model = nn.Sequential(Block()).double()
+    own = model[0].forward
+    model[0].forward = lambda x: torch.cat([own(piece) for piece in x.split(16)]) if len(x) > 16 else own(x)
+    x = torch.randn(40, D, dtype=torch.float64)
+    expected = [model(x), model(x[:9])]
+    found = hexa_fx.optimize(model, x if given else None, hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.testing.assert_close([found(x), found(x), found(x[:9])], [expected[0], *expected])
+    assert operators_run(found, (x,))
+    found[0].top_k = 1
+    torch.testing.assert_close(model(x), expected[0])
+    model[0].top_k = 1
+    torch.testing.assert_close(found(x), model(x))
 
 
 @pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
