@@ -355,6 +355,15 @@ def _run(
     holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
+        if parts := guards.parts_of(name, value):
+            named.append((name, guards.Form.of(value)))
+            items = {key: given(part, item) for part, (key, item) in parts.items()}
+            kind = type(value)
+            held: Any = (
+                items if kind is dict else kind(*items.values()) if hasattr(value, "_fields") else kind(items.values())
+            )
+            holders.append(Holder(f"the argument {name!r}", held))
+            return held
         fresh = copied(replaced.get(name, value))
         if fresh is not value and is_object(fresh):
             holders.append(Holder(f"the argument {name!r}", fresh))
@@ -369,6 +378,8 @@ def _run(
             bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
         else:
             bound.arguments[name] = given(name, value)
+    if len(dict(named)) < len(named):
+        raise ValueError("arguments, and what lies in them, have names that cannot be told apart")
     contents = Contents(holders)
     with visible_host(block, recorder, ran, kept), scripts_as_python(all_of_them=True), recorder:
         return block.forward(*bound.args, **bound.kwargs), tuple(named), contents

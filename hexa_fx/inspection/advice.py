@@ -102,7 +102,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Compute the ids with torch's operations, or keep a table of them as a buffer that ids of tokens index.",
     ),
     (("draws random numbers from",), "Draw with torch.rand and without generator=."),
-    (("inside a list, a dict or an object",), "Give the block the tensor as an argument of its own."),
+    (("given inside an object, or a dict by a key",), "Give the block the tensor as an argument of its own."),
     (
         ("a backward of its own, is applied",),
         "Apply the function to the tokens, to the routing weights or to the sum over experts.",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.compiler import is_compiling
@@ -303,6 +303,30 @@ def equal(now: Any, before: Any) -> bool:
         return False
 
 
+def parts_of(name: str, value: Any) -> dict[str, tuple[Any, Any]]:
+    """Of an argument that is a tuple, list or dict with tensors: names for what it holds, and the keys. Empty for anything else."""
+    if type(value) is dict:
+        held = value
+    elif type(value) is list or (isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields"))):
+        held = dict(enumerate(value))
+    else:
+        return {}
+    found = {f"{name}__{key}": (key, item) for key, item in held.items()}
+    has_tensors = any(isinstance(item, torch.Tensor) or parts_of(part, item) for part, (_, item) in found.items())
+    return found if has_tensors and all(map(str.isidentifier, found)) and len(found) == len(held) else {}
+
+
+class Form(NamedTuple):
+    """What stands for such an argument itself: its type, and its keys or places."""
+
+    kind: type
+    keys: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        return cls(type(value), tuple(value) if isinstance(value, dict) else tuple(range(len(value))))
+
+
 @dataclass(frozen=True)
 class ArgumentNames:
     """The names of a forward's arguments.
@@ -335,7 +359,8 @@ class ArgumentNames:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name: those of ``**kwargs`` under their own names, those of ``*args`` as ``args_0``, ...
+        """The arguments of a call by name: those of ``**kwargs`` under their own names, those of ``*args`` as ``args_0``, ...; what
+        lies in a tuple, list or dict with tensors likewise, and its form under its own name.
 
         Raises:
             GuardMiss: too many arguments or an unknown keyword; the original then says what is wrong.
@@ -351,7 +376,14 @@ class ArgumentNames:
             if name in given or (name not in self.accepted and not self.open_ended):
                 raise GuardMiss(f"the keyword {name!r} is not one of its arguments")
             values[name] = value
-        return values
+        return {part: item for name, value in values.items() for part, item in _apart(name, value)}
+
+
+def _apart(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    parts = parts_of(name, value)
+    yield name, Form.of(value) if parts else value
+    for part, (_, item) in parts.items():
+        yield from _apart(part, item)
 
 
 class SignatureOfOriginal:

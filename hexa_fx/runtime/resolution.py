@@ -43,6 +43,7 @@ from hexa_fx.runtime.guards import (
     AGAIN,
     ON_A_STACK,
     ArgumentNames,
+    Form,
     GuardMiss,
     ReadMiss,
     check_input,
@@ -436,6 +437,9 @@ def inputs_of(
     given = [_Given(f"args[{place}]") for place in range(form[0])]
     try:
         values = arguments.bind(tuple(given), {name: _Given(f"kwargs[{name!r}]") for name in form[1:]})
+        forms = {guard.name: guard.value for guard in guards if isinstance(guard.value, Form)}
+        first = [_entered(values, name, form, names) for name, form in forms.items()]
+        guards = [guard for guard in guards if guard.name not in forms]
         covered = {*inputs, *(guard.name for guard in guards)}
         if not covered <= values.keys():
             return _unknown
@@ -448,7 +452,20 @@ def inputs_of(
     except GuardMiss:
         return _unknown
     result = f"[{', '.join(places[name] for name in inputs)}]"
-    return names.function("args, kwargs", *lines, f"return {result} if {' and '.join(clauses) or True} else None")
+    return names.function(
+        "args, kwargs", *first, *lines, f"return {result} if {' and '.join(clauses) or True} else None"
+    )
+
+
+def _entered(values: dict[str, Any], name: str, form: Form, names: _Names) -> str:
+    """Puts what lies in a tuple, list or dict in place of it, once a call is seen to have one of this form."""
+    given = values.pop(name, None)
+    if type(given) is not _Given:
+        raise GuardMiss(f"{name!r} is a default")
+    values |= {f"{name}__{key}": _Given(f"{given}[{key!r}]") for key in form.keys}
+    found = f"tuple({given})" if form.kind is dict else f"len({given})"
+    expected = names.of(form.keys) if form.kind is dict else len(form.keys)
+    return f"if type({given}) is not {names.of(form.kind)} or {found} != {expected}: return None"
 
 
 class _Given(str):

@@ -181,7 +181,8 @@ def refuse_array(node: torch.fx.Node) -> None:
 
 _LONGEST_CONSTANT = 64
 GIVEN_INSIDE = (
-    "the code reads a tensor that it is given inside a list, a dict or an object; an argument itself can be followed"
+    "the code reads a tensor that it is given inside an object, or a dict by a key that is no name; an argument itself, or what "
+    "lies in a tuple, can be followed"
 )
 
 

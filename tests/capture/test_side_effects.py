@@ -273,10 +273,11 @@ def test_a_list_that_the_caller_gives() -> None:
     assert "the code changes the argument 'losses' in place" in report.blocks[0].reason
 
 
-def test_a_tensor_that_is_given_inside_a_dict() -> None:
+def test_a_tensor_that_is_given_inside_a_dict_by_no_name() -> None:
     report = hexa_fx.explain(Given(None).double(), (_tokens(), [], {"scale": torch.tensor(1.5)}))
-    assert not report.rewritten
-    assert "given inside a list, a dict or an object" in report.blocks[0].reason
+    assert len(report.rewritten) == 1
+    report = hexa_fx.explain(GivenInside(None).double(), ({("no", "name"): _tokens()},))
+    assert "given inside an object, or a dict by a key that is no name" in report.blocks[0].reason
 
 
 @dataclasses.dataclass
@@ -286,14 +287,14 @@ class Batch:
 
 class GivenInside(Mixture):
     def forward(self, batch: Any) -> torch.Tensor:
-        tokens = batch[0] if isinstance(batch, list) else batch.tokens
+        tokens = batch["no", "name"] if isinstance(batch, dict) else batch.tokens
         return _mixed(self.experts, tokens, *self.gate(tokens))
 
 
-@pytest.mark.parametrize("kind", [Batch, lambda tokens: types.SimpleNamespace(tokens=tokens), lambda tokens: [tokens]])
+@pytest.mark.parametrize("kind", [Batch, lambda tokens: types.SimpleNamespace(tokens=tokens)])
 def test_tokens_that_are_given_inside_of_something(kind: Callable[[torch.Tensor], Any]) -> None:
     report = hexa_fx.explain(GivenInside(None).double(), (kind(_tokens()),))
-    assert "given inside a list, a dict or an object" in report.blocks[0].reason
+    assert "given inside an object, or a dict by a key that is no name" in report.blocks[0].reason
 
 
 DRAWS: dict[str, Callable[[Mixture, torch.Tensor], float]] = {

@@ -1,0 +1,104 @@
+"""Tensors in a tuple, list or dict that a block is given as one argument are followed like arguments of their own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import hexa_fx
+from tests.detect.mixture import D, Mixture
+from tests.zoo.compare import compare, operators_run
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+
+
+class Batch(NamedTuple):
+    hidden: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float = 1.0
+
+
+class Given(Mixture):
+    """``parts`` gives tokens, a mask (or None) and a factor of what the block is given."""
+
+    def __init__(self, parts: Callable[[Any], tuple[torch.Tensor, Any, Any]]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        hidden, mask, scale = self.parts(batch)
+        weights, ids = self.router(hidden).softmax(-1).topk(2)
+        weights = weights if mask is None else weights * mask[:, None]
+        return self.chosen(hidden, weights, ids) * scale, mask
+
+
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[Any, Any, Any]]]] = {
+    "tuple": (lambda x, mask, scale: (x, mask, scale), lambda batch: batch),
+    "list": (lambda x, mask, scale: [x, mask, scale], lambda batch: (batch[0], batch[1], batch[-1])),
+    "dict": (
+        lambda x, mask, scale: {"x": x, "mask": mask, "scale": scale},
+        lambda batch: (batch["x"], batch.get("mask"), batch["scale"]),
+    ),
+    "named tuple": (Batch, lambda batch: (batch.hidden, batch.mask, batch.scale)),
+    "nested": (
+        lambda x, mask, scale: {"of": (x, [mask]), "more": {"scale": scale}},
+        lambda batch: (batch["of"][0], batch["of"][1][0], batch["more"]["scale"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [True, False])
+def test_they_are_rewritten(kind: str, given: bool) -> None:
+    """A number among them is a condition, as is whether there is a mask."""
+    make, parts = KINDS[kind]
+
+    def batch(rows: int, masked: bool = True, scale: Any = 2.0) -> Any:
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, D, dtype=torch.float64, generator=generator)
+        return make(x, (x[:, 0] > 0).double() if masked else None, scale)
+
+    block = Given(parts).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), (batch(9),) if given else None, CONFIG)
+    scaled = [batch(7, scale=torch.tensor(scale, dtype=torch.float64)) for scale in (0.5, 2.5)]
+    for each in (batch(9), batch(9), batch(14), batch(1), *scaled):
+        assert compare(block, opt, (each,)).within(1e-12)
+        assert operators_run(opt, (each,))
+    for each in (batch(9, masked=False), batch(9, scale=-1.0), batch(9)):
+        for _ in range(2):
+            assert compare(block, opt, (each,)).within(1e-12)
+    assert operators_run(opt, (batch(9),))
+
+
+@pytest.mark.parametrize(
+    "other", [lambda x, m: [x, m], lambda x, m: (x,), lambda x, m: (x, m, m), lambda x, m: x[None]]
+)
+def test_another_form_is_another_kind(other: Callable[..., Any]) -> None:
+    x = torch.randn(9, D, dtype=torch.float64)
+    mask = (x[:, 0] > 0).double()
+
+    def parts(batch: Any) -> tuple[Any, Any, Any]:
+        return batch[0], batch[1] if len(batch) > 1 else None, float(isinstance(batch, list)) + len(batch)
+
+    block = Given(parts).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), ((x, mask),), CONFIG)
+    for given in ((x, mask), other(x, mask), (x, mask), other(x, mask)):
+        torch.testing.assert_close(opt(given)[0], block(given)[0])
+
+
+def test_one_that_is_changed_is_left() -> None:
+    def parts(batch: Any) -> tuple[Any, Any, Any]:
+        batch["seen"] = True
+        return batch["x"], None, 1.0
+
+    report = hexa_fx.explain(Given(parts).double(), ({"x": torch.randn(9, D, dtype=torch.float64)},))
+    assert "the code changes the argument 'batch' in place" in report.blocks[0].reason
+
+
+def test_names_that_cannot_be_told_apart_are_refused() -> None:
+    x = torch.randn(9, D, dtype=torch.float64)
+    block = Given(lambda batch: (batch["a"][0], None, batch["a__0"])).double()
+    report = hexa_fx.explain(block, ({"a": (x,), "a__0": torch.tensor(2.0)},))
+    assert "have names that cannot be told apart" in report.blocks[0].reason
