@@ -180,6 +180,7 @@ class Specialiser:
                 of_model = f"{forward.path.removesuffix(name)}{path}".strip(".")
                 installed = install(around, path=of_model, analyst=self)
                 installed.within, installed.around, forward.around = forward.within, forward.around[1:], ()
+                installed.inner, forward.waits = forward, True
                 self._around.add(of_model)
             return
 

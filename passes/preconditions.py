@@ -39,7 +39,7 @@ QUANTISED = (
 )
 UNIT = (
     "{!r} is a unit of FSDP2 inside of the block, whose weights are not there when the block is called; apply fully_shard to the "
-    "block or around it, or optimize the model before it is sharded"
+    "block or around it"
 )
 SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "

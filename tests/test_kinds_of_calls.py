@@ -74,12 +74,16 @@ def pair(model: nn.Module, *inputs: torch.Tensor) -> tuple[nn.Module, nn.Module]
 
 @pytest.mark.parametrize("given", [True, False], ids=["example", "first call"])
 @pytest.mark.parametrize("first", [True, False], ids=["train", "eval"])
-def test_experts_that_choose_in_one_mode_run_operators_in_both(first: bool, given: bool) -> None:
+def test_experts_that_choose_in_one_mode_run_operators_in_both(
+    first: bool, given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is said of experts while the module around them is still to be tried."""
     model = Layers(Around).double().train(first)
     model, opt = pair(model, *([tokens()] if given else []))
     for mode in (first, not first, first):  # the second call of a kind is the first that may run on the module around
         for _ in range(2):
             torch.testing.assert_close(opt.train(mode)(tokens()), model.train(mode)(tokens()))
+    assert not any("runs its original forward" in line for line in caplog.messages)
     for mode in (True, False):
         assert operators_run(opt.train(mode), (tokens(),)), opt.report
         assert compare(model, opt, (tokens(),), train=mode).within(1e-10)

@@ -174,6 +174,9 @@ class HexaForward(InPlace):
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.ran, self.own = 0, Counter[str]()
         self._warned, self._mistakes, self._tried = False, 0, False
+        # Who was refused and waits for this module around it, which is tried next; and whether one around this is tried.
+        self.inner: HexaForward | None = None
+        self.waits = False
         self._latest = next(iter(self.specialisations), None)
 
     def _bind(self, module: nn.Module) -> None:
@@ -422,11 +425,15 @@ class HexaForward(InPlace):
 
     def _say(self, reason: str) -> None:
         """Logs each reason once, and that a block mostly runs its own code."""
-        if self.own[reason] == 1:
-            latest = self._latest
+        if self.own[reason] == 1 and not self.waits:
+            latest, told = self._latest, self
+            while told.inner is not None and not told.specialisations:  # nothing is left to be tried around the block
+                inner, told.inner, told.waits = told.inner, None, True
+                told, reason = inner, inner.why.removeprefix(": ")
+            told.waits = False
             if latest is not None and latest.has_main_grad(self.module):
                 reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
-            logger.warning("%s runs its original forward: %s", self._name, reason)
+            logger.warning("%s runs its original forward: %s", told._name, reason)
         missed = sum(self.own.values()) - self.own[SMALL]
         if missed >= _WARN_AFTER and missed > self.ran and not self._warned:
             self._warned = True
@@ -475,5 +482,5 @@ class HexaForward(InPlace):
 
 
 _OF_ONE = frozenset(
-    "_module within _arguments restarted called ran own _warned _mistakes _tried _latest __doc__ __name__".split()
+    "_module within _arguments restarted called ran own inner waits _warned _mistakes _tried _latest __doc__ __name__".split()
 )

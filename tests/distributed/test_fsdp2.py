@@ -1,6 +1,7 @@
 """FSDP2: an optimized model under `fully_shard`, by hand and as planned, compared with the whole original on one device."""
 
 import copy
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,8 @@ def compare(rank: int, world: int, name: str, late: str = "") -> str:
         with pytest.raises(InputError, match="leave the example out"):
             hexa_fx.optimize_(sharded, example)
         hexa_fx.optimize_(sharded, config=replace(CONFIG, own_code_when_small=False))
+    said: list[str] = []
+    logging.getLogger("hexa_fx.runtime.forward").addFilter(lambda record: said.append(record.getMessage()) is None)
     if late == "setting":
         hexa_fx.patch_transformers()
         sharded.set_experts_implementation("hexa")
@@ -100,6 +103,7 @@ def compare(rank: int, world: int, name: str, late: str = "") -> str:
     if late == "optimize":
         calls = 2 if name == "sorted" else 3  # of three: the first shows that it is not the experts alone
         assert [block.calls.rewritten for block in sharded.report.blocks] == [calls, calls], sharded.report
+        assert not any("runs its original forward" in line for line in said), said
     return "equal"
 
 
