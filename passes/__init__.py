@@ -108,9 +108,7 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         with random_state_kept():
             found = with_few_enough_tokens(_analyse_experts, observation, config)
             if not isinstance(found, Refusal) and found.check is not None and changes_itself(found.check.cases):
-                found = with_few_enough_tokens(
-                    _analyse_experts, observation, config
-                )  # a cache that is full now, perhaps
+                found = with_few_enough_tokens(_analyse_experts, observation, config)  # perhaps its cache is full now
             return refused(found) if isinstance(found, Refusal) else found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")

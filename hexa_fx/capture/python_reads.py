@@ -199,10 +199,8 @@ class PythonReads:
         reader = _reader(frame)
         if logs(reader):
             return
-        of_users, made_meanwhile = (
-            is_users(reader),
-            id(holder) not in self.edges.modules and id(holder) not in self._met,
-        )
+        of_users = is_users(reader)
+        made_meanwhile = id(holder) not in self.edges.modules and id(holder) not in self._met
         if made_meanwhile and of_users and name not in MODULE_STATE and not self._is_new(holder):
             made_meanwhile = False
         if made_meanwhile and name not in _OF_MODE:

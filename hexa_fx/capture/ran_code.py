@@ -128,9 +128,8 @@ class RanCode:
         self.entered: Callable[[dict[str, Any]], None] = lambda namespace: None
         """Told the globals of every function that starts."""
         self.hears = True
-        self._ran: dict[
-            int, tuple[types.CodeType, set[str], frozenset[str]]
-        ] = {}  # by id: hashing reads all of the code
+        # By id: hashing reads all of the code.
+        self._ran: dict[int, tuple[types.CodeType, set[str], frozenset[str]]] = {}
         self._names: dict[str, set[str]] = {}
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)

@@ -25,14 +25,7 @@ from torch import nn
 LITERALS = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device)
 """Values that are nothing but themselves."""
 
-PLAIN = (
-    *LITERALS,
-    enum.Enum,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    functools.partial,
-)
+PLAIN = (*LITERALS, enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, functools.partial)
 """Values that are compared as they are. A partial is equal to itself alone."""
 
 

@@ -306,9 +306,7 @@ def largest_of(tensors: Sequence[torch.Tensor]) -> list[float]:
             if shape is None:
                 ends = torch.stack([end for tensor in chosen for end in torch.aminmax(tensor)]).view(-1, 2)
             else:
-                rows = (
-                    torch.stack(chosen) if len(chosen) > 1 else chosen[0][None]
-                )  # one may be large, and is not copied
+                rows = torch.stack(chosen) if len(chosen) > 1 else chosen[0][None]  # a large one is not copied
                 ends = torch.stack(torch.aminmax(rows.reshape(len(chosen), -1), dim=1), 1)
             for number, value in zip(batch, ends.abs().amax(1).tolist()):
                 found[number] = value

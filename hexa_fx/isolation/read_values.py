@@ -56,14 +56,7 @@ _LONGEST = 4096
 _OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 CACHED = type(functools.lru_cache(lambda: None))
-_SEEN_INTO = (
-    types.MethodType,
-    types.CellType,
-    functools.partial,
-    staticmethod,
-    classmethod,
-    CACHED,
-)
+_SEEN_INTO = (types.MethodType, types.CellType, functools.partial, staticmethod, classmethod, CACHED)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,7 @@ _NOT_MADE = frozenset(("__get__", "from_numpy", "as_tensor", "asarray", "frombuf
 
 
 @contextmanager
-def tensors_restored(
-    root: nn.Module,
-    with_parameters: Callable[[], object] = lambda: None,
-) -> Iterator[None]:
+def tensors_restored(root: nn.Module, with_parameters: Callable[[], object] = lambda: None) -> Iterator[None]:
     """A context at whose end tensors that were there before have their own memory and numbers again.
 
     What torch's functions are about to write to is copied, and nothing else. ``with_parameters`` is called if the tree's parameters

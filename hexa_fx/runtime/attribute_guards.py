@@ -79,9 +79,8 @@ class AttributeGuards:
         self.dtypes = dict(dtypes)
         found = [read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read)]
         of_class = PythonRead("", ("__class__", "forward"), snapshot(type(block).forward))
-        self.forward = (
-            () if own_forward else (of_class,)
-        )  # the rewritten one lies in front of it, also of one that comes later
+        # The rewritten one lies in front of it, also of one that comes later.
+        self.forward = () if own_forward else (of_class,)
         read = _names(found)
         tensors = (item for item in tensors_by_name(block).items() if item[0] in read or item[0] in weights)
         self.other_names = *one_by_another(named_modules(block, every=True)), *one_by_another(tensors)
@@ -128,10 +127,8 @@ class AttributeGuards:
         self._found: Resolution | None = None
         self._is_same: Check | None = None
         self._missed: PythonRead | None = None
-        self._sides: tuple[Check | None, Check | None] = (
-            None,
-            None,
-        )  # what holds before `generate` decodes, and while it does
+        # What holds before `generate` decodes, and while it does.
+        self._sides: tuple[Check | None, Check | None] = (None, None)
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
@@ -211,9 +208,8 @@ class AttributeGuards:
             one, other = known.get(name), known.get(first)
             if self._bases.get(id(one), one) is not self._bases.get(id(other), other):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
-        found.dicts += _places(
-            names - modules.keys(), modules
-        )  # those in modules that are called are not among the reads
+        # Those in modules that are called are not among the reads.
+        found.dicts += _places(names - modules.keys(), modules)
         inner = [submodule(modules, path) for path in self.inner]
         found.dicts += [(vars(module), HOOKS[0], getattr(module, HOOKS[0])) for module in inner]  # as in `paths`
         self._are_hooked = any_of([*HOOKS_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])

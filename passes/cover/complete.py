@@ -27,10 +27,7 @@ _MOST = 12
 """Values that are changed at most."""
 
 
-def detect_all(
-    record: Callable[[Replacements], CapturedBlock],
-    prefer_earliest: bool = False,
-) -> MoEMatch | Refusal:
+def detect_all(record: Callable[[Replacements], CapturedBlock], prefer_earliest: bool = False) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
     Args:
@@ -74,12 +71,7 @@ def _covered(
     return (found if isinstance(found, MoEMatch) and not any(map(counts, all_lost)) else first[0]), first
 
 
-def _announced(
-    captured: CapturedBlock,
-    replacements: Replacements,
-    prefer_earliest: bool,
-    form: Form = "any",
-) -> Found:
+def _announced(captured: CapturedBlock, replacements: Replacements, prefer_earliest: bool, form: Form = "any") -> Found:
     """The match, with what it loses."""
     active = _replaced_nodes(captured, replacements)
     with announced("detect", captured.graph) as done:

@@ -244,9 +244,8 @@ class _Walk:
             self._also("added", [n for n in others if is_float(n) and n is node.args[0]])
             self._also("factor", [n for n in others if is_float(n) and n is not node.args[0]])
             self._also("select", [n for n in others if not is_float(n)])
-        elif (
-            ops.adds(node) or ops.moves(node) or _is_off(node) or kind(node) == "mean"
-        ):  # whose divisor is a constant of the routing
+        elif ops.adds(node) or ops.moves(node) or _is_off(node) or kind(node) == "mean":
+            # The divisor of a mean is a constant of the routing.
             self._also("added", [n for n in others if is_float(n)])
             self._also("select", [n for n in others if not is_float(n)])
         else:

@@ -30,30 +30,12 @@ from hexa_fx.passes.detect.explain import explained, without_products
 from hexa_fx.passes.detect.free import INSIDE, NotFree, detect_free, has_idle
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import Family, MoEMatch
-from hexa_fx.passes.detect.projections import (
-    Contraction,
-    find_contractions,
-    group_instances,
-    without_scores,
-)
+from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, without_scores
 from hexa_fx.passes.detect.rows import Instance, match_rows
-from hexa_fx.passes.detect.rules import (
-    is_cut_off,
-    opaque_nodes,
-    stored_outside_calls,
-)
-from hexa_fx.passes.detect.several import (
-    families_of,
-    find_several,
-    other_runs,
-)
+from hexa_fx.passes.detect.rules import is_cut_off, opaque_nodes, stored_outside_calls
+from hexa_fx.passes.detect.several import families_of, find_several, other_runs
 from hexa_fx.passes.detect.slots import Pairs
-from hexa_fx.passes.detect.tags import (
-    ALL,
-    Tag,
-    expert_groups,
-    without_lone_parts,
-)
+from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, without_lone_parts
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 __all__ = ["MoEMatch", "detect_block"]

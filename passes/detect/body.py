@@ -46,9 +46,8 @@ class Hypothesis:
 def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
     """Every activation, with every layout of gate and up in the result of the first projection."""
     width, sizes = feature_size(instance.second.data), [feature_size(first.node) for first in instance.first]
-    layouts: tuple[
-        Halves, ...
-    ] = ()  # of another width, one of two is no half of a gated pair: FiLM's scale, a gate per row
+    # Of another width, one of two is no half of a gated pair: FiLM's scale, a gate per row.
+    layouts: tuple[Halves, ...] = ()
     if sizes in ([width], [width, width]):
         layouts = (None,)
     elif sizes == [2 * width]:

@@ -27,11 +27,7 @@ from hexa_fx.passes.detect.match import Family, MoEMatch
 from hexa_fx.passes.detect.projections import Contraction
 from hexa_fx.passes.detect.routing import find_row_factor
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
-from hexa_fx.passes.detect.rules import (
-    opaque_nodes,
-    refuse_randomness,
-    stored_outside_calls,
-)
+from hexa_fx.passes.detect.rules import opaque_nodes, refuse_randomness, stored_outside_calls
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.steps import (
     ONE_RAN,

@@ -275,9 +275,8 @@ class Comparison:
         if isinstance(original, Exception) and (rows is None or not rows.finite or raised_by_user(original)):
             return VerificationCase(name, "skipped", detail=raises, raised=True)
         other = tried(lambda: self._run(self.forward.rewritten, call))
-        if isinstance(other, GuardMiss) and not isinstance(
-            other, RoutingMiss
-        ):  # nothing has changed in the router here
+        # Of a `RoutingMiss` nothing has changed in the router here.
+        if isinstance(other, GuardMiss) and not isinstance(other, RoutingMiss):
             changed = repr(other.read) if isinstance(other, ReadMiss) else ""
             return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(original, Exception) and isinstance(other, Exception):
