@@ -285,10 +285,7 @@ def _with_other_numbers(verify: Callable[[], VerificationResult], observation: O
 
 
 def _checked(
-    found: BlockAnalysis,
-    observation: Observation,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    config: HexaConfig,
+    found: BlockAnalysis, observation: Observation, example: tuple[tuple[Any, ...], dict[str, Any]], config: HexaConfig
 ) -> BlockAnalysis:
     """Compares what was rewritten with the original. What differs becomes a refusal."""
     match, rewritten, block = found.match, found.rewritten, observation.module

@@ -36,10 +36,7 @@ class _Values(torch.fx.Interpreter):
     """Keeps the value of every node. A node that cannot run without data, and what depends on it, has none."""
 
     def __init__(
-        self,
-        graph: torch.fx.Graph,
-        known: Mapping[torch.fx.Node, Any],
-        sources: Mapping[torch.fx.Node, torch.fx.Node],
+        self, graph: torch.fx.Graph, known: Mapping[torch.fx.Node, Any], sources: Mapping[torch.fx.Node, torch.fx.Node]
     ) -> None:
         super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
         self.found: dict[torch.fx.Node, Any] = {}

@@ -261,11 +261,7 @@ def _ran(model: nn.Module, path: str, mode: Selections) -> bool:
 
 
 def _overlooked(
-    model: nn.Module,
-    suspects: set[str],
-    mode: Selections,
-    recorded: Mapping[str, Observation],
-    found: set[str],
+    model: nn.Module, suspects: set[str], mode: Selections, recorded: Mapping[str, Observation], found: set[str]
 ) -> list[Candidate]:
     """Blocks with what looks like experts, beside those that are ``found``, that choose none by index."""
     left: dict[str, str] = {}

@@ -71,28 +71,20 @@ class RecordedNumber:
     def is_bool(self) -> bool:
         return isinstance(self.value, bool)
 
-    def is_nested_int(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
     def is_constant(self) -> bool:
         return False
 
-    def has_hint(self) -> bool:
+    is_nested_int = is_constant
+
+    def has_hint(self, *_: object) -> bool:
         return True
+
+    is_symbolic = expect_size = has_hint
 
     def require_hint(self, *_: object) -> float | bool:
         return self.value
 
-    @property
-    def hint(self) -> float | bool:
-        return self.value
-
-    @property
-    def expr(self) -> float | bool:
-        return self.value
+    hint = expr = property(require_hint)
 
     def maybe_as_int(self) -> None:
         return None
@@ -126,9 +118,6 @@ class RecordedNumber:
 
     bool_ = expect_true = guard_bool
     guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = guard_bool
-
-    def expect_size(self, *_: object) -> bool:
-        return True
 
     def wrap_int(self, value: float | bool) -> RecordedNumber:
         return RecordedNumber(value, None, self.recorder)

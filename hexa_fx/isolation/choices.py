@@ -16,12 +16,10 @@ from torch import Tensor
 from hexa_fx import operations as ops
 from hexa_fx.ir import Choice
 
-NAMES = ops.BEST | {"max"}
-
 
 @dataclass(frozen=True)
 class ChoosingCall:
-    """One call of a function of `NAMES`.
+    """One call of a function that chooses the best.
 
     Args:
         name: of the function.
@@ -87,7 +85,7 @@ class ChoosingCall:
 
 
 def choosing_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChoosingCall | None:
-    """The call of ``func`` if it is of `NAMES` and chooses by floating-point scores; else None."""
+    """The call of ``func`` if it is that chooses the best and does so by floating-point scores; else None."""
     reader = _READERS.get(getattr(func, "__name__", ""))
     if reader is None or "out" in kwargs:
         return None

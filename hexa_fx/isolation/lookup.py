@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ class _Missing(enum.Enum):
 MISSING = _Missing.MISSING
 """Stands for what is not there."""
 
-Steps: TypeAlias = tuple[Any, ...]
-"""Names of attributes, or keys where a dict or a list is on the way."""
 
 MODULE_STATE = frozenset(nn.Module().__dict__)
 """Attributes in which torch keeps what every module has; none is a setting."""

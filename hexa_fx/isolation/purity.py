@@ -56,7 +56,6 @@ def raised_by_user(error: BaseException) -> bool:
 
 CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers"
 LOOK_UP = "look-up of names"
-CACHE = "cache of objects"
 HOOK, DATA, ATTRIBUTE, WEIGHT = "hook", "memory of a tensor", "attribute of a tensor", "parameter that is written"
 """What code does to tensors that no graph shows."""
 PAST = "past of a tensor"

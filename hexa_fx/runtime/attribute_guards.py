@@ -101,10 +101,7 @@ class AttributeGuards:
 
     @classmethod
     def of(
-        cls,
-        block: nn.Module,
-        rewritten: RewrittenBlock | None,
-        own_forward: Callable[..., Any] | None = None,
+        cls, block: nn.Module, rewritten: RewrittenBlock | None, own_forward: Callable[..., Any] | None = None
     ) -> AttributeGuards:
         """Those of a rewritten forward; none if there is no such forward."""
         if rewritten is None:

@@ -51,12 +51,8 @@ class Specialisation:
         self.packed_names = packed_names(block)
         self.program = Program.of(block.graph, block.path, self.packed_names)
         self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
-        self.stored, self.changed, self.small, self.num_experts = (
-            block.stored,
-            block.changed,
-            block.small,
-            block.num_experts,
-        )
+        self.stored, self.changed = block.stored, block.changed
+        self.small, self.num_experts = block.small, block.num_experts
         self.weights = main_grad.parameters_of(block.graph)
         self._of_lists = tuple(part[0] for weight in block.packed for part in weight.parts)
         self.matrices = matrices_of(block.graph, self.packed_names)

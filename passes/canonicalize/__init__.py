@@ -55,10 +55,7 @@ def _as_subscript(node: torch.fx.Node) -> None:
     if not node.op.startswith("call") or len(node.args) != _ARGUMENTS.get(operation(node)):
         return
     weight, dim, place, *length = node.args
-    several = operation(node) == "index_select"
     if dim != 0 or not isinstance(weight, torch.fx.Node) or any(n.op == "placeholder" for n in ancestors([weight])):
-        return
-    if several and (not isinstance(place, torch.fx.Node) or record_of(place).value.dim() != 1):
         return
     if length:
         if not isinstance(place, int) or not isinstance(length[0], int) or place < 0:

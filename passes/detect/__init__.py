@@ -119,10 +119,7 @@ def _detect_standard(family: Family) -> MoEMatch:
 
 
 def _match_of(
-    family: Family,
-    stored: tuple[StoredValue, ...],
-    source: torch.fx.Node,
-    instances: list[Instance],
+    family: Family, stored: tuple[StoredValue, ...], source: torch.fx.Node, instances: list[Instance]
 ) -> MoEMatch:
     """The region if its tokens are the rows of ``source``."""
     captured, tags, replay = family.captured, family.tags, family.replay

@@ -71,11 +71,7 @@ class Combine:
 
 
 def find_combine(
-    graph: torch.fx.Graph,
-    instances: list[Instance],
-    tokens: int,
-    replay: Replay,
-    opaque: set[torch.fx.Node],
+    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[torch.fx.Node]
 ) -> Combine:
     """The first node that is a weighted sum of the expert outputs for each token.
 
@@ -332,8 +328,6 @@ def check_base(
     Args:
         weights: nodes that hold routing weights. instances: whose products are left out.
 
-    Raises:
-        Refuse: what lies beside the experts' outputs depends on the weights.
     """
     halved = {node: 0.5 * replay.value(node) for node in weights}
     none = {c: torch.zeros_like(replay.value(c)) for c in (instance.second.node for instance in instances)}
@@ -341,11 +335,7 @@ def check_base(
     held = replay.value(base).reshape(before.shape)
     # A late bias of the experts is weighted too, if the weights are not normalised again on their way.
     expected = held + 0.5 * (before - held)
-    if any(_is_same(after, value) for value in (before, expected)):
-        return False
-    if not _is_same(after, 0.5 * before):
-        raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
-    return True
+    return not any(_is_same(after, value) for value in (before, expected))
 
 
 def _holding(

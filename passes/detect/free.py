@@ -231,11 +231,7 @@ class _FreeSearch:
     # -- body ----------------------------------------------------------------------------------------------------------
 
     def _body(
-        self,
-        roles: Mapping[torch.fx.Node, Role],
-        reader: StepReader,
-        output: torch.fx.Node,
-        experts: int,
+        self, roles: Mapping[torch.fx.Node, Role], reader: StepReader, output: torch.fx.Node, experts: int
     ) -> FreeBody:
         products = [role for role in roles.values() if isinstance(role, Product)]
         tokens = [node for node, role in roles.items() if isinstance(role, TokenRows)]

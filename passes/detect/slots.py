@@ -169,10 +169,7 @@ class Capacity:
 
 
 def find_capacity(
-    pairs: Pairs,
-    slots: Slots,
-    end: torch.fx.Node,
-    is_expert: Callable[[torch.fx.Node], bool],
+    pairs: Pairs, slots: Slots, end: torch.fx.Node, is_expert: Callable[[torch.fx.Node], bool]
 ) -> Capacity | None:
     """The capacity under which exactly the slots of ``slots`` without a row got none; None if there is none.
 

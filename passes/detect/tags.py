@@ -263,8 +263,6 @@ def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], count
     tag = tags[base]
     if tag.experts:
         return tag
-    if isinstance(place, torch.Tensor) and place.is_floating_point():
-        return tag
     if isinstance(place, bool) or (isinstance(place, torch.Tensor) and place.dtype == torch.bool):
         return tag
     if isinstance(place, torch.Tensor) and place.numel() != 1:

@@ -14,8 +14,7 @@ import torch
 import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
-from hexa_fx.errors import InputError
-from hexa_fx.ir import FfnSpec, Layout
+from hexa_fx.ir import Layout
 from hexa_fx.observers import notify
 from hexa_fx.ops import projection
 from hexa_fx.ops.activations import check_activation
@@ -51,34 +50,6 @@ class Lowered:
     backward: GraphModule
 
 
-def lower(
-    spec: FfnSpec,
-    *,
-    top_k_weights: bool = True,
-    b1: bool = False,
-    b3: bool = False,
-    b2: bool = False,
-    grads: tuple[str, ...] | None = None,
-    training: bool = True,
-) -> Lowered:
-    """The forward and backward graphs of an expert.
-
-    Args:
-        spec: the expert.
-        top_k_weights, b1, b3, b2: which optional operands there are. W3 is there when glu is ``split``.
-        grads: names of `OPERANDS` that need a gradient; None means every given one.
-        training: the forward graph also returns what backward needs.
-
-    Raises:
-        InputError: the activation is unknown, or the gradient of a missing operand is asked for.
-    """
-    optional = {"top_k_weights": top_k_weights, "b1": b1, "b3": b3, "b2": b2, "w3": spec.glu == "split"}
-    given = frozenset(n for n in OPERANDS if optional.get(n, True))
-    wanted = given if grads is None else frozenset(grads)
-    request = FfnRequest(spec, given, wanted, training)
-    return Lowered(lower_forward(request), lower_backward(request))
-
-
 def lower_forward(request: FfnRequest) -> GraphModule:
     """The forward graph of a request as `hexa::moe_ffn` makes it."""
     check_activation(request.spec.activation, request.spec.glu, request.spec.params)
@@ -87,9 +58,6 @@ def lower_forward(request: FfnRequest) -> GraphModule:
 
 def lower_backward(request: FfnRequest) -> GraphModule:
     """The backward graph of a request as `hexa::moe_ffn` makes it."""
-    absent = request.grads - request.given
-    if absent:
-        raise InputError(f"gradients of {sorted(absent)} were asked for, but only {sorted(request.given)} are given")
     return _BackwardBuilder(request).build()
 
 

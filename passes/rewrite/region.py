@@ -342,11 +342,7 @@ class RegionEmitter:
             self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
 
     def _canonical(
-        self,
-        body: ExpertBody,
-        tokens: torch.fx.Node,
-        index: torch.fx.Node,
-        factor: torch.fx.Node | None,
+        self, body: ExpertBody, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None
     ) -> torch.fx.Node:
         operands, up = self.weights.emit(body), None if body.up is None else body.up.base
         given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
@@ -462,8 +458,6 @@ class RegionEmitter:
         """Tokens times their factors, in the dtype that experts are given: the code may multiply in a wider one."""
         match = self.match
         scaled = self.graph.call_function(operator.mul, (tokens, before))
-        if isinstance(match.body, FreeBody):
-            return scaled
         kinds = [record_of(node).value.dtype for source in match.routing.before for node in source.nodes]
         wide = functools.reduce(torch.promote_types, kinds, record_of(match.source).value.dtype)
         given = record_of(match.instances[0].first[0].data).value.dtype
@@ -520,11 +514,6 @@ class RegionEmitter:
             emitted = [self.outside[size] if isinstance(size, torch.fx.Node) else size for size in leading]
             return self.graph.call_method("reshape", (result, *emitted, value.shape[-1]))
         like = self._same_leading(value) if leading is None else self.outside[leading]
-        if like is None and sum(size != 1 for size in value.shape[:-1]) > 1:
-            raise Refuse(
-                f"the experts' results are laid out as {tuple(value.shape)}, and neither the tokens nor what they are routed by is",
-                self.match.output,
-            )
         if like is None:  # one group of all tokens: (1, T, D)
             return self.graph.call_method("reshape", (result, *[1] * (value.dim() - 2), -1, value.shape[-1]))
         sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]

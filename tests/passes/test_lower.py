@@ -8,7 +8,18 @@ import torch
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.program import FfnRequest
 from hexa_fx.passes.lowering.fuse import FuseActivation
-from hexa_fx.passes.lowering.lower import lower, lower_backward
+from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
+
+GIVEN = frozenset({"x", "top_k_weights", "w1", "w2"})
+
+
+def forward_of(spec: FfnSpec, training: bool = True) -> torch.fx.GraphModule:
+    return lower_forward(FfnRequest(spec, GIVEN, GIVEN, training))
+
+
+def backward_of(spec: FfnSpec, *beside: str, grads: frozenset[str] | None = None) -> torch.fx.GraphModule:
+    given = GIVEN.union(beside)
+    return lower_backward(FfnRequest(spec, given, given if grads is None else grads, training=True))
 
 
 def operators(gm: torch.fx.GraphModule) -> Counter[str]:
@@ -21,12 +32,12 @@ def operators(gm: torch.fx.GraphModule) -> Counter[str]:
 
 @pytest.mark.parametrize("glu", ["none", "concat", "interleaved"])
 def test_forward_is_reindex_two_products_activation_combine(glu):
-    forward = lower(FfnSpec("silu", glu)).forward
+    forward = forward_of(FfnSpec("silu", glu))
     assert operators(forward) == {"reindex": 1, "esmm": 2, "activate": 1, "combine": 1}
 
 
 def test_backward_has_the_fused_operator_and_no_second_reindex():
-    backward = lower(FfnSpec("silu", "concat"), b1=True, b2=True).backward
+    backward = backward_of(FfnSpec("silu", "concat"), "b1", "b2")
     found = operators(backward)
     assert found["esfk"] == 1
     assert found["estmm"] == 1
@@ -41,13 +52,14 @@ def test_without_the_fused_operator_there_is_one_for_each_gradient():
 
 
 def test_frozen_weights_need_no_products():
-    backward = lower(FfnSpec("silu", "concat"), grads=("x",)).backward
+    backward = backward_of(FfnSpec("silu", "concat"), grads=frozenset({"x"}))
     assert operators(backward)["estmm"] == operators(backward)["esfk"] == 0
 
 
 @pytest.mark.parametrize("glu", ["none", "concat", "split"])
 def test_fusion_folds_the_activation(glu):
-    forward = lower(FfnSpec("silu", glu)).forward
+    given = GIVEN | ({"w3"} if glu == "split" else frozenset())
+    forward = lower_forward(FfnRequest(FfnSpec("silu", glu), given, given, training=True))
     assert FuseActivation()(forward) == 1
     found = operators(forward)
     assert found["esmm_act"] == 1
@@ -56,7 +68,7 @@ def test_fusion_folds_the_activation(glu):
 
 
 def test_fusing_twice_changes_nothing():
-    forward = lower(FfnSpec("gelu")).forward
+    forward = forward_of(FfnSpec("gelu"))
     FuseActivation()(forward)
     code = forward.code
     assert FuseActivation()(forward) == 0
@@ -64,15 +76,15 @@ def test_fusing_twice_changes_nothing():
 
 
 def test_recomputing_h_saves_one_output_and_adds_one_product():
-    kept, again = lower(FfnSpec("silu", "concat")), lower(FfnSpec("silu", "concat", recompute_h=True))
-    assert operators(again.backward)["esmm"] == operators(kept.backward)["esmm"] + 1
+    kept, again = backward_of(FfnSpec("silu", "concat")), backward_of(FfnSpec("silu", "concat", recompute_h=True))
+    assert operators(again)["esmm"] == operators(kept)["esmm"] + 1
 
 
 def test_the_unfused_graph_runs():
     spec, generator = FfnSpec("gelu"), torch.Generator().manual_seed(0)
     x, w1, w2 = (torch.randn(*size, generator=generator) for size in ((7, 6), (3, 5, 6), (3, 6, 5)))
     index, weights = torch.randint(0, 3, (7, 2), generator=generator), torch.rand(7, 2, generator=generator)
-    y = lower(spec, training=False).forward(x, index, weights, w1, w2)
+    y = forward_of(spec, training=False)(x, index, weights, w1, w2)
     y = y[0] if isinstance(y, tuple) else y
     expected = torch.ops.hexa.moe_ffn(
         x, index, weights, w1, None, None, None, w2, None, "gelu", "none", [], "nk", "nk", False
