@@ -108,7 +108,7 @@ def code_reads(code: types.CodeType) -> CodeReads:
             chains[name, *_attributes(following)] = None
             sets += [(name, *found)] if (found := _set_of(following)) else []
         elif instruction.opname == "IMPORT_NAME":
-            imports |= {(name, str(i.argval)): None for i in _imported_from(following)}
+            imports |= {(name, str(i.argval)): None for i in following[:16] if i.opname == "IMPORT_FROM"}
             if following and following[0].opname == "STORE_FAST":
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
@@ -165,10 +165,6 @@ def _set_of(following: list[Instruction]) -> list[str]:
         if instruction.opname == "STORE_ATTR":
             return names
     return []
-
-
-def _imported_from(following: list[Instruction]) -> Iterator[Instruction]:
-    return (i for i in following[:16] if i.opname == "IMPORT_FROM")
 
 
 def _decides_on_dtype(instructions: list[Instruction]) -> bool:

@@ -165,13 +165,8 @@ def _function_of_number(name: str) -> Callable[[Any], Any]:
     return lambda number: torch.sym_sqrt(number) if name == "sqrt" else function(number)
 
 
-def _formatted(number: Any, how: str) -> str:
-    """A part of a text that code makes of a number."""
-    return noted_text(format(plain(number), how), number.node.compare)
-
-
 METHODS: dict[str, Callable[..., Any]] = {
-    "__format__": _formatted,
+    "__format__": lambda number, how: noted_text(format(plain(number), how), number.node.compare),
     **{name: _function_of_number(name) for name in "sqrt exp exp2 log log2 log10 log1p cbrt".split()},
 }
 """What a text in code asks of a number (``f"{load:.2f}"``), and what numpy calls on an object that is no number of its own, as

@@ -83,12 +83,9 @@ def limits_of(node: torch.fx.Node) -> list[int]:
 
 def decides_between_numbers(graph: torch.fx.Graph) -> bool:
     """Whether the host looked for the larger of two numbers that the code computed, as ``max(counts)`` does."""
-    asked = [n for node in graph.nodes if node.op != "output" and record_of(node).decision for n in _with_inputs(node)]
+    decisions = (node for node in graph.nodes if node.op != "output" and record_of(node).decision)
+    asked = (n for node in decisions for n in (node, *node.all_input_nodes))
     return any(ops.orders(node) and len(node.all_input_nodes) > 1 for node in asked)
-
-
-def _with_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    return [node, *node.all_input_nodes]
 
 
 def _limits(node: torch.fx.Node) -> list[int]:

@@ -233,7 +233,7 @@ def _of_object(holder: Any, name: str) -> Place:
     for registry in registries:
         if name in registry:
             return Place(registry[name], ((registry, registry[name]),))
-    if not _plain_fallback(type(holder)):
+    if getattr(type(holder), "__getattr__", nn.Module.__getattr__) is not nn.Module.__getattr__:
         return Place(_attribute(holder, name), owner=holder)
     return Place(MISSING, tuple((d, MISSING) for d in (own, *registries)), type(holder))
 
@@ -276,10 +276,6 @@ def getattr_plain(holder: Any) -> dict[str, Any]:
 def getattr_of(cls: type) -> Any:
     """The ``__getattribute__`` of a class, without the one that notes reads."""
     return getattr(cls.__getattribute__, "noting", cls.__getattribute__)
-
-
-def _plain_fallback(cls: type) -> bool:
-    return getattr(cls, "__getattr__", nn.Module.__getattr__) is nn.Module.__getattr__
 
 
 def _item(holder: Any, key: Any) -> Any:

@@ -43,10 +43,6 @@ class ModuleSnapshot:
         buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
         self._buffers = [buffer for buffer in buffers.values() if not _overlaps_itself(buffer)]
         self._held = [*{id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}.values()]
-        self.save_values()
-
-    def save_values(self) -> None:
-        """Of buffers and of tensors like them, as they are now."""
         self._values = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
         self._stores = [(tensor, tensor.clone()) for tensor in self._held]
 
@@ -231,9 +227,6 @@ class ModuleState:
         self._registered = named_tensors(module, "_parameters"), named_tensors(module, "_buffers")
         self._parameters = self._registered[0]
         self._changed = {f"parameter {name}": self._parameters[name] for name in changed}
-        self._save_parameters()
-
-    def _save_parameters(self) -> None:
         self._saved = [(p, p.data, p.data.clone()) for p in map(stored, self._changed.values())]
 
     def restore(self) -> None:

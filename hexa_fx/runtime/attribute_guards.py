@@ -77,7 +77,7 @@ class AttributeGuards:
     ) -> None:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
-        found = [read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read)]
+        found = [read for read in reads if not _is_forward(read) or (own_forward is not None and len(read.steps) > 1)]
         of_class = PythonRead("", ("__class__", "forward"), snapshot(type(block).forward))
         # The rewritten one lies in front of it, also of one that comes later.
         self.forward = () if own_forward else (of_class,)
@@ -95,9 +95,6 @@ class AttributeGuards:
         paths = (path for path, _ in _read(block, "", under.union(called)))
         self.inner = tuple(path for path in paths if path and path not in self.owners)
         self.bind(block)
-
-    def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
-        return self.own_forward is not None and len(read.steps) > 1
 
     @classmethod
     def of(

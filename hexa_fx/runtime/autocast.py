@@ -42,15 +42,9 @@ def kind_of(
     tensors = [values[guard.name] for guard in guards if guard.kind == "tensor"]
     device = tensors[0].device.type if tensors else "cpu"
     tensors += [at(block, path) for path in parameters]
-    floating = (
-        tensor for tensor in tensors if isinstance(tensor, torch.Tensor)
-    )  # else a number that a module counts with
+    # The others are numbers that a module counts with.
+    floating = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
     return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in floating))
-
-
-def _may_be_on() -> bool:
-    """Whether autocast is on for some device, or a compiler asks."""
-    return is_compiling() or _is_any_autocast_enabled()
 
 
 def dtypes_under_autocast(
@@ -64,7 +58,7 @@ def dtypes_under_autocast(
     Raises:
         GuardMiss: the block was not recorded under this autocast.
     """
-    values = bound() if _may_be_on() else {}
+    values = bound() if is_compiling() or _is_any_autocast_enabled() else {}
     tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values] if values else ()
     first = next(iter(tensors), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):

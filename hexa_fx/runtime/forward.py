@@ -221,9 +221,8 @@ class HexaForward(InPlace):
         other = {weight.name: weight for weight in block.packed}
         for name in self.reads_under():
             reader: WeightReader = vars(module)[name]
-            if reader.reads_exchanged() or (
-                reader.weight != other.get(name, reader.weight) and not self._takes_calls()
-            ):
+            differs = reader.weight != other.get(name, reader.weight)
+            if reader.reads_exchanged() or (differs and all(each.why_not_now(module) for each in self.specialisations)):
                 self.specialisations = ()  # all were made of what is gone
                 del module.__dict__[name]
         module.__dict__.update(readers(module, block))
@@ -231,9 +230,6 @@ class HexaForward(InPlace):
         made.look_anew(module)
         self.bind_added(made)
         self.specialisations, self._latest = (*self.specialisations, made), made
-
-    def _takes_calls(self) -> bool:
-        return any(each.why_not_now(self.module) is None for each in self.specialisations)
 
     def exchange(self, blocks: Sequence[RewrittenBlock], analyst: Analyst | None) -> None:
         """Takes what was made of the module anew for all that there is, and goes on counting."""

@@ -25,27 +25,19 @@ def check_model(model: nn.Module) -> None:
         InputError: the object is no model, or it is already optimized, compiled, scripted, lazy, or made in inference mode.
     """
     check_module(model)
-    _check_compiled(model)
+    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
+        raise InputError("the model is wrapped by torch.compile; optimize the model first, then compile the result")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             "the model is TorchScript, whose Python code is gone; optimize the model before torch.jit does its work"
         )
     for path, module in named_modules(model):
-        _check_optimized(path, module)
+        if is_installed(module):
+            raise InputError(
+                f"the model is already optimized ({path or 'the model itself'} has a rewritten forward); "
+                "use it as it is, or call hexa_fx.undo_(model) first"
+            )
     _check_parameters(model)
-
-
-def _check_compiled(model: nn.Module) -> None:
-    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
-        raise InputError("the model is wrapped by torch.compile; optimize the model first, then compile the result")
-
-
-def _check_optimized(path: str, module: nn.Module) -> None:
-    if is_installed(module):
-        raise InputError(
-            f"the model is already optimized ({path or 'the model itself'} has a rewritten forward); "
-            "use it as it is, or call hexa_fx.undo_(model) first"
-        )
 
 
 def check_values(model: nn.Module) -> None:

@@ -165,7 +165,8 @@ class Resolution:
         if own is not None and alike(own, read.value):  # what was read of the class is looked up in this one
             self._holders[read.is_global, read.root, read.steps] = own
             return
-        if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
+        # Of a weight of a parametrized module (PEFT's adapters on parameters, say) the rewritten forward gets what is computed now.
+        if _is_parametrized(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):
             return
         found = self._place(holder, key, read.value)
         if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
@@ -275,14 +276,6 @@ class Resolution:
 def _is_parametrized(holder: Any) -> bool:
     """As torch's, without the cost of an attribute that is nearly always missing."""
     return isinstance(holder, nn.Module) and "parametrizations" in holder._modules
-
-
-def _is_computed(module: nn.Module, key: Any, noted: Any) -> bool:
-    """Whether it is a weight of a parametrized module (PEFT's adapters on parameters, say).
-
-    The rewritten forward reads the weight as the module's code does, so it gets what is computed now.
-    """
-    return bool(noted == IsA(torch.Tensor)) and is_parametrized(module, key)
 
 
 def _own_class(holder: Any) -> type | None:

@@ -139,7 +139,8 @@ def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable
             new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
         elif node.op.startswith("call") and number not in results and not record_of(node).writes:
             if value.dtype == torch.bool:
-                results[number] = _with_exceptions(value)
+                # One that fails at some of the places where it holds; or that holds at some if it holds nowhere.
+                results[number] = value & ~_chosen(value) if bool(value.any()) else _chosen(value)
             elif value.is_floating_point() and item.role in ("factor", "select"):
                 results[number] = _scale_like(value)
             continue
@@ -178,9 +179,3 @@ def _scale_like(value: torch.Tensor) -> torch.Tensor:
     )
     factor = (0.5 + noise * 0.45 + (noise > 0.5)).to(value)
     return value * factor if bool((value != 0).all()) else value + factor / 8
-
-
-def _with_exceptions(value: torch.Tensor) -> torch.Tensor:
-    """A condition that fails at some of the places where it holds; or that holds at some if it holds nowhere."""
-    chosen = _chosen(value)
-    return value & ~chosen if bool(value.any()) else chosen

@@ -240,12 +240,8 @@ def identify_body(
             )
     names = ", ".join(dict.fromkeys(operation(node) for node in segment)) or "nothing"
     raise Refuse(
-        f"no known activation is what experts compute between their projections ({names})", segment_end(instances)
+        f"no known activation is what experts compute between their projections ({names})", instances[0].second.data
     )
-
-
-def segment_end(instances: list[Instance]) -> torch.fx.Node:
-    return instances[0].second.data
 
 
 def _range(segment: Sequence[torch.fx.Node]) -> float:

@@ -293,7 +293,8 @@ class Decisions:
             if verdict is Verdict.CONDITION:
                 value = record_of(node).value
                 pieces = len(value) if counts_pieces(node) else None
-                yield Condition(node, bool(value), self._is_of_outputs(node), pieces)
+                of_outputs = not self._sizes(node) and not self._inside(self._asked(node)) <= self.after
+                yield Condition(node, bool(value), of_outputs, pieces)
 
     def judged(self, decision: Node) -> tuple[Verdict, str]:
         """The verdict on a decision, and the sentence of a refusal."""
@@ -417,9 +418,6 @@ class Decisions:
         if inside and (effects(graph) or any(map(draws, graph.nodes))):
             return Verdict.REFUSED, _FINITE_AGAIN
         return Verdict.CONDITION, ""
-
-    def _is_of_outputs(self, decision: Node) -> bool:
-        return not self._sizes(decision) and not self._inside(self._asked(decision)) <= self.after
 
     def _is_moved(self, value: Node) -> bool:
         """Whether it is made of the experts' outputs by moves and sums alone."""

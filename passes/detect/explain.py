@@ -173,7 +173,7 @@ def _classes(expert: nn.Module) -> _Kinds:
 
 def _settings(expert: nn.Module) -> _Kinds:
     return {
-        inside(path, name): _shown(value)
+        inside(path, name): value.__name__ if _is_function(value) else repr(value)
         for path, module in expert.named_modules()
         for name, value in vars(module).items()
         if name != "training" and (isinstance(value, (bool, int, float, str)) or _is_function(value))
@@ -182,7 +182,3 @@ def _settings(expert: nn.Module) -> _Kinds:
 
 def _is_function(value: Any) -> bool:
     return callable(value) and hasattr(value, "__name__")
-
-
-def _shown(value: Any) -> str:
-    return value.__name__ if _is_function(value) else repr(value)

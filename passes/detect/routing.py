@@ -123,7 +123,7 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
     after, constant = _find_after(active, slots, search, not covered(before, slots))
     if search.prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
         after = straight_through(slots, [n for n in in_order[::-1] if n not in given], end)
-    absent = slots.without_rows(pairs)
+    absent = slots.dropped_if(pairs, wanted=False)
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
     if not covered((*before, *after), absent):
@@ -133,7 +133,7 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
             capacity = find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
             if capacity is None:
                 raise
-            slots = slots.with_rows(pairs)
+            slots = slots.dropped_if(pairs, wanted=True)
     if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, search))
     return Routing(ids.shape[1], index, before, after, keep, capacity, constant)

@@ -11,7 +11,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture import UNKNOWN, CapturedBlock, ChangedInPlace, ModuleCall, StoredValue, record_of
+from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.records import nodes_by_call
 from hexa_fx.ir import Container, ContainerItem
@@ -80,9 +80,12 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
     opaque, inside = opaque_nodes(captured, products), nodes_by_call(captured.graph)
     live = {call.path for call in captured.calls if opaque.issuperset(inside[call.number])}
     for changed in captured.changed:
-        if all(is_within(scope, live) for scope in changed.scopes):
-            continue
-        raise refusal_of_change(changed)
+        if not all(is_within(scope, live) for scope in changed.scopes):
+            raise Refuse(
+                f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets "
+                "as attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts "
+                "of its modules and globals are kept"
+            )
     found = tuple(item for item in captured.stored if not _is_left_by_calls(item, live))
     check_added(captured.stored, live)
     for item in found:
@@ -100,15 +103,6 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
 
 def _is_left_by_calls(item: StoredValue, live: Collection[str]) -> bool:
     return all(is_within(scope, live) for scope in item.scopes)
-
-
-def refusal_of_change(changed: ChangedInPlace) -> Refuse:
-    """Of a block whose own code changes something in place."""
-    return Refuse(
-        f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
-        "attributes of modules and of objects of Python classes (self.loss = loss), appends to lists or sets in dicts of its "
-        "modules and globals are kept"
-    )
 
 
 def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:

@@ -150,7 +150,7 @@ def other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[
     choices: dict[Node, frozenset[Node]] = {}
     runs: dict[frozenset[Node], set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
-        own = {node} if _chooses(node) else set()
+        own = {node} if ops.picks_best(node) or kind(node) == "max" else set()
         choices[node] = frozenset(own).union(*(choices[operand] for operand in node.all_input_nodes))
         if node.op != "output" and not tags[node].weight and _weights_of(node, tags):
             runs[choices[node]].add(node)
@@ -159,10 +159,6 @@ def other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[
     read = [{part for node in run for part in _weights_of(node, tags)} for run in runs.values()]
     same = set.intersection(*read) if len(read) > 1 else set()
     return [readers - {n for n in run if _weights_of(n, tags) & same} for run in runs.values()] if same else []
-
-
-def _chooses(node: Node) -> bool:
-    return ops.picks_best(node) or kind(node) == "max"
 
 
 def _weights_of(node: Node, tags: Mapping[Node, Tag]) -> set[Tag]:

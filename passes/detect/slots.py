@@ -91,15 +91,9 @@ class Slots:
     def dropped(self) -> int:
         return len(self.dropped_token)
 
-    def without_rows(self, rows: Pairs) -> Slots:
-        """As this one, but of the slots without an expert output only those count as dropped for which no expert gave a row."""
-        return self._dropped_if(rows, False)
-
-    def with_rows(self, rows: Pairs) -> Slots:
-        """As this one, but of the slots without an expert output only those count as dropped for which an expert gave a row."""
-        return self._dropped_if(rows, True)
-
-    def _dropped_if(self, rows: Pairs, wanted: bool) -> Slots:
+    def dropped_if(self, rows: Pairs, wanted: bool) -> Slots:
+        """As this one, but of the slots without an expert output only those count as dropped for which an expert gave a row, or, if
+        that is not ``wanted``, none did."""
         given = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=self.ids.device)
         given[rows.token, rows.expert] = True
         found = copy.copy(self)

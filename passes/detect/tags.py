@@ -78,7 +78,7 @@ def _numbered(
         pattern: tuple(by_index[i] for i in sorted(by_index))
         for pattern, by_index in found.items()
         if len(by_index) >= fewest and min(by_index) in starts and max(by_index) - min(by_index) + 1 == len(by_index)
-        if _same_shape(by_index, parameters) and _several(by_index, parameters)
+        if _are_alike([parameters[name] for name in by_index.values()])
     }
     longest: dict[str, str] = {}  # of equally long ones the one of the outer number: two experts of two layers
     for pattern, names in sorted(complete.items(), key=lambda item: (-len(item[1]), item[0].index("{}"))):
@@ -115,12 +115,9 @@ def _named_siblings(parameters: Mapping[str, torch.Tensor], matrices: int, fewes
     return {f"{prefix}{{}}.{rest}": tuple(f"{prefix}{name}.{rest}" for name in names) for rest in rests}
 
 
-def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
-    return len({parameters[name].shape for name in by_index.values()}) == 1
-
-
-def _several(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
-    return len({id(parameters[name]) for name in by_index.values()}) > 1
+def _are_alike(several: list[torch.Tensor]) -> bool:
+    """Whether they have one shape, and are not one parameter."""
+    return len({parameter.shape for parameter in several}) == 1 and len(set(map(id, several))) > 1
 
 
 def shared_by_some(parameters: Mapping[str, torch.Tensor]) -> str | None:

@@ -232,7 +232,11 @@ class _Rewriter:
         conditions = [condition.node for match in self.match.regions for condition in match.early_conditions]
         behind = map(ancestors, ([node] for node in conditions))
         last = {*kept.calls, *(match.output for match in self.match.regions)}
-        first = (found for found in behind if last.isdisjoint(found) and not any(map(_draws_or_writes, found)))
+        first = (
+            found
+            for found in behind
+            if last.isdisjoint(found) and not any(record_of(n).writes or ops.is_random(n) for n in found)
+        )
         return {n for found in first for n in found if n.op != "placeholder"}
 
     def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
@@ -374,10 +378,6 @@ class _Rewriter:
             for key, item in output.items() if isinstance(output, dict) else enumerate(output):
                 if isinstance(item, (torch.fx.Node, tuple, list, dict)):
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
-
-
-def _draws_or_writes(node: torch.fx.Node) -> bool:
-    return record_of(node).writes or ops.is_random(node)
 
 
 def _given_slots(match: MoEMatch) -> set[torch.fx.Node]:

@@ -66,7 +66,11 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
         by_result = {node: call for call in calls for node in nodes_in(call.output)}
         stand_ins = _writes_of_calls(calls, inside, by_result)
         needed = _needed([*wanted, *_effects(captured, calls)], by_result, stand_ins, outputs)
-        within = {call.number: _inner_needed(call, inside, needed, by_result) for call in calls}
+        # Nodes inside a call, not its results, that are needed by name.
+        within = {
+            call.number: [n for n in inside[call.number] if n in needed and by_result.get(n) is not call]
+            for call in calls
+        }
         opened = [call for call in calls if within[call.number]]
         torn = {call.number for call in opened if not _repeatable(within[call.number])}
         if torn:
@@ -157,16 +161,6 @@ def opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:
     by_call = nodes_by_call(captured.graph)
     inside = {node: call.path for call in kept.calls.values() for node in by_call[call.number]}
     return {inside[node] for node in kept.order if node in inside and node not in kept.calls and node.op != "get_attr"}
-
-
-def _inner_needed(
-    call: ModuleCall,
-    by_call: Mapping[int, list[torch.fx.Node]],
-    needed: set[torch.fx.Node],
-    by_result: Mapping[torch.fx.Node, ModuleCall],
-) -> list[torch.fx.Node]:
-    """Nodes inside a call, not its results, that are needed by name."""
-    return [node for node in by_call[call.number] if node in needed and by_result.get(node) is not call]
 
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:

@@ -156,7 +156,9 @@ class RoutingEmitter:
                 return self.graph.call_function(torch.cat, (nodes, 1))
             flat = nodes if value.dim() == 1 else [call("reshape", (node, -1)) for node in nodes]
             return self.graph.call_function(torch.stack, (flat, 1))
-        node = self._of_each_token(nodes[0]) if source.groups else nodes[0]
+        node = nodes[0]
+        if source.groups:
+            node = self.graph.call_function(repeated_in_groups, (node, self.outside[self.match.source]))
         if not as_marks and (value.dtype == torch.bool or (index is not None and not value.is_floating_point())):
             node = call("to", (node, record_of(self.match.source).value.dtype))
         if source.reading == "token_slot":
@@ -187,9 +189,6 @@ class RoutingEmitter:
         if factor is not None:
             return self.graph.call_function(operator.mul, (factor, constant))
         return self.graph.call_method("new_full", (tokens, self.graph.call_method("size", (index,)), constant))
-
-    def _of_each_token(self, node: torch.fx.Node) -> torch.fx.Node:
-        return self.graph.call_function(repeated_in_groups, (node, self.outside[self.match.source]))
 
     def _once(self, factors: torch.fx.Node, index: torch.fx.Node) -> torch.fx.Node:
         """``factors`` and zeros for an expert that an earlier slot of the token names: a table has one number for both."""

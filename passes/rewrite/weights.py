@@ -34,6 +34,8 @@ class WeightNodes:
     layout2: Layout
 
 
+_First = tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]
+"""w1, b1, w3, b3 and how gate and up lie in these."""
 _TOGETHER: dict[tuple[Part, Part], Glu] = {("first", "second"): "concat", ("even", "odd"): "interleaved"}
 """How operators take gate and up in one weight, by where they lie there."""
 
@@ -87,9 +89,7 @@ class WeightEmitter:
         b2 = self._bias("hexa_b2", body.down_bias)
         return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
 
-    def _first(
-        self, body: ExpertBody
-    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+    def _first(self, body: ExpertBody) -> _First:
         gate, up, experts = body.gate, body.up, len(body.gate.matrices)
         if up is None:
             return (
@@ -101,19 +101,15 @@ class WeightEmitter:
             )
         if gate.base == up.base:
             return self._of_one(body, gate, up)
-        if self._packable(gate, up) and (body.gate_bias is None) == (body.up_bias is None):
+        # Two lists of matrices like those of nn.Linear become one tensor with gate above up.
+        alike = gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
+        if alike and (body.gate_bias is None) == (body.up_bias is None):
             w1 = self._read("hexa_w1", [gate.base, up.base], experts)
             return w1, self._bias("hexa_b1", body.gate_bias, body.up_bias), None, None, "concat"
         w1, w3 = self._read("hexa_w1", [gate.base], experts), self._read("hexa_w3", [up.base], experts)
         return w1, self._bias("hexa_b1", body.gate_bias), w3, self._bias("hexa_b3", body.up_bias), "split"
 
-    def _packable(self, gate: Stack, up: Stack) -> bool:
-        """Whether two per-expert lists of nn.Linear-like matrices can become one tensor with gate above up."""
-        return gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
-
-    def _of_one(
-        self, body: ExpertBody, gate: Stack, up: Stack
-    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+    def _of_one(self, body: ExpertBody, gate: Stack, up: Stack) -> _First:
         """Gate and up in one weight: as operators take it, or as two views."""
         whole, together = self._read("hexa_w1", [gate.base], len(gate.matrices)), _TOGETHER.get((gate.part, up.part))
         b1, is_one = self._bias("hexa_b1", body.gate_bias), body.gate_bias == body.up_bias
