@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock
@@ -35,14 +36,12 @@ def like_meta(value: Any) -> Any:
 class _Values(torch.fx.Interpreter):
     """Keeps the value of every node. A node that cannot run without data, and what depends on it, has none."""
 
-    def __init__(
-        self, graph: torch.fx.Graph, known: Mapping[torch.fx.Node, Any], sources: Mapping[torch.fx.Node, torch.fx.Node]
-    ) -> None:
+    def __init__(self, graph: torch.fx.Graph, known: Mapping[Node, Any], sources: Mapping[Node, Node]) -> None:
         super().__init__(nn.Module(), garbage_collect_values=False, graph=graph)
-        self.found: dict[torch.fx.Node, Any] = {}
+        self.found: dict[Node, Any] = {}
         self._known, self._sources = known, sources
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: Node) -> Any:
         if n in self._known:
             self.found[n] = self._known[n]
             return self._known[n]
@@ -59,7 +58,7 @@ class _Values(torch.fx.Interpreter):
         self.found[n] = value
         return value
 
-    def _is_given_the_same(self, n: torch.fx.Node, source: torch.fx.Node) -> bool:
+    def _is_given_the_same(self, n: Node, source: Node) -> bool:
         """Whether a node makes the call that was recorded, on values of the recorded shapes and dtypes."""
         given, recorded = n.all_input_nodes, source.all_input_nodes
         if (n.op, n.target, len(given)) != (source.op, source.target, len(recorded)) or _constants(n) != _constants(
@@ -68,7 +67,7 @@ class _Values(torch.fx.Interpreter):
             return False
         return all(one in self.found and _is_alike(self.found[one], two) for one, two in zip(given, recorded))
 
-    def _run(self, n: torch.fx.Node) -> Any:
+    def _run(self, n: Node) -> Any:
         missing = [i.name for i in n.all_input_nodes if i not in self.found]
         if missing or n.op in ("placeholder", "get_attr", "call_module"):
             raise LookupError(f"nothing is known of {missing or n.op}")
@@ -76,10 +75,8 @@ class _Values(torch.fx.Interpreter):
 
 
 def values_on_meta(
-    graph: torch.fx.Graph,
-    known: Mapping[torch.fx.Node, Any],
-    sources: Mapping[torch.fx.Node, torch.fx.Node] | None = None,
-) -> dict[torch.fx.Node, Any]:
+    graph: torch.fx.Graph, known: Mapping[Node, Any], sources: Mapping[Node, Node] | None = None
+) -> dict[Node, Any]:
     """The values of a graph's nodes, as tensors without data.
 
     Args:
@@ -94,17 +91,17 @@ def values_on_meta(
     return interpreter.found
 
 
-def _is_new(source: torch.fx.Node) -> bool:
+def _is_new(source: Node) -> bool:
     """Whether a recorded value lies in memory of its own, so that it was recorded with the strides that it has."""
     storage = record_of(source).storage
     return storage is not None and all(record_of(operand).storage != storage for operand in source.all_input_nodes)
 
 
-def _constants(node: torch.fx.Node) -> str:
+def _constants(node: Node) -> str:
     return str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None))
 
 
-def _is_alike(value: Any, recorded: torch.fx.Node) -> bool:
+def _is_alike(value: Any, recorded: Node) -> bool:
     now, then = value, record_of(recorded).value
     if isinstance(now, Tensor) and isinstance(then, Tensor):
         return (now.shape, now.stride(), now.dtype) == (then.shape, then.stride(), then.dtype)
@@ -120,7 +117,7 @@ class FfnCall:
         operands: tensors without data, by operand name; absent ones are left out.
     """
 
-    node: torch.fx.Node
+    node: Node
     operands: Mapping[str, Tensor]
 
     @property
@@ -130,32 +127,32 @@ class FfnCall:
         return found
 
 
-def moe_ffn_calls(graph: torch.fx.Graph, values: Mapping[torch.fx.Node, Any]) -> list[FfnCall]:
+def moe_ffn_calls(graph: torch.fx.Graph, values: Mapping[Node, Any]) -> list[FfnCall]:
     """The calls of `hexa::moe_ffn` in a rewritten block's graph whose operands are among the known ``values`` of its nodes."""
     found = []
     for node in graph.nodes:
         if not isinstance(node.meta.get("hexa"), FfnSpec):
             continue
-        given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, torch.fx.Node)}
+        given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, Node)}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         if len(tensors) == len(given):
             found.append(FfnCall(node, tensors))
     return found
 
 
-def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx.Node, Any]:
+def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[Node, Any]:
     """Values of a rewritten block's nodes on the example, as tensors without data."""
     recorded = {node.name: node for node in captured.graph.nodes if node.op != "output"}
     inputs = {name.lstrip("*"): value for name, value in captured.arguments}
     calls = (*captured.calls, *captured.functions)
     packed = {weight.name: weight for weight in rewritten.packed}
-    known: dict[torch.fx.Node, Any] = {}
-    sources: dict[torch.fx.Node, torch.fx.Node] = {}
+    known: dict[Node, Any] = {}
+    sources: dict[Node, Node] = {}
     for node in rewritten.graph.nodes:
         target = str(node.target)
         if node.op == "placeholder":
             value = inputs.get(target)
-            known[node] = record_of(value).value if isinstance(value, torch.fx.Node) else value
+            known[node] = record_of(value).value if isinstance(value, Node) else value
         elif node.op == "get_attr":
             known[node] = captured.value_of(target)
         elif node.op == "call_module" and target in packed:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.contexts import set_to
@@ -104,7 +104,7 @@ def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) ->
 def _read_by(call: FfnCall, operand: str) -> str:
     """The name of a weight that an operand is, if it is one as it is read."""
     node = call.node.args[MOE_FFN.index(operand)]
-    return str(node.target) if isinstance(node, torch.fx.Node) and node.op == "call_module" else ""
+    return str(node.target) if isinstance(node, Node) and node.op == "call_module" else ""
 
 
 def _parameters(call: FfnCall, operand: str, captured: CapturedBlock, rewritten: RewrittenBlock) -> list[torch.Tensor]:
@@ -113,7 +113,7 @@ def _parameters(call: FfnCall, operand: str, captured: CapturedBlock, rewritten:
     open_, found = [call.node.args[MOE_FFN.index(operand)]], []
     while open_:
         node = open_.pop()
-        if not isinstance(node, torch.fx.Node):
+        if not isinstance(node, Node):
             continue
         open_ += node.all_input_nodes
         paths = [str(node.target)] if node.op == "get_attr" else packed.get(str(node.target), [])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 from torch.nn.functional import linear
 
 from hexa_fx import operations as ops
@@ -25,8 +26,6 @@ from hexa_fx.capture.records import number_of_new
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.canonicalize.size_origins import trace_sizes
 from hexa_fx.passes.detect.graph import ancestors, einsum_of, is_float, nodes_in
-
-Node = torch.fx.Node
 
 
 def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
@@ -50,12 +49,12 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     return dataclasses.replace(captured, as_recorded=before)
 
 
-def _as_subscript(node: torch.fx.Node) -> None:
+def _as_subscript(node: Node) -> None:
     """Makes ``weight.index_select(0, ids)``, ``weight.select(0, number)`` and ``weight.narrow(0, start, length)`` subscripts."""
     if not node.op.startswith("call") or len(node.args) != _ARGUMENTS.get(operation(node)):
         return
     weight, dim, place, *length = node.args
-    if dim != 0 or not isinstance(weight, torch.fx.Node) or any(n.op == "placeholder" for n in ancestors([weight])):
+    if dim != 0 or not isinstance(weight, Node) or any(n.op == "placeholder" for n in ancestors([weight])):
         return
     if length:
         if not isinstance(place, int) or not isinstance(length[0], int) or place < 0:
@@ -67,36 +66,36 @@ def _as_subscript(node: torch.fx.Node) -> None:
 _ARGUMENTS = {"index_select": 3, "select": 3, "narrow": 4}
 
 
-def _as_usual_product(node: torch.fx.Node) -> None:
+def _as_usual_product(node: Node) -> None:
     """Makes ``weight.mv(row)`` a matmul, and ``inner(rows, weight)`` what a linear layer calls."""
     second = node.args[1] if len(node.args) == 2 and node.op.startswith("call") and not node.kwargs else None
     if operation(node) == "mv" and second is not None:
         node.op, node.target = "call_function", torch.matmul
-    elif operation(node) == "inner" and isinstance(second, torch.fx.Node) and record_of(second).value.dim() == 2:
+    elif operation(node) == "inner" and isinstance(second, Node) and record_of(second).value.dim() == 2:
         node.op, node.target = "call_function", linear
 
 
-def _as_cast(node: torch.fx.Node) -> None:
+def _as_cast(node: Node) -> None:
     """Makes ``weight.type_as(rows)`` and ``weight.to(rows)`` casts to the dtype that rows have: no number of theirs is read."""
     weight, like = node.args if len(node.args) == 2 and kind(node) in ("type_as", "to") else (None, None)
-    if not isinstance(weight, torch.fx.Node) or not isinstance(like, torch.fx.Node):
+    if not isinstance(weight, Node) or not isinstance(like, Node):
         return
     given, made = record_of(weight).value, record_of(node).value
     if made.device == given.device and _is_weight(weight):
         node.op, node.target, node.args = "call_method", "to", (weight, made.dtype)
 
 
-def _past_other_writes(node: torch.fx.Node) -> None:
+def _past_other_writes(node: Node) -> None:
     """Makes a read of ``rows[1, ...]`` after writes to ``rows[0, ...]`` one of the rows as they were before these."""
     place = _first_place(node) if operation(node) == "getitem" else None
-    while place is not None and isinstance(node.args[0], torch.fx.Node) and operation(node.args[0]) == "set_item":
+    while place is not None and isinstance(node.args[0], Node) and operation(node.args[0]) == "set_item":
         write = node.args[0]
         if _first_place(write) in (None, place):
             return
         node.args = (write.args[0], *node.args[1:])
 
 
-def _first_place(node: torch.fx.Node) -> int | None:
+def _first_place(node: Node) -> int | None:
     """The place in the first dimension that a read or a write is about; None if it may be about several."""
     index = node.args[1] if len(node.args) > 1 else None
     first = index[0] if isinstance(index, tuple) and index else index
@@ -128,7 +127,7 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy
 
 
-def _split(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+def _split(graph: torch.fx.Graph, node: Node) -> None:
     read = _read(node)
     if read is None:
         return
@@ -145,15 +144,15 @@ def _split(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     node.args = (f"{','.join(terms)}->{result}", *operands)
 
 
-def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | None:
+def _read(node: Node) -> tuple[list[str], list[Node], str] | None:
     """Terms, operands and result of an einsum over more than two tensors that spells out its result."""
     found = einsum_of(node)
     if found is None or len(found[0]) < 3 or any(len(set(term)) != len(term) for term in found[0]):
         return None
-    return found if all(isinstance(operand, torch.fx.Node) for operand in found[1]) else None
+    return found if all(isinstance(operand, Node) for operand in found[1]) else None
 
 
-def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], result: str) -> tuple[int, int] | None:
+def _weight_and_data(terms: Sequence[str], operands: Sequence[Node], result: str) -> tuple[int, int] | None:
     """(data, weight): two operands that share a summed index with no other operand."""
     weights = [_is_weight(operand) for operand in operands]
     for first, second in combinations(range(len(operands)), 2):
@@ -165,21 +164,16 @@ def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], re
     return None
 
 
-def _is_weight(node: torch.fx.Node) -> bool:
+def _is_weight(node: Node) -> bool:
     """Whether it is computed from parameters alone, or is those parts of one that ids choose."""
-    while (operation(node) == "getitem" or ops.casts(node)) and isinstance(node.args[0], torch.fx.Node):
+    while (operation(node) == "getitem" or ops.casts(node)) and isinstance(node.args[0], Node):
         node = node.args[0]
     return not any(n.op == "placeholder" for n in ancestors([node]))
 
 
 def _insert(
-    graph: torch.fx.Graph,
-    node: torch.fx.Node,
-    pair: tuple[int, int],
-    terms: Sequence[str],
-    operands: Sequence[torch.fx.Node],
-    term: str,
-) -> torch.fx.Node:
+    graph: torch.fx.Graph, node: Node, pair: tuple[int, int], terms: Sequence[str], operands: Sequence[Node], term: str
+) -> Node:
     """The product of a pair as a node of its own before ``node``."""
     equation = f"{terms[pair[0]]},{terms[pair[1]]}->{term}"
     chosen = [operands[i] for i in pair]

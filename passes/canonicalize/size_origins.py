@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.decisions import is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, is_tensor
-
-Node = torch.fx.Node
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.record import Replacements
@@ -82,7 +82,7 @@ def _announced(captured: CapturedBlock, replacements: Replacements, prefer_earli
     return found, lost
 
 
-def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[torch.fx.Node]:
+def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[Node]:
     names = {*replacements.arguments, *replacements.held}
     return frozenset(
         node
@@ -92,7 +92,7 @@ def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> froz
     )
 
 
-def lost_by(match: MoEMatch, active: frozenset[torch.fx.Node] = frozenset()) -> tuple[Lost, ...]:
+def lost_by(match: MoEMatch, active: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
     """What the regions of a match lose. ``active``: nodes whose values were changed in the recorded run."""
     tags = tag(match.captured, expert_groups(match.captured.named_tensors()))
     return tuple(item for region in match.regions for item in uncovered(region, tags, active))

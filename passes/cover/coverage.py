@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
@@ -25,8 +25,6 @@ from hexa_fx.passes.detect.graph import adds_dimension, ancestors, descendants, 
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.steps import FreeBody, FromExpert, OfExpert, Product, RowFactor, TokenRows
 from hexa_fx.passes.detect.tags import Tag
-
-Node = torch.fx.Node
 
 
 def is_constant(node: Node) -> bool:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
@@ -65,15 +65,13 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     family = Family(captured, groups, Replay(captured), prefer_earliest)
 
     def look(
-        members: frozenset[str] | None,
-        passed: frozenset[torch.fx.Node] = frozenset(),
-        aside: frozenset[torch.fx.Node] = frozenset(),
+        members: frozenset[str] | None, passed: frozenset[Node] = frozenset(), aside: frozenset[Node] = frozenset()
     ) -> MoEMatch:
         part = replace(captured, set_aside=aside)
         return _detect_family(replace(family, captured=part, members=members, passed=passed), form)
 
     families = families_of(captured, groups)
-    parts = [(part | families.ordinary, frozenset[torch.fx.Node]()) for part in families.apart]
+    parts = [(part | families.ordinary, frozenset[Node]()) for part in families.apart]
     if (found := find_several(captured, groups, parts, look)) is not None:
         return found
     narrower = (narrow(captured, groups) for narrow in (without_lone_parts, without_scores))
@@ -118,9 +116,7 @@ def _detect_standard(family: Family) -> MoEMatch:
     return first_match(partial(match_of, source, instances) for source, instances in rows)
 
 
-def _match_of(
-    family: Family, stored: tuple[StoredValue, ...], source: torch.fx.Node, instances: list[Instance]
-) -> MoEMatch:
+def _match_of(family: Family, stored: tuple[StoredValue, ...], source: Node, instances: list[Instance]) -> MoEMatch:
     """The region if its tokens are the rows of ``source``."""
     captured, tags, replay = family.captured, family.tags, family.replay
     products = [c.node for instance in instances for c in (*instance.first, instance.second)]
@@ -138,7 +134,7 @@ def _match_of(
     return replace(match, detached=detached)
 
 
-def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
+def _late_bias(instances: list[Instance], end: Node, tags: Mapping[Node, Tag]) -> str | None:
     """The expert parameter that is added between the second product and the combine, if any."""
     seconds = {instance.second.node for instance in instances}
     between = (descendants(seconds) & ancestors([end])) - seconds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
@@ -43,7 +43,7 @@ class Hypothesis:
     halves: Halves
 
 
-def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
+def hypotheses(instance: Instance, segment: Sequence[Node]) -> Iterator[Hypothesis]:
     """Every activation, with every layout of gate and up in the result of the first projection."""
     width, sizes = feature_size(instance.second.data), [feature_size(first.node) for first in instance.first]
     # Of another width, one of two is no half of a gated pair: FiLM's scale, a gate per row.
@@ -196,11 +196,7 @@ class _Probe:
 
 
 def identify_body(
-    instances: list[Instance],
-    tags: Mapping[torch.fx.Node, Tag],
-    replay: Replay,
-    weights: WeightTable,
-    down_bias: str | None,
+    instances: list[Instance], tags: Mapping[Node, Tag], replay: Replay, weights: WeightTable, down_bias: str | None
 ) -> ExpertBody:
     """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
 
@@ -244,7 +240,7 @@ def identify_body(
     )
 
 
-def _range(segment: Sequence[torch.fx.Node]) -> float:
+def _range(segment: Sequence[Node]) -> float:
     """How far the probe must reach to hit every clamp in the code."""
     return max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
 
@@ -252,7 +248,7 @@ def _range(segment: Sequence[torch.fx.Node]) -> float:
 def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Probe:
     """Rows of normally distributed numbers, and some that reach the end of the range."""
     generator = torch.Generator().manual_seed(11)
-    replace: dict[torch.fx.Node, torch.Tensor] = {}
+    replace: dict[Node, torch.Tensor] = {}
     for batch in in_batches([contraction for instance in instances for contraction in instance.first]):
         recorded = [replay.value(contraction.node) for contraction in batch]
         width = feature_size(batch[0].node)
@@ -274,11 +270,11 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
     return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])
 
 
-def _by_feature(value: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
+def _by_feature(value: torch.Tensor, node: Node) -> torch.Tensor:
     return value.reshape(-1, feature_size(node))
 
 
-def bias_bases(nodes: Iterable[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag], experts: int) -> list[str]:
+def bias_bases(nodes: Iterable[Node], tags: Mapping[Node, Tag], experts: int) -> list[str]:
     """Expert parameters that enter at ``nodes``, in order: one expert's, gathered ones, or a stack broadcast over rows."""
     found: dict[str, None] = {}
     for node in nodes:
@@ -288,7 +284,7 @@ def bias_bases(nodes: Iterable[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]
     return list(found)
 
 
-def _is_of_all(weight: torch.fx.Node, experts: int) -> bool:
+def _is_of_all(weight: Node, experts: int) -> bool:
     """Whether it is a stack with a part for each expert, or made of one, as some experts' parts are."""
     values = (record_of(node).value for node in ancestors([weight]) if is_tensor(node))
     return any(value.dim() >= 2 and value.shape[0] == experts for value in values)
@@ -322,9 +318,7 @@ def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[
     return ways
 
 
-def _bias_values(
-    biases: list[str | None], weights: WeightTable, experts: int, node: torch.fx.Node
-) -> list[torch.Tensor | None]:
+def _bias_values(biases: list[str | None], weights: WeightTable, experts: int, node: Node) -> list[torch.Tensor | None]:
     values = [None if base is None else weights.vectors(base) for base in biases]
     if any(base is not None and value is None for base, value in zip(biases, values)):
         raise Refuse("an expert parameter between the projections is not a bias vector", node)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
@@ -65,13 +66,13 @@ class Combine:
         offset: (T, D) what the node holds when every second product is zero (a later bias, or more).
     """
 
-    node: torch.fx.Node
+    node: Node
     coefficients: tuple[torch.Tensor, ...]
     offset: torch.Tensor
 
 
 def find_combine(
-    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[torch.fx.Node]
+    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[Node]
 ) -> Combine:
     """The first node that is a weighted sum of the expert outputs for each token.
 
@@ -111,7 +112,7 @@ def find_combine(
     raise Refuse(NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
 
 
-def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
+def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
     """The last of the casts and views that directly follow the combine and belong to it.
 
     A view to leading sizes that no input has could not be restored for other sizes, so it is left outside.
@@ -131,7 +132,7 @@ def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> tor
     return last
 
 
-def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: int) -> list[torch.fx.Node]:
+def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: int) -> list[Node]:
     """Nodes of the tokens' size that every path from an expert's inside to the output goes through, in order."""
     inside = [contraction.node for instance in instances for contraction in (*instance.first, instance.second)]
     live = live_nodes(graph)
@@ -156,9 +157,7 @@ def _rows_a_token(graph: torch.fx.Graph, tokens: int) -> float:
     return max(1.0, tokens / rows) if rows else 1.0
 
 
-def _dominators(
-    graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]
-) -> list[torch.fx.Node]:
+def _dominators(graph: torch.fx.Graph, region: set[Node], inside: Sequence[Node]) -> list[Node]:
     """Nodes of ``region`` that no path from ``inside`` to the output avoids.
 
     In graph order, a node is such a gate exactly if no edge from an earlier node of the region jumps over it.
@@ -199,7 +198,7 @@ class _Probes:
         silent: torch.Tensor = ~self._real & (outputs == 0).all(1)
         return silent
 
-    def run(self, replay: Replay, wanted: Sequence[torch.fx.Node]) -> list[dict[torch.fx.Node, torch.Tensor]]:
+    def run(self, replay: Replay, wanted: Sequence[Node]) -> list[dict[Node, torch.Tensor]]:
         zeros = torch.zeros_like(self._random)
         settings = [zeros, *(self._one_hot(r) for r in range(self._rounds))]
         settings += [factor * self._random for factor in _FACTORS]
@@ -211,15 +210,13 @@ class _Probes:
         rows[chosen, self._slot[chosen] % self._width] = 1.0
         return rows
 
-    def _set(
-        self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]
-    ) -> dict[torch.fx.Node, torch.Tensor]:
+    def _set(self, replay: Replay, rows: torch.Tensor, wanted: Sequence[Node]) -> dict[Node, torch.Tensor]:
         replace = {}
         for instance, part in zip(self._instances, rows.split(self._sizes)):
             replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)
         return replay.run(replace, wanted)
 
-    def mixing(self, replay: Replay, end: torch.fx.Node) -> torch.fx.Node | None:
+    def mixing(self, replay: Replay, end: Node) -> Node | None:
         """The first node from the largest of the products to ``end`` of which a row depends on other rows of the product."""
         second = max((i.second.node for i in self._instances), key=lambda node: record_of(node).value.numel())
         behind, value = ancestors([end]) & descendants([second]), replay.value(second)
@@ -272,16 +269,16 @@ class Offset:
     """
 
     identity: torch.Tensor | None = None
-    base: torch.fx.Node | None = None
+    base: Node | None = None
 
 
 def explain_offset(
     pairs: Pairs,
     down_bias: str | None,
     combine: Combine,
-    source: torch.fx.Node,
+    source: Node,
     weights: WeightTable,
-    tags: Mapping[torch.fx.Node, Tag],
+    tags: Mapping[Node, Tag],
     replay: Replay,
 ) -> Offset:
     """What the combine holds without the products: weighted biases, the tokens times a factor, another tensor.
@@ -313,13 +310,7 @@ def explain_offset(
     )
 
 
-def check_base(
-    base: torch.fx.Node,
-    weights: Iterable[torch.fx.Node],
-    instances: Iterable[Instance],
-    end: torch.fx.Node,
-    replay: Replay,
-) -> bool:
+def check_base(base: Node, weights: Iterable[Node], instances: Iterable[Instance], end: Node, replay: Replay) -> bool:
     """Whether ``base`` is added with the sum of a token's weights, and not as it is.
 
     An expert that returns ``x + f(x)`` adds the token once if the weights of a token sum to one, as they do on most examples.
@@ -338,16 +329,14 @@ def check_base(
     return not any(_is_same(after, value) for value in (before, expected))
 
 
-def _holding(
-    wanted: torch.Tensor, end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], replay: Replay
-) -> torch.fx.Node | None:
+def _holding(wanted: torch.Tensor, end: Node, tags: Mapping[Node, Tag], replay: Replay) -> Node | None:
     """The last tensor before ``end`` with these numbers that does not depend on an expert, rather one before the routing.
 
     An expert that is given all tokens, as happens on small examples, holds them in its rows. A mask that is no choice, as of
     numbers that are not finite, moves no rows.
     """
     behind = ancestors([end]) - {end}
-    nodes: list[torch.fx.Node] = list(reversed(end.graph.nodes))
+    nodes: list[Node] = list(reversed(end.graph.nodes))
     seen = descendants(node for node in nodes if node.op == "placeholder" and is_float(node))
     numbers = {node for node in seen if node.op != "output" and is_tensor(node) and not is_float(node)}
     moved = (node for node in seen if not numbers.isdisjoint(node.all_input_nodes) and not ops.works_on_each(node))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -23,8 +23,6 @@ from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_chosen, is_float, is_tensor, literals
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
-
-Node = torch.fx.Node
 
 _parts_of_ids = ops.of("getitem select unbind chunk split squeeze unsqueeze view reshape flatten transpose t permute")
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-import torch.fx
 from torch import nn
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.overlooked import UNCHOSEN
@@ -74,7 +74,7 @@ def _hooks_on_experts(block: nn.Module, groups: ExpertGroups) -> str:
 # -- no product --------------------------------------------------------------------------------------------------------
 
 
-def without_products(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Refuse:
+def without_products(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Refuse:
     """The refusal of a block in which no product reads experts' weights."""
     uneven = _uneven(captured)
     node = next(_readers(captured, tags), None)
@@ -86,7 +86,7 @@ def without_products(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag])
     return Refuse(f"{_NONE} (here {name} reads them first)", node)
 
 
-def _readers(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> Iterator[torch.fx.Node]:
+def _readers(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Iterator[Node]:
     """Operations on experts' weights and something else, in order."""
     for node in captured.graph.nodes:
         if node.op == "output" or tags[node].weight or not is_float(node):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.fx
 import torch.nn.functional as F
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
@@ -64,7 +64,7 @@ class NotFree(Exception):
 class _Tokens:
     """Where the rows of the runs come from: ``node`` holds the tokens, ``rows`` the token of every row, by run."""
 
-    node: torch.fx.Node
+    node: Node
     rows: tuple[torch.Tensor, ...]
 
 
@@ -218,7 +218,7 @@ class _FreeSearch:
                 return _Tokens(source, found)
         return None
 
-    def _sources(self, end: Column, tokens: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    def _sources(self, end: Column, tokens: Node) -> Iterator[Node]:
         """Tensors that may have a row for every token, the tokens themselves first."""
         yield tokens
         for node in self.captured.graph.nodes:
@@ -230,9 +230,7 @@ class _FreeSearch:
 
     # -- body ----------------------------------------------------------------------------------------------------------
 
-    def _body(
-        self, roles: Mapping[torch.fx.Node, Role], reader: StepReader, output: torch.fx.Node, experts: int
-    ) -> FreeBody:
+    def _body(self, roles: Mapping[Node, Role], reader: StepReader, output: Node, experts: int) -> FreeBody:
         products = [role for role in roles.values() if isinstance(role, Product)]
         tokens = [node for node, role in roles.items() if isinstance(role, TokenRows)]
         if not tokens:
@@ -273,14 +271,14 @@ def _rows_of(values: Sequence[torch.Tensor], tokens: torch.Tensor) -> tuple[torc
     return tuple(found)
 
 
-def _instance(end: torch.fx.Node, inside: list[torch.fx.Node], expert: int, token: torch.Tensor) -> Instance:
+def _instance(end: Node, inside: list[Node], expert: int, token: torch.Tensor) -> Instance:
     """The run as an `Instance`, of which the search for the combine reads the nodes and the rows."""
     within = tuple(_as_contraction(node, expert, 1) for node in inside if node is not end)
     experts = torch.full_like(token, expert)
     return Instance(within, (), _as_contraction(end, expert, 2), token, experts, torch.ones_like(token).double())
 
 
-def _as_contraction(node: torch.fx.Node, expert: int, level: int) -> Contraction:
+def _as_contraction(node: Node, expert: int, level: int) -> Contraction:
     return Contraction(node, node, node, expert, "", None, level)
 
 
@@ -301,7 +299,7 @@ def refuse_mixing(reader: StepReader) -> None:
     given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
     generator = torch.Generator().manual_seed(17)
     for parity in (0, 1):
-        replace: dict[torch.fx.Node, torch.Tensor] = {}
+        replace: dict[Node, torch.Tensor] = {}
         for node in {n for column in given for n in column}:
             recorded = reader.replay.value(node)
             value = recorded.flatten(0, reader.lead - 1).clone()
@@ -334,20 +332,20 @@ def expert_dropouts(captured: CapturedBlock) -> frozenset[int]:
     return frozenset(record_of(node).number for node in drawing if _in_one(_experts(node, tags)))
 
 
-def _drops(node: torch.fx.Node) -> bool:
+def _drops(node: Node) -> bool:
     if node.target is not F.dropout or not draws(node):
         return False
     in_place = node.kwargs.get("inplace", len(node.args) > 3 and node.args[3])
-    return not in_place and not isinstance(probability(node), torch.fx.Node)
+    return not in_place and not isinstance(probability(node), Node)
 
 
-def probability(node: torch.fx.Node) -> float:
+def probability(node: Node) -> float:
     """Of a dropout, the part that is dropped."""
     found: float = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)  # type: ignore[assignment]
     return found
 
 
-def _experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> set[int | str]:
+def _experts(node: Node, tags: Mapping[Node, Tag]) -> set[int | str]:
     """The experts with whose parameters a value, or else what is first computed from it, is computed."""
     after = reached([node], lambda n: () if n.op == "output" or tags[n].experts else n.users)
     return {expert for n in after if n.op != "output" for expert in tags[n].experts}
@@ -362,7 +360,7 @@ def has_idle(captured: CapturedBlock) -> bool:
     return any(node.target is row_dropout for node in captured.graph.nodes)
 
 
-def refuse_dropouts_after(end: Column, combined: torch.fx.Node) -> None:
+def refuse_dropouts_after(end: Column, combined: Node) -> None:
     """Refuses an end of the runs that leaves dropouts behind.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
@@ -48,8 +48,8 @@ class MoEMatch:
     """
 
     captured: CapturedBlock
-    source: torch.fx.Node
-    output: torch.fx.Node
+    source: Node
+    output: Node
     num_experts: int
     body: ExpertBody | FreeBody
     routing: Routing
@@ -57,7 +57,7 @@ class MoEMatch:
     conditions: tuple[Condition, ...]
     idiom: str
     stored: tuple[StoredValue, ...] = ()
-    base: torch.fx.Node | None = None
+    base: Node | None = None
     detached: bool = False
     constant: bool = False
     instances: tuple[Instance, ...] = ()
@@ -86,7 +86,7 @@ class Routed:
 
     search: Search
     routing: Routing
-    base: torch.fx.Node | None
+    base: Node | None
     passing: Passing | None
 
 
@@ -108,10 +108,10 @@ class Family:
     replay: Replay
     prefer_earliest: bool
     members: frozenset[str] | None = None
-    passed: frozenset[torch.fx.Node] = frozenset()
+    passed: frozenset[Node] = frozenset()
 
     @cached_property
-    def tags(self) -> dict[torch.fx.Node, Tag]:
+    def tags(self) -> dict[Node, Tag]:
         return tag(self.captured, self.groups, self.members)
 
     @cached_property
@@ -122,7 +122,7 @@ class Family:
         self,
         pairs: Pairs,
         combine: Combine,
-        source: torch.fx.Node,
+        source: Node,
         instances: Iterable[Instance],
         experts: int,
         late_bias: str | None = None,
@@ -145,10 +145,10 @@ class Family:
 
     def matched(
         self,
-        source: torch.fx.Node,
+        source: Node,
         routed: Routed,
         body: ExpertBody | FreeBody,
-        inside: Sequence[torch.fx.Node],
+        inside: Sequence[Node],
         instances: Sequence[Instance],
         stored: tuple[StoredValue, ...],
         idiom: str,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -32,19 +31,19 @@ class Contraction:
         level: 1 for a product of tokens, 2 for a product of a level-1 product's result, ...
     """
 
-    node: torch.fx.Node
-    data: torch.fx.Node
-    weight: torch.fx.Node
+    node: Node
+    data: Node
+    weight: Node
     expert: int
     base: str
     bias: str | None
     level: int
 
 
-def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> list[Contraction]:
+def find_contractions(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> list[Contraction]:
     """Every product of a token operand with expert weights, in order."""
     found: list[Contraction] = []
-    levels: dict[torch.fx.Node, int] = {}  # by node, the highest of the contractions that it depends on
+    levels: dict[Node, int] = {}  # by node, the highest of the contractions that it depends on
     for node in captured.graph.nodes:
         levels[node] = max((levels[source] for source in node.all_input_nodes), default=0)
         if node.op == "output" or not ops.contracts(node) or tags[node].weight:
@@ -73,9 +72,7 @@ def without_scores(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[s
     return (frozenset(groups.members) | read - grouped) - scored
 
 
-def _read_contraction(
-    node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], levels: Mapping[torch.fx.Node, int]
-) -> Contraction | None:
+def _read_contraction(node: Node, tags: Mapping[Node, Tag], levels: Mapping[Node, int]) -> Contraction | None:
     weights = [n for n in _operands(node) if tags[n].weight and is_expert_weight(n, tags[n])]
     if not weights:
         return None
@@ -95,16 +92,16 @@ def _read_contraction(
     return Contraction(node, data[0], weight, expert, base, bias, 1 + levels[data[0]])
 
 
-def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+def _operands(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if is_float(n)]
 
 
-def is_expert_weight(weight: torch.fx.Node, tag: Tag) -> bool:
+def is_expert_weight(weight: Node, tag: Tag) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
     return bool(tag.experts) or (is_stack(weight) and not tag.ordinary)
 
 
-def _is_bias(weight: torch.fx.Node, node: torch.fx.Node, weights: list[torch.fx.Node]) -> bool:
+def _is_bias(weight: Node, node: Node, weights: list[Node]) -> bool:
     """In ``addmm(b, x, W)`` and ``baddbmm(b, x, W)`` the first operand is the bias, whatever its rank."""
     return operation(node) in ("addmm", "baddbmm") and node.args[0] is weight and len(weights) > 1
 
@@ -146,7 +143,7 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     return pairs
 
 
-def feature_size(node: torch.fx.Node) -> int:
+def feature_size(node: Node) -> int:
     """Size of the last dimension; a trailing 1 makes the value a column vector, whose features are the dimension before, unless a
     linear layer gives it, as that of experts of one output does.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
@@ -63,12 +63,12 @@ class Routing:
     first: int = 0
 
     @property
-    def weights(self) -> list[torch.fx.Node]:
+    def weights(self) -> list[Node]:
         """The nodes that hold factors on the experts' outputs."""
         return [node for source in self.after if not source.divides for node in source.nodes]
 
     @property
-    def nodes(self) -> list[torch.fx.Node]:
+    def nodes(self) -> list[Node]:
         """All nodes that hold a part of the routing."""
         found = [node for source in (self.index, *self.before, *self.after, *self.keep) for node in source.nodes]
         return found + (self.capacity.nodes if self.capacity is not None else [])
@@ -139,7 +139,7 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
     return Routing(ids.shape[1], index, before, after, keep, capacity, constant)
 
 
-def _enters_experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> bool:
+def _enters_experts(node: Node, tags: Mapping[Node, Tag]) -> bool:
     """Whether experts are given something that is computed from ``node``, past their own weights no further."""
     open_nodes, seen = [node], {node}
     while open_nodes:
@@ -152,7 +152,7 @@ def _enters_experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> b
     return False
 
 
-def _may_be_rows(node: torch.fx.Node) -> bool:
+def _may_be_rows(node: Node) -> bool:
     return node.op != "output" and (is_float(node) or isinstance(record_of(node).value, (tuple, list)))
 
 
@@ -176,7 +176,7 @@ def _find_after(
         raise refusal from None
 
 
-def _constants(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> list[float]:
+def _constants(end: Node, tags: Mapping[Node, Tag]) -> list[float]:
     """Numbers in the code that it may multiply what experts give by, or divide it by; a mean divides by as many as it is of."""
     inside = [node for node in (*ancestors([end]), end) if tags[node].experts and not tags[node].weight]
     means = (node for node in inside if operation(node) == "mean" and record_of(node).value.numel())
@@ -205,7 +205,7 @@ expert was given; or all of another tensor, each with the sum of its weights."""
 
 
 def how_tokens_pass(
-    factor: torch.Tensor | None, pairs: Pairs, routing: Routing, experts: int, end: torch.fx.Node, replay: Replay
+    factor: torch.Tensor | None, pairs: Pairs, routing: Routing, experts: int, end: Node, replay: Replay
 ) -> Passing | None:
     """Why tokens are added to the output with ``factor`` (T,); None if none are.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -51,7 +51,7 @@ class RoutingSource:
     ``divides``: it is a factor that the code divides by.
     """
 
-    nodes: tuple[torch.fx.Node, ...]
+    nodes: tuple[Node, ...]
     reading: Reading = "token_slot"
     groups: bool = False
     divides: bool = False
@@ -72,15 +72,15 @@ class Search:
     """
 
     captured: CapturedBlock
-    tags: Mapping[torch.fx.Node, Tag]
-    end: torch.fx.Node
+    tags: Mapping[Node, Tag]
+    end: Node
     tokens: int
     experts: int
     replay: Replay
     prefer_earliest: bool = False
 
     @cached_property
-    def candidates(self) -> list[torch.fx.Node]:
+    def candidates(self) -> list[Node]:
         """Tensors that do not depend on experts, and that the end was computed from, in order.
 
         Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
@@ -91,23 +91,23 @@ class Search:
         return [n for n in self._routing_like(behind) if record_of(n).value.device == device]
 
     @property
-    def known(self) -> list[torch.fx.Node]:
+    def known(self) -> list[Node]:
         """The candidates, the preferred first."""
         return self.candidates if self.prefer_earliest else self.candidates[::-1]
 
     @cached_property
-    def inner(self) -> frozenset[torch.fx.Node]:
+    def inner(self) -> frozenset[Node]:
         """Values inside submodule calls, and those of one turn of a loop over what the device gave."""
         turns = descendants(node for node in self.captured.graph.nodes if operation(node) == "unbind")
         return inside_calls(self.captured) | turns
 
-    def asked_by_host(self) -> list[torch.fx.Node]:
+    def asked_by_host(self) -> list[Node]:
         """Tensors that the code turned into numbers before the end, as in ``experts[ids[t, k]]``, the latest first."""
         before = itertools.takewhile(lambda node: node is not self.end, self.captured.graph.nodes)
         asked = ancestors([node for node in before if record_of(node).decision and ops.gives_numbers(node)])
         return self._routing_like(asked)[::-1]
 
-    def vectors(self) -> list[torch.fx.Node]:
+    def vectors(self) -> list[Node]:
         """Parameters and buffers that hold one number for every expert, none of them zero."""
         tags, behind, device = self.tags, ancestors([self.end]), record_of(self.end).value.device
         reads = self.captured.graph.find_nodes(op="get_attr")
@@ -117,7 +117,7 @@ class Search:
         ]
         return [n for n in numbers if record_of(n).value.device == device]
 
-    def _routing_like(self, among: set[torch.fx.Node]) -> list[torch.fx.Node]:
+    def _routing_like(self, among: set[Node]) -> list[Node]:
         return [
             node
             for node in self.captured.graph.nodes
@@ -257,7 +257,7 @@ def factors_on_outputs(slots: Slots, search: Search) -> Iterator[tuple[RoutingSo
             yield RoutingSource((source,), reading, groups, divides), 1 / numbers if divides else numbers
 
 
-def _moved(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def _moved(node: Node) -> Iterator[Node]:
     """``node``, and what it holds rows of."""
     yield node
     while ops.moves(node) and node.all_input_nodes:
@@ -265,7 +265,7 @@ def _moved(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         yield node
 
 
-def straight_through(slots: Slots, known: Sequence[torch.fx.Node], end: torch.fx.Node) -> tuple[RoutingSource, ...]:
+def straight_through(slots: Slots, known: Sequence[Node], end: Node) -> tuple[RoutingSource, ...]:
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     behind = ancestors([end]) if slots.apart else set()
@@ -313,15 +313,13 @@ def _zero_when_dropped(table: torch.Tensor, reading: Reading, slots: Slots) -> b
     return bool((table[slots.dropped_token, column] == 0).all())
 
 
-def _factor_columns(
-    wanted: torch.Tensor, slots: Slots, known: Sequence[torch.fx.Node]
-) -> tuple[torch.fx.Node, ...] | None:
+def _factor_columns(wanted: torch.Tensor, slots: Slots, known: Sequence[Node]) -> tuple[Node, ...] | None:
     """Factors in one (T,) tensor per slot."""
     columns = []
     for slot in range(slots.top_k):
         mine = slots.slot == slot
         dropped = slots.dropped_token[slots.dropped_slot == slot]
-        fitting: list[tuple[bool, int, torch.fx.Node]] = []
+        fitting: list[tuple[bool, int, Node]] = []
         for node in known:
             if not is_float(node) or record_of(node).value.numel() != slots.tokens:
                 continue
@@ -388,7 +386,7 @@ def find_repeated(pairs: Pairs, search: Search) -> tuple[RoutingSource, torch.Te
 
 
 def find_index(
-    pairs: Pairs, search: Search, asked: Sequence[torch.fx.Node] | None = None, marks: bool = False
+    pairs: Pairs, search: Search, asked: Sequence[Node] | None = None, marks: bool = False
 ) -> tuple[RoutingSource, torch.Tensor]:
     """The node with the ids of every token, and the ids as (T, k).
 
@@ -481,11 +479,11 @@ def _counts(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def _index_from_columns(
-    wanted: torch.Tensor, tokens: int, experts: int, known: Sequence[torch.fx.Node], end: torch.fx.Node
+    wanted: torch.Tensor, tokens: int, experts: int, known: Sequence[Node], end: Node
 ) -> tuple[RoutingSource, torch.Tensor]:
     """Ids that the code keeps in one (T,) tensor per slot."""
     remaining = wanted.clone()
-    columns: list[tuple[torch.fx.Node, torch.Tensor]] = []
+    columns: list[tuple[Node, torch.Tensor]] = []
     for node in known:
         value = record_of(node).value
         if value.is_floating_point() or value.dtype == torch.bool or value.numel() != tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
@@ -28,18 +28,18 @@ _turns = ops.of(
 )
 
 
-def segment_of(first: Iterable[Contraction], second: Contraction) -> list[torch.fx.Node]:
+def segment_of(first: Iterable[Contraction], second: Contraction) -> list[Node]:
     """Nodes between first products and the second, in order."""
     between = _between(first, second)
     return [node for node in second.node.graph.nodes if node in between]
 
 
-def _between(first: Iterable[Contraction], second: Contraction) -> set[torch.fx.Node]:
+def _between(first: Iterable[Contraction], second: Contraction) -> set[Node]:
     start = {contraction.node for contraction in first}
     return (descendants(start) & ancestors([second.data])) - start
 
 
-def row_orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, torch.Tensor]]:
+def row_orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[Node, torch.Tensor]]:
     """For every pair, by node, the rows (R,) that those of the second product come from; -1 where that does not show.
 
     The nodes are the first products and what the second is given. One whose rows lie as the second product's is left out, and so
@@ -51,8 +51,8 @@ def row_orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node
         return [{} for _ in pairs]
 
 
-def _orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, torch.Tensor]]:
-    found: list[dict[torch.fx.Node, torch.Tensor]] = [{} for _ in pairs]
+def _orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[Node, torch.Tensor]]:
+    found: list[dict[Node, torch.Tensor]] = [{} for _ in pairs]
     if len({len(first) for first, _ in pairs}) != 1:
         return found
     given, ends = [second.data for _, second in pairs], [second.node for _, second in pairs]
@@ -72,9 +72,7 @@ def _orders(pairs: Sequence[Pair], replay: Replay) -> list[dict[torch.fx.Node, t
 
 
 def _note(
-    found: Iterable[dict[torch.fx.Node, torch.Tensor]],
-    nodes: Iterable[torch.fx.Node],
-    origins: Iterable[torch.Tensor | None],
+    found: Iterable[dict[Node, torch.Tensor]], nodes: Iterable[Node], origins: Iterable[torch.Tensor | None]
 ) -> None:
     for order, node, origin in zip(found, nodes, origins):
         if origin is not None:
@@ -88,7 +86,7 @@ def _before(origin: torch.Tensor | None, turned: torch.Tensor | None) -> torch.T
     return torch.where(turned < 0, -1, origin[turned.clamp(min=0)])
 
 
-def _may_reorder(node: torch.fx.Node) -> bool:
+def _may_reorder(node: Node) -> bool:
     if operation(node) == "getitem":
         return any(map(is_tensor, node.all_input_nodes[1:]))
     if operation(node) != "einsum":
@@ -101,10 +99,7 @@ def _may_reorder(node: torch.fx.Node) -> bool:
 
 
 def _origins(
-    starts: Sequence[torch.fx.Node],
-    ends: Sequence[torch.fx.Node],
-    fixed: Mapping[torch.fx.Node, torch.Tensor],
-    replay: Replay,
+    starts: Sequence[Node], ends: Sequence[Node], fixed: Mapping[Node, torch.Tensor], replay: Replay
 ) -> list[torch.Tensor | None]:
     """For every start and its end, the row (R,) that each row of the end follows from; None if it is the same one, or several."""
     given = [_rows(replay.value(start), start) for start in starts]
@@ -117,7 +112,7 @@ def _origins(
             replace[start] = torch.where((((numbers >> bit) & 1) == wanted)[:, None], other, one)
         return [(now - then).abs().amax(1) > _NEAR * then.abs().amax(1) for now, then in zip(run(replace), before)]
 
-    def run(replace: Mapping[torch.fx.Node, torch.Tensor]) -> list[torch.Tensor]:
+    def run(replace: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
         shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in replace.items()}
         answers = replay.run(shaped, ends)
         odd = next((end for end in ends if answers[end].shape != record_of(end).value.shape), None)
@@ -147,11 +142,11 @@ def _if_other(origin: torch.Tensor, rows: int) -> torch.Tensor | None:
     return origin
 
 
-def _rows(value: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
+def _rows(value: torch.Tensor, node: Node) -> torch.Tensor:
     return value.reshape(-1, feature_size(node))
 
 
-def _row(node: torch.fx.Node, replay: Replay, number: int = 0) -> torch.Tensor:
+def _row(node: Node, replay: Replay, number: int = 0) -> torch.Tensor:
     """One of two rows (N,) of positive numbers, so that an activation keeps them apart."""
     generator = torch.Generator().manual_seed(23 + number)
     row = torch.rand(feature_size(node), generator=generator, dtype=torch.float64, device="cpu") + 0.5 + number

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -124,9 +124,9 @@ class Instance:
     token: torch.Tensor
     expert: torch.Tensor
     scale: torch.Tensor
-    order: Mapping[torch.fx.Node, torch.Tensor] = field(default_factory=dict)
+    order: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
-    def laid_out(self, node: torch.fx.Node, rows: torch.Tensor) -> torch.Tensor:
+    def laid_out(self, node: Node, rows: torch.Tensor) -> torch.Tensor:
         """The rows of one of its products, or of what the second is given, in the order of the second product's."""
         return rows if node not in self.order else rows[self.order[node].clamp(min=0)]
 
@@ -139,10 +139,10 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def match_rows(
     pairs: list[tuple[tuple[Contraction, ...], Contraction]],
     captured: CapturedBlock,
-    tags: Mapping[torch.fx.Node, Tag],
+    tags: Mapping[Node, Tag],
     replay: Replay,
     weights: WeightTable,
-) -> Iterator[tuple[torch.fx.Node, list[Instance]]]:
+) -> Iterator[tuple[Node, list[Instance]]]:
     """Every node whose rows may be the tokens, likeliest first, and every instance's rows.
 
     Raises:
@@ -171,7 +171,7 @@ def match_rows(
         raise Refuse(_WIDE.format(leader.base) if wide else NOT_TOKENS, leader.data)
 
 
-def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:
+def _last_alike(source: Node, leader: Contraction, instances: list[Instance], replay: Replay) -> Node:
     """The last node that holds the same rows as ``source`` and that the experts' rows are in fact taken from.
 
     ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
@@ -191,7 +191,7 @@ def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Inst
     return found
 
 
-def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> bool:
+def _carries(node: Node, leader: Contraction, instances: list[Instance], replay: Replay) -> bool:
     """Whether all experts read ``node``, and their rows become its rows when it is replaced and the routing is held."""
     if any(node not in ancestors([instance.first[0].data]) for instance in instances):
         return False
@@ -262,7 +262,7 @@ class _Reader:
 
 def _read_instances(
     pairs: list[tuple[tuple[Contraction, ...], Contraction]],
-    orders: Sequence[Mapping[torch.fx.Node, torch.Tensor]],
+    orders: Sequence[Mapping[Node, torch.Tensor]],
     reader: _Reader,
 ) -> list[Instance] | None:
     odd = next((second for first, second in pairs if len(first) != len(pairs[0][0])), None)
@@ -304,9 +304,7 @@ def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
     return feature_size(contraction.node), feature_size(contraction.data)
 
 
-def token_sources(
-    first: torch.fx.Node, width: int, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
-) -> Iterator[torch.fx.Node]:
+def token_sources(first: Node, width: int, captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Iterator[Node]:
     """Untagged float tensors of ``width`` whose numbers may lead to the node ``first``, each distinct value once.
 
     Earliest first, but values inside submodule calls last: using one would compute it a second time.

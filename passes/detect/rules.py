@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.fx
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +23,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
 
 
-def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+def opaque_nodes(captured: CapturedBlock, products: Iterable[Node]) -> set[Node]:
     """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time.
 
     Those whose results are of a class of the user's cannot.
@@ -32,9 +32,7 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     return {node for call in calls_without(captured.calls, products) for node in inside[call.number]}
 
 
-def decided_anew(
-    captured: CapturedBlock, products: Iterable[torch.fx.Node], end: torch.fx.Node, roots: Iterable[torch.fx.Node]
-) -> set[torch.fx.Node]:
+def decided_anew(captured: CapturedBlock, products: Iterable[Node], end: Node, roots: Iterable[Node]) -> set[Node]:
     """As `opaque_nodes`, of calls whose decisions are taken again in every call of the rewritten block.
 
     Not of those that give plain values: what these decide, too, the code around them goes by as it was. Nor of
@@ -47,7 +45,7 @@ def decided_anew(
     taken, place = {*products}, {node: number for number, node in enumerate(captured.graph.nodes)}
     last = max(map(place.__getitem__, taken))
     needed = ancestors([captured.graph.output_node(), *effects(captured.graph), *roots], stop=lambda n: n is end)
-    inside, found = nodes_by_call(captured.graph), set[torch.fx.Node]()
+    inside, found = nodes_by_call(captured.graph), set[Node]()
     region, operators = ancestors([end]) & descendants(taken), (c for c in captured.functions if c.is_of_operator)
     for call in calls_without((*captured.calls, *operators), taken):
         nodes = inside[call.number]
@@ -58,13 +56,13 @@ def decided_anew(
     return found
 
 
-def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[torch.fx.Node]) -> Iterator[ModuleCall]:
+def calls_without(calls: Iterable[ModuleCall], nodes: Iterable[Node]) -> Iterator[ModuleCall]:
     """Those that give results and inside of which none of the nodes lies."""
     taken = {number for node in nodes for number in record_of(node).calls}
     return (call for call in calls if call.number not in taken and nodes_in(call.output))
 
 
-def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> tuple[StoredValue, ...]:
+def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> tuple[StoredValue, ...]:
     """Results that code outside of the modules that the rewritten block calls keeps, so that the block has to keep them itself.
 
     Raises:
@@ -72,7 +70,7 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
             in place, or does more with a list or dict than to add to it; or it returns an object into which no graph looks.
     """
     for result in tree_leaves(captured.graph.output_node().args):
-        if not isinstance(result, (torch.fx.Node, *LITERALS)):
+        if not isinstance(result, (Node, *LITERALS)):
             raise Refuse(
                 f"the block returns a {type(result).__qualname__}, and what such an object holds is not followed; tensors, and "
                 "tuples, lists, dicts or dataclasses of them can be returned, with nothing set on them beside their fields"
@@ -129,9 +127,7 @@ def check_added(stored: Iterable[StoredValue], live: Collection[str]) -> None:
         added.add(item.place.container)
 
 
-def refuse_stored_intermediates(
-    stored: Iterable[StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
-) -> None:
+def refuse_stored_intermediates(stored: Iterable[StoredValue], tags: Mapping[Node, Tag], end: Node) -> None:
     """Refuses code that keeps what experts compute on a module.
 
     Raises:
@@ -144,7 +140,7 @@ def refuse_stored_intermediates(
             raise Refuse(f"the code keeps what experts compute on the module ({item})", end)
 
 
-def refuse_generator(node: torch.fx.Node) -> None:
+def refuse_generator(node: Node) -> None:
     """Refuses a call that draws from a generator of the code's own, which no graph holds.
 
     Raises:
@@ -158,7 +154,7 @@ def refuse_generator(node: torch.fx.Node) -> None:
         )
 
 
-def refuse_array(node: torch.fx.Node) -> None:
+def refuse_array(node: Node) -> None:
     """Refuses a call that is given an array of numpy, which no program can contain.
 
     Raises:
@@ -180,7 +176,7 @@ GIVEN_INSIDE = (
 )
 
 
-def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
+def constant(captured: CapturedBlock, node: Node) -> torch.Tensor:
     """A few numbers that a ``get_attr`` reads from elsewhere than parameters and buffers, such as one that a module keeps.
 
     Raises:
@@ -205,17 +201,17 @@ def given_inside(captured: CapturedBlock) -> Refuse | None:
     return None if node is None else Refuse(GIVEN_INSIDE, next(iter(node.users), node))
 
 
-def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
+def is_cut_off(source: Node, rows: Iterable[Node]) -> bool:
     """Whether ``rows`` are taken from ``source`` without its gradient, all of them; not from another value with its numbers."""
     return all(source in ancestors([node]) - ancestors([node], stop=_stops_gradient) for node in rows)
 
 
-def is_constant(end: torch.fx.Node) -> bool:
+def is_constant(end: Node) -> bool:
     """Whether no gradient gets from ``end`` to an input or a parameter."""
     return not any(n.op in ("placeholder", "get_attr") and is_float(n) for n in ancestors([end], stop=_stops_gradient))
 
 
-def _stops_gradient(node: torch.fx.Node) -> bool:
+def _stops_gradient(node: Node) -> bool:
     if not node.op.startswith("call"):
         return False
     record = record_of(node)
@@ -223,9 +219,7 @@ def _stops_gradient(node: torch.fx.Node) -> bool:
     return operation(node) == "detach" or not record.gradient or holds_no_float
 
 
-def refuse_own_backward(
-    end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], outputs: Iterable[torch.fx.Node]
-) -> None:
+def refuse_own_backward(end: Node, tags: Mapping[Node, Tag], outputs: Iterable[Node]) -> None:
     """Refuses experts with an `autograd.Function` that changes gradients alone, and those without gradients in a block with some.
 
     Raises:
@@ -248,7 +242,7 @@ def refuse_own_backward(
             )
 
 
-def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
+def refuse_randomness(nodes: Iterable[Node]) -> None:
     """Refuses experts that draw random numbers.
 
     Raises:
@@ -266,4 +260,4 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
 def gives_plain(call: ModuleCall) -> bool:
     """Whether a call gives plain values, beside tensors and None."""
     leaves: list[Any] = pytree.tree_leaves(call.output, is_leaf=lambda item: item is None)
-    return any(leaf is not None and not isinstance(leaf, torch.fx.Node) for leaf in leaves)
+    return any(leaf is not None and not isinstance(leaf, Node) for leaf in leaves)

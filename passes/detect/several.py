@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -33,7 +33,6 @@ _picks = ops.of(
     "topk argmax argmin argsort sort max multinomial one_hot gumbel_softmax eq gt ge lt le where nonzero scatter"
 )
 
-Node = torch.fx.Node
 Members = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import record_of
@@ -61,7 +61,7 @@ class Slots:
         pairs: Pairs,
         tokens: int,
         experts: int,
-        value: Callable[[torch.fx.Node], torch.Tensor],
+        value: Callable[[Node], torch.Tensor],
         apart: bool = False,
     ) -> None:
         """``value``: a node's numbers, floating point in float64. ``apart``: whether two slots may be of the same expert."""
@@ -111,12 +111,12 @@ TWICE = (
 _is_part = ops.of("getitem select squeeze unbind split chunk reshape view flatten long t")
 
 
-def chosen_apart(ids: Iterable[torch.fx.Node]) -> bool:
+def chosen_apart(ids: Iterable[Node]) -> bool:
     """Whether every slot is a choice of its own, so that two may be of the same expert, as where all other scores are zero."""
     return len({choice for node in ids for choice in _choices(node)}) > 1
 
 
-def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
+def _choices(ids: Node) -> list[Node]:
     """The operations whose results ids are parts of, or put together from."""
     while _is_part(ids) and ids.all_input_nodes:
         ids = ids.all_input_nodes[0]
@@ -125,7 +125,7 @@ def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
     return [ids]
 
 
-def is_factor(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
+def is_factor(node: Node, behind: set[Node]) -> bool:
     """Whether all that becomes of it in ``behind`` is that it is multiplied by something."""
     users = [user for user in node.users if user in behind]
     return all(ops.scales(n) or ops.contracts(n) or (ops.moves(n) and is_factor(n, behind)) for n in users)
@@ -143,13 +143,13 @@ class Capacity:
     """
 
     order: Order
-    limit: torch.fx.Node | int
+    limit: Node | int
 
     @property
-    def nodes(self) -> list[torch.fx.Node]:
-        return [self.limit] if isinstance(self.limit, torch.fx.Node) else []
+    def nodes(self) -> list[Node]:
+        return [self.limit] if isinstance(self.limit, Node) else []
 
-    def is_asked(self, node: torch.fx.Node) -> bool:
+    def is_asked(self, node: Node) -> bool:
         """Whether ``node`` compares places or counts with the limit."""
         if not _bounds(node):
             return False
@@ -159,12 +159,10 @@ class Capacity:
     @property
     def value(self) -> int:
         """The limit in the recorded run."""
-        return int(record_of(self.limit).value) if isinstance(self.limit, torch.fx.Node) else self.limit
+        return int(record_of(self.limit).value) if isinstance(self.limit, Node) else self.limit
 
 
-def find_capacity(
-    pairs: Pairs, slots: Slots, end: torch.fx.Node, is_expert: Callable[[torch.fx.Node], bool]
-) -> Capacity | None:
+def find_capacity(pairs: Pairs, slots: Slots, end: Node, is_expert: Callable[[Node], bool]) -> Capacity | None:
     """The capacity under which exactly the slots of ``slots`` without a row got none; None if there is none.
 
     Args:
@@ -185,9 +183,7 @@ def find_capacity(
     return None
 
 
-def _sources_of(
-    value: int, end: torch.fx.Node, is_expert: Callable[[torch.fx.Node], bool]
-) -> Iterator[torch.fx.Node | int]:
+def _sources_of(value: int, end: Node, is_expert: Callable[[Node], bool]) -> Iterator[Node | int]:
     """What the code cuts lists at, or compares places with, if it is ``value``; then other numbers that follow from sizes."""
     numbers = [n for n in end.graph.nodes if n.op.startswith("call") and _is_number(n, value) and not is_expert(n)]
     of_sizes = [n for n in reversed(numbers) if not any(_counts(m) for m in ancestors([n]))]
@@ -197,19 +193,19 @@ def _sources_of(
     yield from of_sizes
 
 
-def _cuts(node: torch.fx.Node) -> bool:
+def _cuts(node: Node) -> bool:
     """Whether it takes the first rows of a list, or asks which places there are."""
     if node.op.startswith("call") and operation(node) == "getitem":
         return is_tensor(node) and not is_float(node)
     return _bounds(node)
 
 
-def _is_number(node: torch.fx.Node, value: int) -> bool:
+def _is_number(node: Node, value: int) -> bool:
     found = record_of(node).value
     return isinstance(found, int) and not isinstance(found, bool) and found == value
 
 
-def _counts(node: torch.fx.Node) -> bool:
+def _counts(node: Node) -> bool:
     return ops.finds(node) or ops.gives_numbers(node)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -61,7 +61,7 @@ class WeightTable:
 
     captured: CapturedBlock
     groups: ExpertGroups
-    tags: Mapping[torch.fx.Node, Tag]
+    tags: Mapping[Node, Tag]
     _known: dict[str, tuple[Form, torch.Tensor] | None] = field(default_factory=dict, repr=False)
 
     def stored(self, base: str) -> tuple[Form, torch.Tensor] | None:

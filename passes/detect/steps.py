@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -42,7 +42,7 @@ ONE_RAN = (
 class TokenRows:
     """The rows' tokens: rows of ``source``."""
 
-    source: torch.fx.Node
+    source: Node
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FromExpert:
 class Product:
     """``data @ W[e].T + b[e]``."""
 
-    data: torch.fx.Node
+    data: Node
     base: str
     bias: str | None
     layout: Layout
@@ -122,17 +122,17 @@ class FreeBody:
         lead: how many dimensions hold an expert's rows in the code, such as batch and sequence.
     """
 
-    steps: Mapping[torch.fx.Node, Role]
-    output: torch.fx.Node
+    steps: Mapping[Node, Role]
+    output: Node
     experts: int
     hidden_size: int
     intermediate_size: int
     form: Form
-    runs: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+    runs: Mapping[Node, tuple[Node, ...]]
     slots_first: bool = False
     lead: int = 1
 
-    def row_shape(self, node: torch.fx.Node) -> tuple[int, ...]:
+    def row_shape(self, node: Node) -> tuple[int, ...]:
         """Of what a step has for every row."""
         return tuple(record_of(node).value.shape[self.lead :])
 
@@ -148,14 +148,14 @@ class FreeBody:
         return tuple(names)
 
     @property
-    def dropouts(self) -> list[torch.fx.Node]:
+    def dropouts(self) -> list[Node]:
         """The steps that drop numbers at random, in the order in which an expert draws."""
         return [node for node in self.steps if node.target is row_dropout]
 
     @property
-    def roots(self) -> list[torch.fx.Node]:
+    def roots(self) -> list[Node]:
         """Recorded nodes outside the experts that the steps read."""
-        found: list[torch.fx.Node] = []
+        found: list[Node] = []
         for node, role in self.steps.items():
             if isinstance(role, TokenRows):
                 found.append(role.source)
@@ -166,11 +166,11 @@ class FreeBody:
         return found
 
 
-def width_of(node: torch.fx.Node) -> int:
+def width_of(node: Node) -> int:
     return int(record_of(node).value.shape[-1])
 
 
-Column = tuple[torch.fx.Node, ...]
+Column = tuple[Node, ...]
 """The same value in every run of an expert, in the order of the runs."""
 
 
@@ -184,10 +184,10 @@ class AlikeRuns:
     """
 
     ends: tuple[Column, ...]
-    readers: tuple[torch.fx.Node, ...]
+    readers: tuple[Node, ...]
 
 
-def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> AlikeRuns | None:
+def find_alike_runs(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> AlikeRuns | None:
     """Runs of single experts that do the same thing, by the structure of what they compute.
 
     None if fewer than two experts are run one at a time, or if they differ in what they compute.
@@ -196,7 +196,7 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
     if not readers or not all(in_one_expert(reader, tags) for reader in readers):
         return None
     signature = _signatures(captured, tags)
-    classes: dict[Hashable, list[torch.fx.Node]] = defaultdict(list)
+    classes: dict[Hashable, list[Node]] = defaultdict(list)
     for node, value in signature.items():
         classes[value].append(node)
     runs = len(classes[signature[readers[0]]])
@@ -207,38 +207,38 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
     return AlikeRuns(tuple(ends), readers) if ends else None
 
 
-def lone_run(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> torch.fx.Node | None:
+def lone_run(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Node | None:
     """What first reads a parameter of the only expert that runs; None if several do, or they run at once."""
     readers = _readers(captured, tags)
     alone = len({tags[reader].experts for reader in readers}) == 1 and all(in_one_expert(n, tags) for n in readers)
     return readers[0] if alone else None
 
 
-def _readers(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> tuple[torch.fx.Node, ...]:
+def _readers(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> tuple[Node, ...]:
     live = live_nodes(captured.graph)
     return tuple(n for n in captured.graph.nodes if n in live and n.op != "output" and _reads_expert(n, tags))
 
 
-def experts_of(column: Column, tags: Mapping[torch.fx.Node, Tag]) -> tuple[int, ...]:
+def experts_of(column: Column, tags: Mapping[Node, Tag]) -> tuple[int, ...]:
     """The expert of every run."""
     return tuple(next(iter(tags[node].experts)) for node in column)
 
 
-def in_one_expert(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> bool:
+def in_one_expert(node: Node, tags: Mapping[Node, Tag]) -> bool:
     """Whether the value is computed with the parameters of exactly one expert, and with something else."""
     return not tags[node].weight and len(tags[node].experts) == 1 and ALL not in tags[node].experts
 
 
-def expert_operands(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> list[torch.fx.Node]:
+def expert_operands(node: Node, tags: Mapping[Node, Tag]) -> list[Node]:
     """Operands that are parameters of experts."""
     return [n for n in node.all_input_nodes if tags[n].weight and tags[n].experts and is_tensor(n)]
 
 
-def _reads_expert(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> bool:
+def _reads_expert(node: Node, tags: Mapping[Node, Tag]) -> bool:
     return not tags[node].weight and is_tensor(node) and bool(expert_operands(node, tags))
 
 
-def _may_end(column: list[torch.fx.Node], readers: tuple[torch.fx.Node, ...]) -> bool:
+def _may_end(column: list[Node], readers: tuple[Node, ...]) -> bool:
     """Whether a node holds rows that every use of an expert's parameter leads to: a matrix, or one a sequence."""
     values = [record_of(node).value for node in column]
     if not is_float(column[0]) or len({value.dim() for value in values}) > 1 or values[0].dim() < 2:
@@ -246,9 +246,9 @@ def _may_end(column: list[torch.fx.Node], readers: tuple[torch.fx.Node, ...]) ->
     return ancestors(column).issuperset(readers)
 
 
-def _signatures(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> dict[torch.fx.Node, Hashable]:
+def _signatures(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> dict[Node, Hashable]:
     """Gives equal numbers to nodes that compute the same from their run's rows and their expert's parameters."""
-    found: dict[torch.fx.Node, Hashable] = {}
+    found: dict[Node, Hashable] = {}
     numbers: dict[Hashable, int] = {}
     of_node = partial(_operand, tags=tags, found=found)
     for node in captured.graph.nodes:
@@ -259,9 +259,7 @@ def _signatures(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> d
     return found
 
 
-def _operand(
-    node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Hashable]
-) -> Hashable:
+def _operand(node: Node, tags: Mapping[Node, Tag], found: Mapping[Node, Hashable]) -> Hashable:
     """What can be said about an operand without knowing the run's rows."""
     if node in found:
         return "inside", found[node]
@@ -294,7 +292,7 @@ class StepReader:
     """
 
     captured: CapturedBlock
-    tags: Mapping[torch.fx.Node, Tag]
+    tags: Mapping[Node, Tag]
     replay: Replay
     weights: WeightTable
     run: int
@@ -303,16 +301,16 @@ class StepReader:
     tokens: tuple[torch.Tensor, ...]
     count: int
     lead: int
-    sources: tuple[torch.fx.Node, ...]
+    sources: tuple[Node, ...]
     factor: Callable[[torch.Tensor], tuple[RoutingSource, ...]]
-    roles: dict[torch.fx.Node, Role] = field(default_factory=dict)
-    columns: dict[torch.fx.Node, Column] = field(default_factory=dict)
-    twin: Mapping[torch.fx.Node, torch.fx.Node] = field(init=False)
+    roles: dict[Node, Role] = field(default_factory=dict)
+    columns: dict[Node, Column] = field(default_factory=dict)
+    twin: Mapping[Node, Node] = field(init=False)
 
     def __post_init__(self) -> None:
         self.twin = twins(self.captured.graph)
 
-    def read(self, end: Column) -> dict[torch.fx.Node, Role]:
+    def read(self, end: Column) -> dict[Node, Role]:
         """Roles of the nodes of one run, in recorded order.
 
         Raises:
@@ -372,7 +370,7 @@ class StepReader:
             mixed = f"{operation(node)} inside the experts does not keep their rows apart"
             raise Refuse(mixed if of_rows else MIXED_WEIGHT, node)
 
-    def _is_of(self, node: torch.fx.Node, rows: int) -> bool:
+    def _is_of(self, node: Node, rows: int) -> bool:
         """Whether a tensor holds something for each of so many rows."""
         shape = record_of(node).value.shape
         return len(shape) >= self.lead and shape[: self.lead].numel() == rows
@@ -490,7 +488,7 @@ class StepReader:
         self._check_rows(column)
         return self._copy(column)
 
-    def _token_rows(self, column: Column) -> torch.fx.Node | None:
+    def _token_rows(self, column: Column) -> Node | None:
         if not is_float(column[0]) or record_of(column[0]).value.dim() <= self.lead:
             return None
         values = [self.replay.value(n).flatten(0, self.lead - 1) for n in column]
@@ -532,9 +530,9 @@ class StepReader:
         return self._copy(column)
 
 
-def moved_from(node: torch.fx.Node, source: torch.fx.Node) -> bool:
+def moved_from(node: Node, source: Node) -> bool:
     """Whether ``node`` holds rows of ``source``, moved by operations that change no number."""
-    seen: set[torch.fx.Node] = set()
+    seen: set[Node] = set()
     frontier, reached = [node], False
     behind = ancestors([source])
     while frontier:
@@ -556,9 +554,9 @@ def moved_from(node: torch.fx.Node, source: torch.fx.Node) -> bool:
     return reached
 
 
-def _is_view_of(node: torch.fx.Node, base: torch.fx.Node) -> bool:
+def _is_view_of(node: Node, base: Node) -> bool:
     while node is not base:
-        if not (ops.views(node) or ops.casts(node)) or not node.args or not isinstance(node.args[0], torch.fx.Node):
+        if not (ops.views(node) or ops.casts(node)) or not node.args or not isinstance(node.args[0], Node):
             return False
         node = node.args[0]
     return True

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -160,14 +161,14 @@ def uneven_experts(parameters: Mapping[str, torch.Tensor], in_turn: Container[st
     return None
 
 
-def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | None = None) -> dict[torch.fx.Node, Tag]:
+def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | None = None) -> dict[Node, Tag]:
     """A tag for every node of the recorded graph.
 
     ``only``: the parameters and groups that count as experts'. All others are ordinary weights, such as a list of shared experts.
     """
     group_of = {name: (pattern, i) for pattern, names in groups.members.items() for i, name in enumerate(names)}
     counts = expert_counts(captured, groups)
-    tags: dict[torch.fx.Node, Tag] = {}
+    tags: dict[Node, Tag] = {}
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
@@ -192,7 +193,7 @@ def without_lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozens
     return frozenset(groups.members) | {str(n.target) for n in read} - grouped - lone
 
 
-def _reads_one_part(stack: torch.fx.Node) -> bool:
+def _reads_one_part(stack: Node) -> bool:
     parts = [node.args[1] if operation(node) == "getitem" else None for node in stack.users]
     return len(set(map(repr, parts))) == 1 and isinstance(parts[0], int)
 
@@ -205,8 +206,8 @@ def expert_counts(captured: CapturedBlock, groups: ExpertGroups) -> set[int]:
 
 
 def _tag_node(
-    node: torch.fx.Node,
-    tags: Mapping[torch.fx.Node, Tag],
+    node: Node,
+    tags: Mapping[Node, Tag],
     group_of: Mapping[str, tuple[str, int]],
     captured: CapturedBlock,
     counts: set[int],
@@ -232,7 +233,7 @@ def _tag_node(
     return Tag(experts)
 
 
-def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
+def _has_a_part_each(weight: Node, counts: set[int]) -> bool:
     """Whether a weight has a part for each expert, perhaps with rows after these for slots without an expert, and is no matrix
     that tokens are multiplied with, as a router's is."""
     while kind(weight) in ("cat", "pad") and weight.all_input_nodes:
@@ -243,7 +244,7 @@ def _has_a_part_each(weight: torch.fx.Node, counts: set[int]) -> bool:
     return not any(ops.contracts(user) for read in (weight, *alike) for user in read.users)
 
 
-def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
+def _tag_parameter(node: Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
     name = str(node.target)
     if name in captured.constants or not is_float(node):  # integers are tables, such as of experts by token
         return Tag()
@@ -253,10 +254,10 @@ def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]],
     return Tag(weight=True, bases=frozenset({name}))
 
 
-def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], counts: set[int]) -> Tag:
+def _tag_selection(node: Node, tags: Mapping[Node, Tag], counts: set[int]) -> Tag:
     """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or takes several experts or a part of a matrix."""
     base, place = node.args[0], _index_of_experts(node)
-    assert isinstance(base, torch.fx.Node)
+    assert isinstance(base, Node)
     tag = tags[base]
     if tag.experts:
         return tag
@@ -272,14 +273,14 @@ def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], count
     return Tag(frozenset(picked), weight=True, bases=tag.bases)
 
 
-def _index_of_experts(node: torch.fx.Node) -> object:
+def _index_of_experts(node: Node) -> object:
     """The subscript of the first dimension, or of a list of pieces."""
     index = node.args[1]
     first = index[0] if isinstance(index, (tuple, list)) and index else index
     return torch.fx.node.map_arg(first, lambda operand: record_of(operand).value)
 
 
-def _experts_at(base: torch.fx.Node, place: int | slice, counts: set[int]) -> range:
+def _experts_at(base: Node, place: int | slice, counts: set[int]) -> range:
     """The experts whose parts ``base[place]`` holds; none if ``base`` holds no experts along its first dimension."""
     if is_tensor(base):
         held = _experts_in(base, counts)
@@ -293,11 +294,11 @@ def _experts_at(base: torch.fx.Node, place: int | slice, counts: set[int]) -> ra
     return held[start : start + len(pieces[place])]
 
 
-def _experts_in(node: torch.fx.Node, counts: set[int]) -> range:
+def _experts_in(node: Node, counts: set[int]) -> range:
     """The experts whose parts a stack, or what was cut out of one, holds along its first dimension; none if it is no stack."""
     if not is_tensor(node):
         return range(0)
-    if node.target is operator.getitem and isinstance(base := node.args[0], torch.fx.Node):
+    if node.target is operator.getitem and isinstance(base := node.args[0], Node):
         place = _index_of_experts(node)
         if isinstance(place, slice) or (isinstance(place, int) and not is_tensor(base)):
             return _experts_at(base, place, counts)
@@ -308,12 +309,12 @@ def _experts_in(node: torch.fx.Node, counts: set[int]) -> range:
 _cuts_experts = ops.of("chunk split split_with_sizes tensor_split unbind")
 
 
-def _cut_dimension(node: torch.fx.Node) -> object:
+def _cut_dimension(node: Node) -> object:
     position = 1 if operation(node) == "unbind" else 2
     return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
 
 
-def _tag_weight_operation(node: torch.fx.Node, weights: list[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> Tag:
+def _tag_weight_operation(node: Node, weights: list[Node], tags: Mapping[Node, Tag]) -> Tag:
     experts = _union(tags[n].experts for n in weights)
     bases = frozenset().union(*(tags[n].bases for n in weights))
     if operation(node) == "stack" and len(bases) == 1 and len(experts) > 1:
@@ -321,7 +322,7 @@ def _tag_weight_operation(node: torch.fx.Node, weights: list[torch.fx.Node], tag
     return Tag(experts, weight=True, bases=bases)
 
 
-def is_stack(node: torch.fx.Node) -> bool:
+def is_stack(node: Node) -> bool:
     """Whether it holds several matrices: not one alone, perhaps repeated for each sequence."""
     value = record_of(node).value
     several = node.op == "get_attr" or (is_tensor(node) and value.shape[:1] != (1,) and value.stride()[:1] != (0,))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import CannotReplay
@@ -23,9 +23,7 @@ class Refuse(Exception):
     ``elsewhere``: whether what is missed here may be in the code around the block.
     """
 
-    def __init__(
-        self, reason: str, node: torch.fx.Node | SourceLocation | None = None, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, reason: str, node: Node | SourceLocation | None = None, elsewhere: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.node = node
@@ -34,7 +32,7 @@ class Refuse(Exception):
     def at(self, path: str) -> Refusal:
         """The refusal of the block at ``path``."""
         location = self.node if isinstance(self.node, SourceLocation) else None
-        if isinstance(self.node, torch.fx.Node) and self.node.op != "output":
+        if isinstance(self.node, Node) and self.node.op != "output":
             location = record_of(self.node).location
         return Refusal(path, self.reason, location, elsewhere=self.elsewhere)
 

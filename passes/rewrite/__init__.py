@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
@@ -39,10 +40,7 @@ from hexa_fx.runtime.attribute_guards import ELSEWHERE, called_in, is_within
 
 
 def input_guards(
-    captured: CapturedBlock,
-    graph: torch.fx.Graph,
-    new: Mapping[torch.fx.Node, torch.fx.Node],
-    by_rows: set[torch.fx.Node],
+    captured: CapturedBlock, graph: torch.fx.Graph, new: Mapping[Node, Node], by_rows: set[Node]
 ) -> tuple[InputGuard, ...]:
     """A guard for each argument, in order.
 
@@ -57,7 +55,7 @@ def input_guards(
     asked = {what for what, scopes in captured.asks.items() for scope in scopes if not is_within(scope, called)}
     result = []
     for name, value in captured.arguments:
-        if not isinstance(value, torch.fx.Node):
+        if not isinstance(value, Node):
             result.append(InputGuard(name, "constant", value))
             continue
         if not (value.users or record_of(value).asked):  # given to a router alone, say, and here in **kwargs
@@ -95,9 +93,7 @@ def fold_views(graph: torch.fx.Graph) -> None:
         node.update_arg(0, source)
 
 
-def fold_rows(
-    graph: torch.fx.Graph, given: Mapping[torch.fx.Node, torch.Tensor], widths: Container[int]
-) -> set[torch.fx.Node]:
+def fold_rows(graph: torch.fx.Graph, given: Mapping[Node, torch.Tensor], widths: Container[int]) -> set[Node]:
     """Inputs that rewriting reads as rows of just as many numbers as they have in their last dimension.
 
     The block is right with these inputs only while that stays so. Where they have two dimensions, they are read as they are.
@@ -122,14 +118,14 @@ def fold_rows(
     return found
 
 
-def _keeps_order(node: torch.fx.Node) -> bool:
+def _keeps_order(node: Node) -> bool:
     """Whether it is a view of all of its first operand's numbers, in their order."""
     return (node.op == "call_method" and node.target in (*_KEEP_ORDER, "unsqueeze", "squeeze")) or adds_dimension(node)
 
 
-def _is_passed_by(inner: torch.fx.Node, reader: torch.fx.Node) -> bool:
+def _is_passed_by(inner: Node, reader: Node) -> bool:
     """Whether a view holds its source's numbers in their order, and still does when its reader runs."""
-    if inner.op != "call_method" or inner.target not in _KEEP_ORDER or not isinstance(inner.args[0], torch.fx.Node):
+    if inner.op != "call_method" or inner.target not in _KEEP_ORDER or not isinstance(inner.args[0], Node):
         return False
     node = inner.next
     while node is not reader:
@@ -139,7 +135,7 @@ def _is_passed_by(inner: torch.fx.Node, reader: torch.fx.Node) -> bool:
     return True
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def _may_write(node: Node) -> bool:
     name = str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
     in_place = name.endswith("_") and not name.endswith("__")
     return node.op == "call_module" or in_place or name in ("set_item", "after") or "out" in node.kwargs
@@ -169,10 +165,10 @@ class _Rewriter:
     match: MoEMatch
     recompute_h: bool
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
-    new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    new: dict[Node, Node] = field(default_factory=dict)
+    unwritten: dict[Node, Node] = field(default_factory=dict)
     """Copies of what regions read and the code writes to before it has added up their results."""
-    called: dict[torch.fx.Node, ModuleCall] = field(default_factory=dict)
+    called: dict[Node, ModuleCall] = field(default_factory=dict)
     opened: tuple[StoredValue, ...] = ()
     """What submodules keep that the new graph does not call, as their choices would be drawn twice."""
     elsewhere: frozenset[str] = frozenset()
@@ -213,7 +209,7 @@ class _Rewriter:
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
         fold_views(self.graph)
-        given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
+        given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, Node)}
         by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         by_rows.update(given.keys() & {self.new[match.source] for match in self.match.regions})
         by_rows.update(self.new[node] for match in self.match.regions for node in _given_slots(match))
@@ -227,7 +223,7 @@ class _Rewriter:
         of_python = routers.reads, None, routers.in_trace
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
 
-    def _asked_first(self, kept: KeptNodes) -> set[torch.fx.Node]:
+    def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
         conditions = [condition.node for match in self.match.regions for condition in match.early_conditions]
         behind = map(ancestors, ([node] for node in conditions))
@@ -239,12 +235,12 @@ class _Rewriter:
         )
         return {n for found in first for n in found if n.op != "placeholder"}
 
-    def _overwritten(self, kept: KeptNodes) -> set[torch.fx.Node]:
+    def _overwritten(self, kept: KeptNodes) -> set[Node]:
         """What regions read, or keep for backward, of inputs and buffers that are written to before they end; inputs also later."""
         order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
         outputs = {match.output for match in self.match.regions}
         writes = [node for node in kept.order if writes_outside(node)]
-        found = set[torch.fx.Node]()
+        found = set[Node]()
         given = self.match.captured.graph.find_nodes(op="placeholder") if self.match.captured.written_later else ()
         written = {record_of(node).storage for node in given}
         for match in self.match.regions:
@@ -257,7 +253,7 @@ class _Rewriter:
                         found.add(node)
         return found
 
-    def _regions(self) -> dict[torch.fx.Node, RegionEmitter]:
+    def _regions(self) -> dict[Node, RegionEmitter]:
         """By output."""
         found = {}
         for number, match in enumerate(self.match.regions):
@@ -271,19 +267,19 @@ class _Rewriter:
         listed = {id(item) for match in self.match.regions for item in match.stored} | {*map(id, self.opened)}
         return [item for item in self.match.captured.stored if id(item) in listed]
 
-    def _removed(self, kept: KeptNodes) -> list[torch.fx.Node]:
+    def _removed(self, kept: KeptNodes) -> list[Node]:
         """Recorded nodes that have no counterpart, not even inside a call that is kept."""
         order = [node for node in self.match.captured.graph.nodes if node.op != "output"]
         calls = {kept.calls[node].number for node in kept.order if node in kept.calls}
         return [node for node in order if node not in self.new and calls.isdisjoint(record_of(node).calls)]
 
-    def _added(self) -> list[torch.fx.Node]:
+    def _added(self) -> list[Node]:
         outputs = {match.output for match in self.match.regions}
         counterparts = {new for old, new in self.new.items() if old not in outputs}
         return [node for node in self.graph.nodes if node not in counterparts]
 
-    def _roots(self) -> list[torch.fx.Node]:
-        found: list[torch.fx.Node] = []
+    def _roots(self) -> list[Node]:
+        found: list[Node] = []
         torch.fx.map_arg([item.value for item in self._stored()], found.append)
         return found + [node for match in self.match.regions for node in _roots_of(match)]
 
@@ -298,7 +294,7 @@ class _Rewriter:
     def _placeholders(self, captured: CapturedBlock) -> None:
         for name, value in captured.arguments:
             placeholder = self.graph.placeholder(name.lstrip("*"))
-            if isinstance(value, torch.fx.Node):
+            if isinstance(value, Node):
                 self.new[value] = placeholder
 
     def _map(self, value: Any) -> Any:
@@ -312,7 +308,7 @@ class _Rewriter:
             return type(value)(map(self._built, value))
         return {key: self._built(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    def _copy(self, node: torch.fx.Node, kept: KeptNodes) -> None:
+    def _copy(self, node: Node, kept: KeptNodes) -> None:
         if node in self.new:
             return
         if node.op == "get_attr" and node.target in self.match.captured.constants:
@@ -327,30 +323,30 @@ class _Rewriter:
         if condition := asked.get(node):
             self.graph.call_function(guards.require, (condition.holds(copy), condition.as_recorded()))
 
-    def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: KeptNodes) -> torch.fx.Node:
+    def _input_of(self, node: Node, argument: Node, kept: KeptNodes) -> Node:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""
         after_call = node.target is functional.after and argument not in self.new
         return self.new[kept.stand_ins[argument] if after_call else argument]
 
-    def _constant(self, node: torch.fx.Node) -> torch.fx.Node:
+    def _constant(self, node: Node) -> Node:
         value = constant(self.match.captured, node)
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self.graph.call_function(torch.tensor, (value.tolist(),), options)
 
-    def _operand(self, node: torch.fx.Node, argument: torch.fx.Node, kept: KeptNodes) -> torch.fx.Node:
+    def _operand(self, node: Node, argument: Node, kept: KeptNodes) -> Node:
         """The new node for an argument, without its gradient where the code computes under ``no_grad``."""
         operand = self._input_of(node, argument, kept)
         if record_of(node).gradient or not is_float(argument) or (record_of(node).writes and argument is node.args[0]):
             return operand
         return self.graph.call_method("detach", (operand,))
 
-    def _written(self, node: torch.fx.Node, result: torch.fx.Node) -> torch.fx.Node:
+    def _written(self, node: Node, result: Node) -> Node:
         """A region's result, in the input or buffer that the code adds it up in, if it does so."""
         if not writes_outside(node):
             return result
         return self.graph.call_method("copy_", (self.new[written_from(node)], result))
 
-    def _call(self, node: torch.fx.Node, kept: KeptNodes, at_once: Mapping[str, Form]) -> None:
+    def _call(self, node: Node, kept: KeptNodes, at_once: Mapping[str, Form]) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
         if node in self.new:
@@ -370,39 +366,39 @@ class _Rewriter:
         result.meta["call"] = [*map(id, (*captured.calls, *captured.functions))].index(id(call))
         self._bind(call.output, result)
 
-    def _bind(self, output: Any, result: torch.fx.Node) -> None:
-        if isinstance(output, torch.fx.Node):
+    def _bind(self, output: Any, result: Node) -> None:
+        if isinstance(output, Node):
             cut = is_float(output) and not record_of(output).gradient
             self.new[output] = self.graph.call_method("detach", (result,)) if cut else result
         elif isinstance(output, (tuple, list, dict)):
             for key, item in output.items() if isinstance(output, dict) else enumerate(output):
-                if isinstance(item, (torch.fx.Node, tuple, list, dict)):
+                if isinstance(item, (Node, tuple, list, dict)):
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
 
-def _given_slots(match: MoEMatch) -> set[torch.fx.Node]:
+def _given_slots(match: MoEMatch) -> set[Node]:
     """Inputs of a row for each token that hold what the routing reads: with another k the code may do something else."""
     found = {_given_as(node) for node in match.routing.nodes if is_tensor(node)}
     return {n for n in found if n.op == "placeholder" and record_of(n).value.shape[-1:] == (match.routing.top_k,)}
 
 
-def _given_as(node: torch.fx.Node) -> torch.fx.Node:
+def _given_as(node: Node) -> Node:
     """What came first of the tensors of as many numbers that a value was made of."""
     source = node.args[0] if node.args else None
-    if not isinstance(source, torch.fx.Node) or not is_tensor(source):
+    if not isinstance(source, Node) or not is_tensor(source):
         return node
     return _given_as(source) if record_of(source).value.numel() == record_of(node).value.numel() else node
 
 
-def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
+def _roots_of(match: MoEMatch) -> list[Node]:
     """What the region and its conditions are computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
-    sizes: list[torch.fx.Node] = []
+    sizes: list[Node] = []
     torch.fx.map_arg(leading_sizes(match.output), sizes.append)
     return [*_read_by(match), *written, *sizes, *(condition.node for condition in match.early_conditions)]
 
 
-def _read_by(match: MoEMatch) -> list[torch.fx.Node]:
+def _read_by(match: MoEMatch) -> list[Node]:
     return [
         match.source,
         *(match.body.roots if isinstance(match.body, FreeBody) else ()),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
+from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hexa_fx import operations as ops
@@ -134,10 +135,7 @@ _AROUND = (
 
 
 def mark_without_autocast(
-    graph: torch.fx.Graph,
-    new: Mapping[torch.fx.Node, torch.fx.Node],
-    captured: CapturedBlock,
-    regions: Sequence[MoEMatch],
+    graph: torch.fx.Graph, new: Mapping[Node, Node], captured: CapturedBlock, regions: Sequence[MoEMatch]
 ) -> None:
     """Marks the nodes of ``graph`` that compute with autocast off, for `hexa_fx.runtime.program`.
 
@@ -164,7 +162,7 @@ def mark_without_autocast(
         _mark_call(call, captured, off)
 
 
-def _mark_call(call: torch.fx.Node, captured: CapturedBlock, off: Mapping[torch.fx.Node, str]) -> None:
+def _mark_call(call: Node, captured: CapturedBlock, off: Mapping[Node, str]) -> None:
     path = {str(call.target)}
     nodes = [node for node in captured.graph.nodes if is_within(record_of(node).scope, path) and is_float(node)]
     devices = {off.get(node, "") for node in nodes} or {""}
@@ -174,17 +172,14 @@ def _mark_call(call: torch.fx.Node, captured: CapturedBlock, off: Mapping[torch.
 
 
 def _inside(
-    captured: CapturedBlock,
-    new: Mapping[torch.fx.Node, torch.fx.Node],
-    outputs: Sequence[torch.fx.Node],
-    called: Collection[str],
-) -> set[torch.fx.Node]:
+    captured: CapturedBlock, new: Mapping[Node, Node], outputs: Sequence[Node], called: Collection[str]
+) -> set[Node]:
     """What is computed with parameters that the new graph reads no more, which are experts', up to ``outputs``."""
     read = (node for node in captured.graph.nodes if node.op == "get_attr" and node not in new and is_float(node))
     weights = [node for node in read if not is_within(record_of(node).scope, called)]
     return descendants(weights) & (ancestors(outputs) | {*outputs})
 
 
-def _is_as_it_is(node: torch.fx.Node) -> bool:
+def _is_as_it_is(node: Node) -> bool:
     """Whether autocast leaves it: moves, choices, new tensors, and arithmetic element by element."""
     return any(asked(node) for asked in (ops.moves, ops.makes, ops.picks_best, ops.selects, ops.is_random, _alike))

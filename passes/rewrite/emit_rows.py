@@ -19,6 +19,7 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
@@ -90,9 +91,6 @@ def drop(rows: Tensor, kept: Tensor, p: float) -> Tensor:
         return dropped
     factor = kept.to(rows.dtype)
     return rows * (factor if p == 1 else factor.div_(1 - p))
-
-
-Node = torch.fx.Node
 
 
 @dataclass

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, functional, record_of
@@ -43,12 +44,12 @@ class KeptNodes:
         stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
-    order: tuple[torch.fx.Node, ...]
-    calls: Mapping[torch.fx.Node, ModuleCall]
-    stand_ins: Mapping[torch.fx.Node, torch.fx.Node]
+    order: tuple[Node, ...]
+    calls: Mapping[Node, ModuleCall]
+    stand_ins: Mapping[Node, Node]
 
 
-def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> KeptNodes:
+def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]) -> KeptNodes:
     """What is needed for ``roots``, the block's results and its effects, without looking behind the regions' ``outputs``.
 
     A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
@@ -83,9 +84,7 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
         wanted += unseen
 
 
-def refuse_late_conditions(
-    conditions: Collection[torch.fx.Node], order: Sequence[torch.fx.Node], kept: KeptNodes
-) -> None:
+def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], kept: KeptNodes) -> None:
     """Where a condition fails the original runs from its beginning, so nothing may have been written or drawn by then.
 
     Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers.
@@ -108,7 +107,7 @@ def refuse_late_conditions(
         drawn = drawn or any(map(draws, inside))
 
 
-def _compares_with_limit(condition: torch.fx.Node) -> bool:
+def _compares_with_limit(condition: Node) -> bool:
     """Whether it is a condition on sizes, with a number other than 0 and 1."""
     asked = ancestors([condition], stop=lambda node: operation(node) in ops.SIZES)
     made = [node for node in asked if operation(node) not in ops.SIZES]
@@ -122,10 +121,8 @@ def _outermost(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
 
 
 def _writes_of_calls(
-    calls: Sequence[ModuleCall],
-    by_call: Mapping[int, list[torch.fx.Node]],
-    by_result: Mapping[torch.fx.Node, ModuleCall],
-) -> dict[torch.fx.Node, torch.fx.Node]:
+    calls: Sequence[ModuleCall], by_call: Mapping[int, list[Node]], by_result: Mapping[Node, ModuleCall]
+) -> dict[Node, Node]:
     return {
         node: nodes_in(call.output)[0]
         for call in calls
@@ -135,14 +132,14 @@ def _writes_of_calls(
 
 
 def _needed(
-    wanted: Sequence[torch.fx.Node],
-    by_result: Mapping[torch.fx.Node, ModuleCall],
-    stand_ins: Mapping[torch.fx.Node, torch.fx.Node],
-    outputs: Sequence[torch.fx.Node],
-) -> set[torch.fx.Node]:
+    wanted: Sequence[Node],
+    by_result: Mapping[Node, ModuleCall],
+    stand_ins: Mapping[Node, Node],
+    outputs: Sequence[Node],
+) -> set[Node]:
     ends = frozenset(outputs)
 
-    def onward(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    def onward(node: Node) -> Iterable[Node]:
         if node in ends:
             return ()
         if node in by_result:
@@ -163,12 +160,12 @@ def opened(captured: CapturedBlock, kept: KeptNodes) -> set[str]:
     return {inside[node] for node in kept.order if node in inside and node not in kept.calls and node.op != "get_attr"}
 
 
-def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
+def _repeatable(nodes: Sequence[Node]) -> bool:
     """Whether nodes may run twice: they neither draw random numbers nor write, nor read anew what was written."""
     return not any(ops.is_random(node) or record_of(node).writes or node.target is functional.after for node in nodes)
 
 
-def _effects(captured: CapturedBlock, calls: Sequence[ModuleCall]) -> list[torch.fx.Node]:
+def _effects(captured: CapturedBlock, calls: Sequence[ModuleCall]) -> list[Node]:
     """Writes to the block's state, without those that calls which stay calls will make."""
     found = []
     for node in effects(captured.graph):
@@ -206,7 +203,7 @@ def left_by_opened(
     return tuple(item for item in lost if id(item) not in known and is_made_here(item))
 
 
-def refuse_far_limits(removed: Iterable[torch.fx.Node], match: MoEMatch) -> None:
+def refuse_far_limits(removed: Iterable[Node], match: MoEMatch) -> None:
     """Refuses ``removed`` code that cuts rows, or compares counts, at more tokens than verification sends to an expert.
 
     Raises:
@@ -241,16 +238,11 @@ class Form:
         each: how many numbers a node holds for a token; 0 if that is no whole number.
     """
 
-    tokens: torch.fx.Node
-    nodes: tuple[torch.fx.Node, ...]
+    tokens: Node
+    nodes: tuple[Node, ...]
     each: tuple[int, ...]
 
-    def emit(
-        self,
-        graph: torch.fx.Graph,
-        new: Mapping[torch.fx.Node, torch.fx.Node],
-        called: Mapping[torch.fx.Node, ModuleCall],
-    ) -> None:
+    def emit(self, graph: torch.fx.Graph, new: Mapping[Node, Node], called: Mapping[Node, ModuleCall]) -> None:
         """Asks for it in ``graph``; submodules ``called`` by then need not be called again where it is another form.
 
         They have to give as many results, and None where they gave None.
@@ -271,11 +263,11 @@ def _form_of(output: Any, decides: bool) -> Any:
         return {key: _form_of(item, decides) for key, item in output.items()}
     if isinstance(output, (tuple, list)):
         return [_form_of(item, decides) for item in output]
-    value = record_of(output).value if decides and isinstance(output, torch.fx.Node) else None
+    value = record_of(output).value if decides and isinstance(output, Node) else None
     return None if output is None else guards.kind_of(value) if isinstance(value, torch.Tensor) else ""
 
 
-def _decisions(inside: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+def _decisions(inside: Iterable[Node]) -> list[Node]:
     """The decisions on data that the code of a call takes, by which it may give something of another form."""
     return [n for n in inside if record_of(n).decision and depends_on_data(n)]
 
@@ -293,7 +285,7 @@ class KeptRouters:
             for and reads counts instead.
     """
 
-    forms: dict[torch.fx.Node, list[Form]]
+    forms: dict[Node, list[Form]]
     reads: tuple[PythonRead, ...]
     in_trace: tuple[PythonRead, ...]
     at_once: dict[str, Form]
@@ -303,7 +295,7 @@ class KeptRouters:
 def kept_routers(
     captured: CapturedBlock,
     kept: KeptNodes,
-    order: Sequence[torch.fx.Node],
+    order: Sequence[Node],
     regions: Sequence[MoEMatch],
     elsewhere: Collection[str],
 ) -> KeptRouters:
@@ -319,7 +311,7 @@ def kept_routers(
     alone -= {path for path in alone if any(is_within(other, {path}) for other in elsewhere)}
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
-    forms: dict[torch.fx.Node, list[Form]] = {}
+    forms: dict[Node, list[Form]] = {}
     told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
     by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
     left_alone = [call for call in kept.calls.values() if call.path in alone]
@@ -392,7 +384,7 @@ def _experts_of(captured: CapturedBlock, regions: Sequence[MoEMatch], called: Co
     return found
 
 
-def _tokens(match: MoEMatch) -> torch.fx.Node:
+def _tokens(match: MoEMatch) -> Node:
     """A node with a row for every token. Where sequences have one token each, one of fewer dimensions may have a row for those."""
     roles = match.body.steps.values() if isinstance(match.body, FreeBody) else ()
     sources = [match.source, *(role.source for role in roles if isinstance(role, TokenRows))]
@@ -408,23 +400,23 @@ def _form(match: MoEMatch) -> Form:
     return Form(_tokens(match), tuple(each), tuple(each.values()))
 
 
-def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[torch.fx.Node, int]]:
+def _numbers_of_token(source: RoutingSource, tokens: int) -> Iterator[tuple[Node, int]]:
     for node in source.nodes:
         value = record_of(node).value
         by_token = not source.groups and source.reading not in ("expert", "token_expert_position")
         yield node, value.numel() // tokens if by_token and value.numel() % tokens == 0 else 0
 
 
-def _last(match: MoEMatch, order: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
+def _last(match: MoEMatch, order: Sequence[Node]) -> Node | None:
     """The node after which the tokens and all of the routing are known; None if that is only with the region."""
     needed = {_tokens(match), *match.routing.nodes}
     places = [place for place, node in enumerate(order) if node in needed]
     return order[max(places)] if len(places) == len(needed) else None
 
 
-def _by_storage(captured: CapturedBlock) -> dict[int | None, list[torch.fx.Node]]:
+def _by_storage(captured: CapturedBlock) -> dict[int | None, list[Node]]:
     """The nodes whose values lie in a memory, without those of parameters and buffers."""
-    found: dict[int | None, list[torch.fx.Node]] = {}
+    found: dict[int | None, list[Node]] = {}
     for node in captured.graph.nodes:
         if node.op != "output":
             found.setdefault(record_of(node).storage, []).append(node)
@@ -434,10 +426,7 @@ def _by_storage(captured: CapturedBlock) -> dict[int | None, list[torch.fx.Node]
 
 
 def _changes_more(
-    by_storage: Mapping[int | None, list[torch.fx.Node]],
-    by_call: Mapping[int, list[torch.fx.Node]],
-    kept: KeptNodes,
-    node: torch.fx.Node,
+    by_storage: Mapping[int | None, list[Node]], by_call: Mapping[int, list[Node]], kept: KeptNodes, node: Node
 ) -> bool:
     """Whether something was drawn or written with ``node`` that answering calls of modules would not undo."""
     call = kept.calls.get(node)
@@ -450,7 +439,7 @@ def _changes_more(
     return any(call.number not in record_of(n).calls for storage in written for n in by_storage.get(storage, ()))
 
 
-def _has_effects(captured: CapturedBlock, by_call: Mapping[int, list[torch.fx.Node]], call: ModuleCall) -> bool:
+def _has_effects(captured: CapturedBlock, by_call: Mapping[int, list[Node]], call: ModuleCall) -> bool:
     noted = [scope for item in captured.stored for scope in item.scopes]
     noted += [scope for changed in captured.changed for scope in changed.scopes]
     keeps = any(is_within(scope, {call.path}) for scope in noted)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -37,9 +37,7 @@ _FILLED = 5000
 """Elements of a weight's gradient that take as long to fill as a call."""
 
 
-def own_code_limit(
-    match: MoEMatch, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node], packed: int
-) -> Small:
+def own_code_limit(match: MoEMatch, removed: Iterable[Node], added: Iterable[Node], packed: int) -> Small:
     """Elements of the first tensor argument up to which the block's own code is faster on a CPU; 0 for none.
 
     Args:
@@ -52,7 +50,7 @@ def own_code_limit(
     moved = _moved(captured, dropped)
     calls = sum(_CALLS.get(operation(node), not _is_free(node)) for node in added if _is_call(node))
     calls += _PACKED * packed
-    arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
+    arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, Node))
     first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
     if first is None:
         return Small()
@@ -66,9 +64,7 @@ def own_code_limit(
     return Small(limit(calls, 0.0), limit(_BACKWARD * calls, _numbers_of(dropped) / match.num_experts / _FILLED))
 
 
-def _tokens_of_few_experts(
-    match: MoEMatch, removed: set[torch.fx.Node], moved: int, calls: float, filled: float
-) -> float:
+def _tokens_of_few_experts(match: MoEMatch, removed: set[Node], moved: int, calls: float, filled: float) -> float:
     """Tokens that choose so few experts that a loop over these alone is faster; 0 if the code runs all of them.
 
     Args:
@@ -84,22 +80,22 @@ def _tokens_of_few_experts(
     return experts / match.routing.top_k * math.log(experts / (experts - reached))
 
 
-def _numbers_of(nodes: set[torch.fx.Node]) -> int:
+def _numbers_of(nodes: set[Node]) -> int:
     """Elements of the parameters among ``nodes``, each once."""
     values = {record_of(node).storage: record_of(node).value for node in nodes if node.op == "get_attr"}
     return sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor))
 
 
-def _is_free(node: torch.fx.Node) -> bool:
+def _is_free(node: Node) -> bool:
     """Whether an operation in our graphs gives a view or a number."""
     return ops.views(node) or ops.takes_part(node) or ops.casts(node) or operation(node) in ops.SIZES
 
 
-def _is_call(node: torch.fx.Node) -> bool:
+def _is_call(node: Node) -> bool:
     return node.op in ("call_function", "call_method")
 
 
-def _moved(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
+def _moved(captured: CapturedBlock, nodes: set[Node]) -> list[int]:
     """Elements that each of ``nodes`` writes, and reads if it is a product, without views and numbers."""
     found, seen = [], set()
     for node in captured.graph.nodes:
@@ -115,6 +111,6 @@ def _moved(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
     return found
 
 
-def _elements(node: torch.fx.Node) -> int:
+def _elements(node: Node) -> int:
     value = record_of(node).value
     return value.numel() if isinstance(value, torch.Tensor) else 0

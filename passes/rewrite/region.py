@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx import operations as ops
@@ -74,7 +75,7 @@ def given_ids(match: MoEMatch) -> GivenIds | None:
     return GivenIds(past, all(kind(use) == "getitem" or ops.gives_numbers(use) for use in uses))
 
 
-def _uses(given: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+def _uses(given: Iterable[Node]) -> Iterator[Node]:
     """What the ids are used for, but to be compared or counted."""
     left = [(node, user) for node in given for user in node.users]
     while left:
@@ -85,18 +86,18 @@ def _uses(given: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
             yield user
 
 
-def _moves(node: torch.fx.Node) -> bool:
+def _moves(node: Node) -> bool:
     return ops.views(node) or ops.casts(node) or ops.takes_part(node)
 
 
-def _given(node: torch.fx.Node) -> torch.fx.Node | None:
+def _given(node: Node) -> Node | None:
     """The input that the ids are a view or part of; None if they are computed."""
-    while _moves(node) and isinstance(node.args[0], torch.fx.Node):
+    while _moves(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node if node.op == "placeholder" and is_tensor(node) and not is_float(node) else None
 
 
-def _names_none(node: torch.fx.Node, experts: int) -> bool:
+def _names_none(node: Node, experts: int) -> bool:
     ids = record_of(node).value
     return not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= experts
 
@@ -113,9 +114,9 @@ class RoutingEmitter:
 
     match: MoEMatch
     graph: torch.fx.Graph
-    outside: Mapping[torch.fx.Node, torch.fx.Node]
+    outside: Mapping[Node, Node]
 
-    def as_given(self, index: torch.fx.Node) -> torch.fx.Node:
+    def as_given(self, index: Node) -> Node:
         """The ids, checked where the block is given them and its code does something else with an id of no expert."""
         found = given_ids(self.match)
         if found is None:
@@ -125,7 +126,7 @@ class RoutingEmitter:
             guards.require_experts, (index, found.past, experts if found.from_the_end else 0)
         )
 
-    def kept(self, index: torch.fx.Node) -> torch.fx.Node:
+    def kept(self, index: Node) -> Node:
         """The ids, and E in the slots that are not kept."""
         for source in self.match.routing.keep:
             marks = self.quantity(source, index, as_marks=True)
@@ -134,7 +135,7 @@ class RoutingEmitter:
             index = self.graph.call_method("masked_fill", (index, dropped, self.match.num_experts))
         return index
 
-    def within_capacity(self, index: torch.fx.Node, kept: torch.fx.Node) -> torch.fx.Node:
+    def within_capacity(self, index: Node, kept: Node) -> Node:
         """``kept`` with E in the slots that come after their expert was full. ``index``: the ids as the router gives them."""
         capacity = self.match.routing.capacity
         if capacity is None:
@@ -144,7 +145,7 @@ class RoutingEmitter:
         late = self.graph.call_function(operator.ge, (rank, limit))
         return self.graph.call_method("masked_fill", (kept, late, self.match.num_experts))
 
-    def quantity(self, source: RoutingSource, index: torch.fx.Node | None, as_marks: bool = False) -> torch.fx.Node:
+    def quantity(self, source: RoutingSource, index: Node | None, as_marks: bool = False) -> Node:
         """A routing quantity as (T, k); a factor as floating point, ``as_marks`` as it is."""
         k, call = self.match.routing.top_k, self.graph.call_method
         nodes = [self.outside[node] for node in source.nodes]
@@ -179,9 +180,7 @@ class RoutingEmitter:
         factors = call("gather", (self._by_expert(node, source, value), 1, index))
         return factors if as_marks or not chosen_apart(self.match.routing.index.nodes) else self._once(factors, index)
 
-    def times_constant(
-        self, factor: torch.fx.Node | None, index: torch.fx.Node, tokens: torch.fx.Node
-    ) -> torch.fx.Node | None:
+    def times_constant(self, factor: Node | None, index: Node, tokens: Node) -> Node | None:
         """The factor (T, k) of the outputs, and the number in the code that they are multiplied by too."""
         constant = self.match.routing.constant
         if constant == 1:
@@ -190,13 +189,13 @@ class RoutingEmitter:
             return self.graph.call_function(operator.mul, (factor, constant))
         return self.graph.call_method("new_full", (tokens, self.graph.call_method("size", (index,)), constant))
 
-    def _once(self, factors: torch.fx.Node, index: torch.fx.Node) -> torch.fx.Node:
+    def _once(self, factors: Node, index: Node) -> Node:
         """``factors`` and zeros for an expert that an earlier slot of the token names: a table has one number for both."""
         call = self.graph.call_method
         same = call("eq", (call("unsqueeze", (index, 2)), call("unsqueeze", (index, 1))))
         return call("masked_fill", (factors, call("any", (call("tril", (same, -1)), -1)), 0))
 
-    def _in_range(self, index: torch.fx.Node) -> torch.fx.Node:
+    def _in_range(self, index: Node) -> Node:
         """The ids as indices of a table, whatever is found there for those of no expert."""
         recorded = torch.cat([record_of(node).value.flatten() for node in self.match.routing.index.nodes])
         experts = self.match.num_experts
@@ -205,7 +204,7 @@ class RoutingEmitter:
             return index
         return self.graph.call_method("clamp", (index, 0, experts - 1))
 
-    def _ids_of_marks(self, node: torch.fx.Node) -> torch.fx.Node:
+    def _ids_of_marks(self, node: Node) -> Node:
         """(T, k, E) zeros and ones as (T, k) ids; E where no expert is marked."""
         call, experts = self.graph.call_method, self.match.num_experts
         marks = call("reshape", (node, -1, self.match.routing.top_k, experts))
@@ -213,7 +212,7 @@ class RoutingEmitter:
         unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
         return call("masked_fill", (ids, unmarked, experts))
 
-    def _by_expert(self, node: torch.fx.Node, source: RoutingSource, value: torch.Tensor) -> torch.fx.Node:
+    def _by_expert(self, node: Node, source: RoutingSource, value: torch.Tensor) -> Node:
         """A routing quantity as (T, E); of stacks that were cut, E is another number by now."""
         call, experts = self.graph.call_method, self.match.num_experts
         if source.reading == "token_expert":
@@ -224,17 +223,15 @@ class RoutingEmitter:
         return call("reshape", (call("sum", (node, -1)), -1, experts))
 
 
-def _has_gradient(node: torch.fx.Node, end: torch.fx.Node) -> bool:
+def _has_gradient(node: Node, end: Node) -> bool:
     """Whether a gradient of ``end`` reaches ``node``: plain numbers that the code reads of it pass none on."""
 
-    def onward(user: torch.fx.Node) -> list[torch.fx.Node]:
+    def onward(user: Node) -> list[Node]:
         passes = user is node or is_float(user) or not is_tensor(user)
         return [] if not passes else [n for n in user.users if n.op != "output" and not ops.gives_numbers(n)]
 
     return node is not end and end in reached([node], onward)
 
-
-Node = torch.fx.Node
 
 _keeps_sizes = ops.of(
     "linear matmul mm bmm baddbmm addmm grouped_mm grouped_mm_fallback clone contiguous detach dropout softmax log_softmax "
@@ -290,13 +287,13 @@ class RegionEmitter:
     match: MoEMatch
     graph: torch.fx.Graph
     weights: WeightEmitter
-    outside: Mapping[torch.fx.Node, torch.fx.Node]
+    outside: Mapping[Node, Node]
     recompute_h: bool
 
     def __post_init__(self) -> None:
         self._routing = RoutingEmitter(self.match, self.graph, self.outside)
 
-    def emit(self) -> torch.fx.Node:
+    def emit(self) -> Node:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
@@ -334,15 +331,13 @@ class RegionEmitter:
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 
-    def _check_finite(self, result: torch.fx.Node) -> None:
+    def _check_finite(self, result: Node) -> None:
         """Where the code asks it of what experts give."""
         asked = next((condition for condition in self.match.conditions if condition.of_outputs), None)
         if asked is not None:
             self.graph.call_function(guards.require_finite, (result, asked.as_recorded()))
 
-    def _canonical(
-        self, body: ExpertBody, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None
-    ) -> torch.fx.Node:
+    def _canonical(self, body: ExpertBody, tokens: Node, index: Node, factor: Node | None) -> Node:
         operands, up = self.weights.emit(body), None if body.up is None else body.up.base
         given = (operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
         bases = (body.gate.base, body.gate_bias, up, body.up_bias, body.down.base, body.down_bias)
@@ -361,7 +356,7 @@ class RegionEmitter:
         result.meta["top_k"] = 1 if self.match.routing.before else self._slots
         return result
 
-    def _free(self, body: FreeBody, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
+    def _free(self, body: FreeBody, index: Node, factor: Node | None) -> Node:
         emitter = RowEmitter(
             graph=self.graph,
             weights=self.weights,
@@ -377,9 +372,7 @@ class RegionEmitter:
         """Of each token."""
         return self.match.routing.top_k + len(self.match.routing.always)
 
-    def _with_shared(
-        self, index: torch.fx.Node, factor: torch.fx.Node | None
-    ) -> tuple[torch.fx.Node, torch.fx.Node | None]:
+    def _with_shared(self, index: Node, factor: Node | None) -> tuple[Node, Node | None]:
         """Ids and factors with a slot more for each expert of the list that every token is given."""
         if self.match.routing.first:
             index = self.graph.call_function(operator.add, (index, self.match.routing.first))
@@ -391,7 +384,7 @@ class RegionEmitter:
         ones = self.graph.call_method("new_ones", (factor, (rows, len(ids))))
         return index, self.graph.call_function(torch.cat, ([factor, ones], 1))
 
-    def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
+    def _within_sentinel(self, index: Node) -> Node:
         """Turns ids without a stored expert into E, the id that contributes nothing."""
         nodes, experts = self.match.routing.index.nodes, self.match.num_experts
         recorded = torch.cat([record_of(node).value.flatten() for node in nodes])
@@ -402,12 +395,10 @@ class RegionEmitter:
             index = self.graph.call_method("masked_fill", (index, negative, experts))
         return index
 
-    def _require_slots(self, index: torch.fx.Node) -> None:
+    def _require_slots(self, index: Node) -> None:
         """Where the number of experts per token is computed, as in ``topk(min(k, len(x)))``, it is none if there are no tokens."""
         behind = [node for node in ancestors(self.match.routing.index.nodes) if operation(node) == "topk"]
-        if any(
-            isinstance(operand, torch.fx.Node) for node in behind for operand in (*node.args[1:2], node.kwargs.get("k"))
-        ):
+        if any(isinstance(operand, Node) for node in behind for operand in (*node.args[1:2], node.kwargs.get("k"))):
             some = self.graph.call_function(operator.gt, (self.graph.call_method("size", (index, 1)), 0))
             self.graph.call_function(guards.require, (some, "at least one expert per token"))
 
@@ -418,9 +409,7 @@ class RegionEmitter:
             if any(map(_multiplies_by_mask, ancestors([check]))):
                 raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
 
-    def _past_experts(
-        self, tokens: torch.fx.Node, index: torch.fx.Node, kept: torch.fx.Node, factor: torch.fx.Node | None
-    ) -> torch.fx.Node | None:
+    def _past_experts(self, tokens: Node, index: Node, kept: Node, factor: Node | None) -> Node | None:
         """The tokens that are added to the output as they are. ``index``: the router's ids, ``kept``: E for no expert."""
         call, experts = self.graph.call_function, self.match.num_experts
         if self.match.passing == "unrouted":
@@ -435,15 +424,13 @@ class RegionEmitter:
         weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
         return call(operator.mul, (weight, rows))
 
-    def _base(self, node: torch.fx.Node) -> torch.fx.Node:
+    def _base(self, node: Node) -> Node:
         return self._as_rows(self.outside[node], record_of(node).value)
 
-    def _as_rows(self, node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
+    def _as_rows(self, node: Node, value: torch.Tensor) -> Node:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
 
-    def _as_slots(
-        self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node
-    ) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node | None]:
+    def _as_slots(self, tokens: Node, index: Node, factor: Node | None, before: Node) -> tuple[Node, Node, Node | None]:
         """Makes every slot a token with one expert: for a factor on the input, which differs from slot to slot."""
         top_k = self.match.routing.top_k
         if top_k > 1:
@@ -453,7 +440,7 @@ class RegionEmitter:
             before = self.graph.call_method("reshape", (before, -1, 1))
         return self._scaled(tokens, before), index, factor
 
-    def _scaled(self, tokens: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+    def _scaled(self, tokens: Node, before: Node) -> Node:
         """Tokens times their factors, in the dtype that experts are given: the code may multiply in a wider one."""
         match = self.match
         scaled = self.graph.call_function(operator.mul, (tokens, before))
@@ -462,8 +449,8 @@ class RegionEmitter:
         given = record_of(match.instances[0].first[0].data).value.dtype
         return scaled if given == wide else self.graph.call_method("to", (scaled, given))
 
-    def _product(self, sources: Sequence[RoutingSource], index: torch.fx.Node) -> torch.fx.Node | None:
-        product: torch.fx.Node | None = None
+    def _product(self, sources: Sequence[RoutingSource], index: Node) -> Node | None:
+        product: Node | None = None
         for source in sources:
             factor = self._routing.quantity(source, index)
             factor = self.graph.call_method("reciprocal", (factor,)) if source.divides else factor
@@ -495,13 +482,13 @@ class RegionEmitter:
         biases = filter(None, (body.gate_bias, body.up_bias, body.down_bias))
         return found.pop() if len(found) == 1 and all(self.weights.is_in(base, *found) for base in biases) else None
 
-    def _cast(self, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
         """What has this dtype, in that of the products."""
         if self._multiplied_in in (None, dtype):
             return node
         return self.graph.call_method("to", (node, self._multiplied_in))
 
-    def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    def _restore(self, result: Node, dtype: torch.dtype) -> Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
         value = record_of(self.match.output).value
         if value.dtype != dtype:
@@ -510,7 +497,7 @@ class RegionEmitter:
             return result
         leading = leading_sizes(self.match.output)
         if isinstance(leading, tuple):
-            emitted = [self.outside[size] if isinstance(size, torch.fx.Node) else size for size in leading]
+            emitted = [self.outside[size] if isinstance(size, Node) else size for size in leading]
             return self.graph.call_method("reshape", (result, *emitted, value.shape[-1]))
         like = self._same_leading(value) if leading is None else self.outside[leading]
         if like is None:  # one group of all tokens: (1, T, D)
@@ -518,7 +505,7 @@ class RegionEmitter:
         sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
 
-    def _same_leading(self, value: torch.Tensor) -> torch.fx.Node | None:
+    def _same_leading(self, value: torch.Tensor) -> Node | None:
         """A tensor of the block with the leading sizes of ``value``: the tokens, an input, or another, the latest first."""
         inputs = [n for n in self.outside if n.op == "placeholder"]
         others = [n for n in reversed(list(self.outside)) if n.op.startswith("call")]
@@ -531,6 +518,6 @@ class RegionEmitter:
         return None
 
 
-def _multiplies_by_mask(node: torch.fx.Node) -> bool:
+def _multiplies_by_mask(node: Node) -> bool:
     masks = (operand for operand in node.all_input_nodes if is_tensor(operand) and not is_float(operand))
     return operation(node) in ("mul", "mul_") and any(masks)

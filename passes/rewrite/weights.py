@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
@@ -23,18 +24,18 @@ from hexa_fx.passes.detect.verdict import Refuse
 class WeightNodes:
     """Operands of `hexa::moe_ffn`: gate (or first), up where it is a tensor of its own, down, and their biases."""
 
-    w1: torch.fx.Node
-    b1: torch.fx.Node | None
-    w3: torch.fx.Node | None
-    b3: torch.fx.Node | None
-    w2: torch.fx.Node
-    b2: torch.fx.Node | None
+    w1: Node
+    b1: Node | None
+    w3: Node | None
+    b3: Node | None
+    w2: Node
+    b2: Node | None
     glu: Glu
     layout1: Layout
     layout2: Layout
 
 
-_First = tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]
+_First = tuple[Node, Node | None, Node | None, Node | None, Glu]
 """w1, b1, w3, b3 and how gate and up lie in these."""
 _TOGETHER: dict[tuple[Part, Part], Glu] = {("first", "second"): "concat", ("even", "odd"): "interleaved"}
 """How operators take gate and up in one weight, by where they lie there."""
@@ -56,15 +57,15 @@ class WeightEmitter:
 
     def __post_init__(self) -> None:
         self._groups = expert_groups(self.captured.named_tensors()).members
-        self._by_base: dict[str, torch.fx.Node] = {}
+        self._by_base: dict[str, Node] = {}
 
-    def matrices(self, base: str, experts: int) -> torch.fx.Node:
+    def matrices(self, base: str, experts: int) -> Node:
         """(E, ., .) of one base, read once."""
         if base not in self._by_base:
             self._by_base[base] = self._read(_name_of(base), [base], experts)
         return self._by_base[base]
 
-    def vectors(self, base: str) -> torch.fx.Node:
+    def vectors(self, base: str) -> Node:
         """(E, C) of one base, a bias or a scale; (E,) if it is one number per expert. Read once."""
         if base not in self._by_base:
             dims = self._dims(base)
@@ -72,7 +73,7 @@ class WeightEmitter:
             self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
         return self._by_base[base]
 
-    def _stacked(self, base: str) -> torch.fx.Node:
+    def _stacked(self, base: str) -> Node:
         return self.graph.call_function(torch.stack, ([self.graph.get_attr(name) for name in self._groups[base]],))
 
     def emit(self, body: ExpertBody) -> WeightNodes:
@@ -121,11 +122,11 @@ class WeightEmitter:
             return w1, b1, w3, self._bias("hexa_b3", body.up_bias), "split"
         return w1, self._cut(b1, 1, slice_of(gate.part, size)), w3, self._cut(b1, 1, slice_of(up.part, size)), "split"
 
-    def _cut(self, node: torch.fx.Node, dim: int, piece: slice) -> torch.fx.Node:
+    def _cut(self, node: Node, dim: int, piece: slice) -> Node:
         index = (*[slice(None)] * dim, piece)
         return self.graph.call_function(operator.getitem, (node, index))
 
-    def _bias(self, name: str, *bases: str | None) -> torch.fx.Node | None:
+    def _bias(self, name: str, *bases: str | None) -> Node | None:
         """(E, C) of one base or of several side by side; None of None."""
         known = [base for base in bases if base is not None]
         if not known:
@@ -153,7 +154,7 @@ class WeightEmitter:
     def _first_of(self, base: str) -> torch.Tensor:
         return self.captured.tensor_of(self._groups.get(base, (base,))[0])
 
-    def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
+    def _read(self, name: str, bases: list[str], experts: int) -> Node:
         """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert.
 
         Raises:
