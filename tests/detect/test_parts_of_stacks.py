@@ -80,11 +80,32 @@ class LocalExperts(nn.Module):
         return out
 
 
+class Halves(nn.Module):
+    """Gate and up of an expert lie in one parameter, which the code cuts before it multiplies."""
+
+    def __init__(self, cut: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.gate, self.cut, self.gate_up, self.down = TopKGate(), cut, weight(E, 2 * I, D), weight(E, D, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(index == number)
+            gate, up = self.cut(self.gate_up[number])
+            hidden = F.silu(x[token] @ gate.t()) * (x[token] @ up.t())
+            out.index_add_(0, token, hidden @ self.down[number].t() * weights[token, slot, None])
+        return out
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "local": LocalExperts,
     "slice": lambda: ChunksOfExperts("slice"),
     "split": lambda: ChunksOfExperts("split"),
     "chunk": lambda: ChunksOfExperts("chunk"),
+    "halves": lambda: Halves(lambda both: both.chunk(2)),
+    "halves_by_slices": lambda: Halves(lambda both: (both[:I], both[I:])),
+    "halves_in_turns": lambda: Halves(lambda both: (both[::2], both[1::2])),
 }
 
 
