@@ -48,8 +48,8 @@ def levels_out(node: Node) -> bool:
 
 
 def _is_level(value: torch.Tensor) -> bool:
-    first = value.flatten()[:1]
-    return torch.allclose(value, first.expand(value.shape) if value.numel() else value, rtol=_LEVEL, atol=0.0)
+    flat = value.flatten()
+    return torch.allclose(flat, flat[:1].expand_as(flat), rtol=_LEVEL, atol=0.0)
 
 
 _LEVEL = 1e-5
@@ -250,12 +250,19 @@ class _Walk:
             self._lose(node, "outputs")
 
     def _added(self, node: Node) -> None:
-        """What is added to the outputs: numbers tell if it is not zero."""
-        if ops.makes(node) or bool((record_of(node).value != 0).any()) or self._is_read_weight(node):
+        """What is added to the outputs: numbers tell if it is not zero, but not what experts' biases are multiplied by."""
+        if ops.makes(node) or self._is_read_weight(node):
+            return
+        floating = [n for n in node.all_input_nodes if is_float(n)]
+        biases = [n for n in floating if self.tags[n].experts]
+        if bool((record_of(node).value != 0).any()):
+            if biases and (ops.moves(node) or ops.adds(node) or _multiplies(node)):
+                self._also("added", biases)
+                self._also("factor", [n for n in floating if n not in biases] if _multiplies(node) else [])
             return
         if node.op in ("placeholder", "get_attr"):
             self._lose(node, "added")
-        self._also("added", [n for n in node.all_input_nodes if is_float(n)])
+        self._also("added", floating)
 
     def _hidden(self, node: Node) -> None:
         """What experts compute between their products: explained by an experiment over a wide range of finite numbers."""

@@ -225,6 +225,25 @@ MASKS = {
 }
 
 
+class Warming(with_expert(forward=lambda s, x: F.linear(s.hidden(s.a(x)), s.b.weight))):  # type: ignore[misc]
+    """The second bias of all experts is less from some step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = nn.Parameter(torch.randn(E, D))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def result(self, y: Tensor, t: Tensor, e: int, m: Any) -> Tensor:
+        return y + self.biases[e] * self.share()
+
+    def share(self) -> Tensor:
+        return torch.where(self.steps < 5, 1.0, 0.5)
+
+
+def later(model: nn.Module) -> None:
+    model.steps.fill_(7)
+
+
 class Rows(Loop):
     """Works on the rows that a mask keeps."""
 
@@ -351,6 +370,7 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
     "check_in_expert": (with_expert(forward=lambda s, x: a_check(s, Expert.forward(s, x))), poisoned),
     "check_of_all": (on(Sorted, result=a_check), poisoned),
     "assignment_of_result": (on(Loop, result=an_assignment), poisoned),
+    "share_of_results": (on(Warming, result=lambda s, y, t, e, m: (y + s.biases[e]) * s.share()), later),
     "nan_to_num_of_hidden": (with_expert(hidden=lambda s, h: torch.nan_to_num(F.gelu(h))), poisoned_inside),
 }
 
@@ -373,3 +393,18 @@ def test_routing_weights_of_one() -> None:
     judged(
         on(Loop, logits=steep_logits)(), (x,), nothing, (x * 1e-5,), (torch.randn(5, D, dtype=torch.float64) * 1e-5,)
     )
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda s: torch.where(s.steps < 5, 1.0, 0.5),
+        lambda s: 0.5 ** (s.steps // 5),
+        lambda s: (s.steps < 6).double() + s.steps.double() * 0,
+    ],
+    ids=["where", "power", "sum"],
+)
+def test_what_a_bias_is_multiplied_by_is_not_lost(share: Callable[[Any], Tensor]) -> None:
+    """It follows from a counter of steps and is 1 on the example, so that numbers do not show it."""
+    opt = hexa_fx.optimize(on(Warming, share=share)().double(), torch.randn(T, D, dtype=torch.float64))
+    assert opt.report.blocks[0].reason.endswith("and would be lost")
