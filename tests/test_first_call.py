@@ -1,6 +1,7 @@
 """A model without an example is analysed where its forward, or that of a part of it, is first called, whatever lies around it."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -323,3 +324,38 @@ def test_a_replica_of_data_parallel_runs_its_own_code() -> None:
     replica: Any = opt._replicate_for_data_parallel()  # type: ignore[operator]
     assert "forward" not in vars(replica)
     assert waiting_of(opt) is not None
+
+
+class Kept:
+    """A hook that is an object, and one that is its method."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        self.results.append(result)
+
+
+def into(results: list[torch.Tensor], module: nn.Module, args: Any, result: torch.Tensor) -> None:
+    results.append(result)
+
+
+HOOKS: dict[str, Callable[[Kept], Callable[..., None]]] = {
+    "closure": lambda kept: lambda module, args, result: kept.results.append(result),
+    "default": lambda kept: lambda module, args, result, results=kept.results: results.append(result),
+    "partial": lambda kept: functools.partial(into, kept.results),
+    "object": lambda kept: kept,
+    "method": lambda kept: kept.__call__,
+}
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("how", HOOKS)
+def test_what_hooks_keep_is_of_calls_alone(how: str, given: bool) -> None:
+    kept, x = Kept(), torch.randn(2, 7, D)
+    model = Branches()
+    model.left[1].register_forward_hook(HOOKS[how](kept))
+    hexa_fx.optimize_(model, (x,) if given else None, CONFIG)
+    results = [model(x) for _ in range(2)]
+    assert len(kept.results) == 2
+    torch.testing.assert_close(kept.results, results)

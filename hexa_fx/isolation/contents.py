@@ -275,27 +275,37 @@ def _hooks_of(root: nn.Module) -> Iterator[Any]:
     """Functions, or objects that are called, that modules have as hooks."""
     for module in modules_of(root):
         for name in _HOOKS:
-            for hook in getattr(module, name).values() if getattr(module, name, None) else ():
-                while isinstance(hook, functools.partial):
-                    hook = hook.func
-                yield hook
+            yield from getattr(module, name).values() if getattr(module, name, None) else ()
 
 
 def _all_namespaces(root: nn.Module, hooks: Iterable[Any]) -> list[dict[str, Any]]:
-    functions = [getattr(hook, "__func__", hook) for hook in hooks]
+    functions = [value for hook in hooks for value in _parts_of(hook)]
     of_hooks = [function.__globals__ for function in functions if isinstance(function, types.FunctionType)]
     users = [namespace for namespace in of_hooks if is_users(module_name(namespace))]
     return list({id(namespace): namespace for namespace in (*namespaces_of(root), *users)}.values())
 
 
 def _kept_by(hooks: Iterable[Any]) -> Iterator[Holder]:
-    """The objects that hooks are methods of, what is in their closures, and the lists and dicts in these."""
-    for hook in hooks:
-        cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-        for value in (getattr(hook, "__self__", None), *cells):
-            if value is not None and is_object(value):
-                yield Holder("a hook", value)
-                yield from (Holder("a hook", inner) for _, inner in contents(value) if type(inner) in _LISTS)
+    """Hooks that are objects, those that they are methods of, what is in their closures and given to them, and the lists and dicts
+    in these."""
+    for value in (value for hook in hooks for value in _parts_of(hook)):
+        if value is not None and is_object(value):
+            yield Holder("a hook", value)
+            yield from (Holder("a hook", inner) for _, inner in contents(value) if type(inner) in _LISTS)
+
+
+def _parts_of(hook: Any) -> Iterator[Any]:
+    """A hook's function or object, and what it goes by: what it is bound to, closes over, has as defaults or in a partial."""
+    while isinstance(hook, functools.partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    yield from (function, getattr(hook, "__self__", None))
+    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    yield from (
+        *(getattr(function, "__defaults__", None) or ()),
+        *(getattr(function, "__kwdefaults__", None) or {}).values(),
+    )
 
 
 def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
