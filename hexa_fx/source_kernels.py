@@ -43,10 +43,10 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[t
     if device is None or block.case is None or not (packed or added):
         return
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
-    from hexa_fx.cuda.kernel_set import frozen, request_now
+    from hexa_fx.cuda.kernel_set import frozen, kind_of_layer, request_now
 
     layer = layer_of(block.case.spec, block.case.operands, packed, added)
-    kind = device.index, *layer.kind
+    kind = device.index, *kind_of_layer(layer)
     if kind not in seen:  # blocks of a kind launch the same
         seen.add(kind)
         request_now(frozen(layer), card_of(device.index or 0))

@@ -21,7 +21,7 @@ from hexa_fx.codegen.family_decode import MOST_SLOTS, SLOTS, SUMMED_SLOTS
 from hexa_fx.codegen.family_gemm_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.codegen.family_rows import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.cuda.calls import chosen, planned
+from hexa_fx.cuda.calls import chosen, kind_of, planned
 from hexa_fx.cuda.choosing import Card, card_of, on_forget
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.fp8 import quantize_weight_fp8
@@ -198,9 +198,15 @@ _seen: set[tuple[object, ...]] = set()
 on_forget(_seen.clear)
 
 
+def kind_of_layer(call: MoeFfnSources) -> tuple[object, ...]:
+    """Everything but tokens, factors of additions and data: what a layer's kernels follow from."""
+    kind, *_ = kind_of(with_tokens(call._replace(alphas=[]), 1))
+    return tuple(kind)
+
+
 def _request_once(args: tuple[Any, ...]) -> None:
     o = MoeFfnSources._make(args)
-    kind = o.x.device.index, *o.kind
+    kind = o.x.device.index, *kind_of_layer(o)
     if kind not in _seen:
         _seen.add(kind)
         request(o, card_of(o.x.device.index))

@@ -242,16 +242,6 @@ class MoeFfnSources(Sources, Forward, Static, _Sources, Weights, _Tokens, Layer)
         formats: of w1, w3 and w2, a name of `hexa_fx.formats.FORMATS`, or ``dense``.
     """
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Everything but tokens and data: what a layer's kernels follow from."""
-        tensors = {name: getattr(self, name) for name in SOURCES_OPERANDS[2:]}
-        weights = [None if t is None else (t.shape, t.dtype, t.stride()) for t in tensors.values()]
-        gates = None if self.top_k_weights is None else self.top_k_weights.dtype
-        rows = (self.x.dtype, self.x.shape[1], self.top_k_index.dtype, self.top_k, gates)
-        layouts = self.layout1, self.layout2, self.recompute_h
-        return *rows, *weights, *self.formats, self.activation, self.glu, *self.params, *layouts
-
     def check(self, op: str) -> None:
         if len(self.alphas) != 3 or len(self.formats) != 3:
             counts = f"alphas has {len(self.alphas)} numbers, formats {len(self.formats)} names"

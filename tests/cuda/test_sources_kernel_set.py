@@ -17,6 +17,7 @@ from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import frozen, kernel_set, launched
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.listed import Listed, Places
 from hexa_fx.ops.table_layers import MoeFfnSources
 from hexa_fx.source_kernels import layer_of as sources_layer_of
 from tests.api.test_quantize import D, Model
@@ -94,15 +95,16 @@ def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed
     assert set(requested) == packed
 
 
+@pytest.mark.parametrize("format", ["nf4", ""])
 def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
-    requested: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+    format: str, requested: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model that was packed on the host and moved, or adapted afterwards."""
+    """Of a model that was packed on the host and moved, or adapted afterwards, with experts in a list."""
     threads: list[Thread] = []
     find = kernel_sets.request
     monkeypatch.setattr(kernel_sets, "request", lambda *args: threads.append(find(*args)))
     general = {name: lambda *args: None for name in ("moe_ffn_sources", "moe_ffn_sources_forward")}
-    made = layer(FfnSpec("silu", "concat"), "nf4", {"w1": 8, "w2": 8})
+    made = layer(FfnSpec("silu", "concat"), format, {"w1": 8, "w2": 8})
     choosing.forget_choices()
     for tokens, (name, run) in zip((5, 7), general.items()):
         o = made._replace(x=torch.empty(tokens, 64).bfloat16(), top_k_index=torch.zeros(tokens, 2, dtype=torch.int64))
@@ -112,10 +114,20 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
             **{name: None if t is None else torch.zeros_like(t, device="cpu") for name, t in weights.items()}
         )
         o = o._replace(**{name: [torch.zeros_like(t, device="cpu") for t in getattr(o, name)] for name in ("s1", "s2")})
+        o = o if format else o._replace(w1=listed(o.w1), w2=listed(o.w2))
         cuda_layer.LAYERS[name](run, *o)
     assert len(threads) == 1
     threads[0].join()
+    if not format:
+        made = made._replace(**{name: kernel_sets.listed_without_data(getattr(made, name), 1) for name in ("w1", "w2")})
     assert set(requested) == set(kernel_set(frozen(made), typical_card(90)))
+
+
+def listed(weight: Tensor) -> Listed:
+    """A weight of listed experts, as kernels on CUDA are told where they lie."""
+    made = Listed([weight.unbind()])
+    made.places = Places(0, torch.zeros(1, len(weight), dtype=torch.int32), 512 // weight.element_size())
+    return made
 
 
 def test_those_of_adapters_are_requested_as_soon_as_these_are_put_on(requested: list[KernelSpec]) -> None:
