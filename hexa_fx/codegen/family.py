@@ -59,12 +59,9 @@ class Args:
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """In order."""
-        return tuple(self._parsed())
-
-    def _parsed(self) -> Iterator[Field]:
-        for group in self.text.split(";"):
-            kind, names = group.split(maxsplit=1)
-            yield from (Field(name.strip(), kind[-1], int(kind[:-1] or 1)) for name in names.split(","))
+        groups = (group.split(maxsplit=1) for group in self.text.split(";"))
+        each = ((kind, name.strip()) for kind, names in groups for name in names.split(","))
+        return tuple(Field(name, kind[-1], int(kind[:-1] or 1)) for kind, name in each)
 
     @cached_property
     def layout(self) -> Struct:
@@ -81,15 +78,10 @@ class Args:
         """Bytes."""
         return self.layout.size
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the fields."""
-        return tuple(f.name for f in self.fields)
-
     def piece(self, **given: Any) -> tuple[tuple[Any, ...], bytes]:
         """Pointers, and the numbers that follow them as they lie in memory. Fields that are not given are null or zero."""
         layout, numbers = self._numbers
-        unknown = given.keys() - set(self.names)
+        unknown = given.keys() - {f.name for f in self.fields}
         assert not unknown, f"no fields of the struct: {sorted(unknown)}"
         values: list[Any] = []
         for name, _, times in numbers:

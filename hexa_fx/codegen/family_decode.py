@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import FAST_MEMORY
-from hexa_fx.codegen.family_rows import FLOATS, ID_TYPES, check_activation
+from hexa_fx.codegen.family_rows import FLOATS, ID_NAMES, check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
 GEMM, DOWN, COMBINE = "decode_gemm", "decode_down", "decode_combine"
@@ -198,11 +198,13 @@ def _blocks(spec: KernelSpec) -> dict[str, object]:
     return {"blocks": 2 if int(spec.option("rows")) <= _MOST_ROWS_OF_TWO else 1}
 
 
-def _check_types(spec: KernelSpec) -> Iterable[str]:
+def _check_combine(spec: KernelSpec) -> Iterable[str]:
     if spec.dtype not in (DataType.bf16, DataType.f16):
         yield f"element type {spec.dtype.name}; expected bf16 or f16"
-    if spec.option("id") not in ID_TYPES:
-        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_TYPES)}"
+    if spec.option("id") not in ID_NAMES:
+        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_NAMES)}"
+    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
+        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
 
 
 def _check_gemm(spec: KernelSpec) -> Iterable[str]:
@@ -222,12 +224,6 @@ def _check_down(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.option('tiles')} tiles, {spec.stages} stages, layout {spec.layout}"
     if spec.option("experts") not in EXPERTS or spec.option("slots") not in SUMMED_SLOTS:
         yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
-
-
-def _check_combine(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_types(spec)
-    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
-        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
 
 
 _ARGS = Args(

@@ -276,12 +276,8 @@ def _chunks(spec: KernelSpec) -> int:
     return parts if _borrows(spec) else 2 * parts + 1
 
 
-def smem_bytes(spec: KernelSpec) -> int:
-    """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
-    return _smem_bytes(spec, _chunks(spec))
-
-
 def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
+    """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
     stages = spec.stages * (spec.bm + spec.bn) * spec.bk * _bits(spec) // 8
     return whole_kib(stages + 8 * chunks * CHUNK_BYTES + bookkeeping_bytes(spec))
 
@@ -307,7 +303,7 @@ def expert_tables(spec: KernelSpec) -> int:
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
-    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec), cluster=cluster_of(spec))
+    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)), cluster=cluster_of(spec))
 
 
 def cluster_of(spec: KernelSpec) -> int:

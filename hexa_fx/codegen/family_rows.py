@@ -14,19 +14,9 @@ from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 
 FLOATS = (DataType.bf16, DataType.f16, DataType.f32, DataType.f64)
-ACTIVATIONS = (
-    "none",
-    "relu",
-    "relu2",
-    "gelu",
-    "gelu_tanh",
-    "silu",
-    "quick_gelu",
-    "sigmoid",
-    "tanh",
-    "swiglu_oai",
-    "swiglu_limited",
-)
+PAIRS = ("swiglu_oai", "swiglu_limited")
+"""Activations that are functions of gate and up."""
+ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu", "sigmoid", "tanh", *PAIRS)
 """Names that templates/include/hexa_fx/epilogue/activations.cuh knows: those of hexa_fx.ops.activations."""
 
 UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
@@ -74,7 +64,7 @@ def check_activation(spec: KernelSpec) -> Iterable[str]:
     """Reasons why the activation of `spec` cannot be generated."""
     if spec.activation not in ACTIVATIONS:
         yield f"activation {spec.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-    if spec.activation in ("swiglu_oai", "swiglu_limited") and spec.glu == "none":
+    if spec.activation in PAIRS and spec.glu == "none":
         yield f"{spec.activation} is a function of gate and up, so glu cannot be none"
 
 
@@ -96,8 +86,8 @@ def _transpose_shape(spec: KernelSpec) -> LaunchShape:
     return LaunchShape(threads=256, shared_bytes=TRANSPOSE_SIDE * (TRANSPOSE_SIDE + 1) * wide)
 
 
-ID_TYPES = ("long long", "int", "short", "signed char", "unsigned char")
-"""Option ``id``: C++ type of the routing ids."""
+ID_NAMES = ("long long", "int", "short", "signed char", "unsigned char")
+"""Option ``id``: C++ type of the routing ids, from 64 bits down."""
 
 
 def _reindex_shape(spec: KernelSpec) -> LaunchShape:
@@ -106,8 +96,8 @@ def _reindex_shape(spec: KernelSpec) -> LaunchShape:
 
 
 def _check_reindex(spec: KernelSpec) -> Iterable[str]:
-    if spec.option("id") not in ID_TYPES:
-        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_TYPES)}"
+    if spec.option("id") not in ID_NAMES:
+        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_NAMES)}"
     warps = int(spec.option("warps"))
     if not 1 <= warps <= 32:
         yield f"{warps} warps a block; expected 1 to 32"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.cuda.choosing import Card, card_of, collection, described_card, on_forget
-from hexa_fx.cuda.fallback import falls_back_for_good, generic, record_fallback
+from hexa_fx.cuda.fallback import falls_back_for_good, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import Operand, Planning
@@ -123,14 +123,14 @@ def cuda_kernel(name: str) -> Callable[[Callable[[Any], R]], Callable[..., R]]:
             if described_card() is not None:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             if falls_back_for_good(name):
-                return generic(name)(*map(dense, args))  # type: ignore[no-any-return]
+                return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
             try:
                 return _run(name, plan, args)  # type: ignore[no-any-return]
             except NotBuilt as error:
                 say_provisional(name, "torch's own operators", error)
             except KernelError as error:
                 record_fallback(name, error)
-            return generic(name)(*map(dense, args))  # type: ignore[no-any-return]
+            return library.kernel_for(name, "any")(*map(dense, args))  # type: ignore[no-any-return]
 
         return kernel
 

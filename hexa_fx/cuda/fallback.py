@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from hexa_fx.codegen.spec import SpecError
 from hexa_fx.errors import KernelError
-from hexa_fx.ops import library
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +38,3 @@ def some_fall_back_for_good() -> bool:
 def falls_back_for_good(name: str) -> bool:
     """Whether this one does."""
     return name in fallbacks and fallbacks[name] in _permanent
-
-
-def generic(name: str) -> Callable[..., Any]:
-    """The implementation of ``hexa::<name>`` that runs on any device."""
-    return library.kernel_for(name, "any")

@@ -178,7 +178,9 @@ def esfk_add(given: EsfkAdd) -> Tensor:
             ess_add(into_bias, o.g, None, o.offs, 1, None)
         return rows
     held, layout = _held(into, o.layout, family)
-    bias = _held_bias(into_bias)
+    bias = into_bias
+    if bias is not None and not (bias.is_contiguous() and aligned(bias)):
+        bias = substitute(bias)
     dx, *_ = _launched(family, o, into=Into(held, layout, bias))
     settle(into, held)
     settle(into_bias, bias)
@@ -200,10 +202,6 @@ def _held(into: Tensor, layout: Layout, family: Any) -> tuple[Tensor, Layout]:
     if nested and (aligned(stored) or not family.ADDS_ALIGNED):
         return stored, as_layout
     return substitute(into), layout
-
-
-def _held_bias(into: Tensor | None) -> Tensor | None:
-    return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
 
 
 def _both_biases(o: First) -> First:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 
@@ -25,20 +26,12 @@ awaits_kernels = _awaited.get
 
 
 @contextmanager
-def torch_operators() -> Iterator[None]:
-    """A context in which the operators run torch's own on CUDA, and no kernel is built."""
-    with _set(_torch_only):
-        yield
-
-
-@contextmanager
-def kernels_awaited() -> Iterator[None]:
-    """A context in which a launch waits until its kernel is built, for measurements."""
-    with _set(_awaited):
-        yield
-
-
-@contextmanager
 def _set(mode: ContextVar[bool]) -> Iterator[None]:
     with set_to(mode, True), torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+torch_operators = partial(_set, _torch_only)
+"""A context in which the operators run torch's own on CUDA, and no kernel is built."""
+kernels_awaited = partial(_set, _awaited)
+"""A context in which a launch waits until its kernel is built, for measurements."""

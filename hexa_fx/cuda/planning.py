@@ -81,7 +81,8 @@ class Operand:
 
     def is_contiguous(self) -> bool:
         """Whether its elements lie one behind the other."""
-        return self.strides == contiguous_strides(self.shape) or not self.numel() or self._skips_only_ones()
+        each = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        return not self.numel() or all(size == 1 or stride == dense for size, stride, dense in each)
 
     def contiguous(self) -> Any:
         """The same elements one behind the other, copied only where they are not."""
@@ -108,10 +109,6 @@ class Operand:
         made = Operand(self.planning, self.place, self.dtype, shape, strides, offset, self.low)
         made.table = self.table
         return made
-
-    def _skips_only_ones(self) -> bool:
-        dense = contiguous_strides(self.shape)
-        return all(size == 1 or s == d for size, s, d in zip(self.shape, self.strides, dense, strict=True))
 
     def __getitem__(self, index: Any) -> Any:
         """A row, or a run of rows; any other part as torch finds it."""

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_rows import COMBINE_THREADS, TRANSPOSE_SIDE, UNROLLED_TOP_K, reindex_warps
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, ID_NAMES, TRANSPOSE_SIDE, UNROLLED_TOP_K, reindex_warps
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import cached_choice, collection, described_card
-from hexa_fx.cuda.fallback import Unsupported, generic
+from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.formats.format import ceil_div
+from hexa_fx.ops import library
 from hexa_fx.ops.reindex import out_of_range
 from hexa_fx.ops.rows import accumulate_dtype, row_count
 from hexa_fx.ops.table import Activate, ActivateBackward, Activated, Combine, Ess, EssAdd, Reindex
@@ -29,13 +30,7 @@ from hexa_fx.ops.table_variants import ScaledTranspose
 
 log = logging.getLogger(__name__)
 
-ID_TYPES = {
-    torch.int64: "long long",
-    torch.int32: "int",
-    torch.int16: "short",
-    torch.int8: "signed char",
-    torch.uint8: "unsigned char",
-}
+ID_TYPES = dict(zip((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), ID_NAMES, strict=True))
 SEGMENT_ROWS = 256
 """Rows of one expert that one block of ess sums."""
 
@@ -56,7 +51,7 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     result = _reindex(top_k_index, num_experts)
     if isinstance(top_k_index, Operand) or collection() is None or described_card() is not None:
         return result
-    return generic("reindex")(top_k_index, num_experts)  # type: ignore[no-any-return]
+    return library.kernel_for("reindex", "any")(top_k_index, num_experts)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("reindex")

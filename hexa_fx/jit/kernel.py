@@ -99,17 +99,16 @@ class KernelHandle:
 
 
 @cache
-def get_kernel(spec: KernelSpec, node: str = "") -> KernelHandle:
+def get_kernel(spec: KernelSpec) -> KernelHandle:
     """The kernel of `spec`, rendered, built (or read from the cache) and loaded once per process. Waits for the compiler.
 
     Args:
         spec: what to get.
-        node: the graph node it is for; goes into the source's comment.
 
     Raises:
         SpecError, ToolchainError, BuildError, DriverError.
     """
-    source = render(spec, node)
+    source = render(spec)
     return KernelHandle(source, builder().ready(spec) or build(source), driver())
 
 
