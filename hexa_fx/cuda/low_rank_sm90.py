@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.family_decode import room
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.family_low_rank import (
     ARGS,
@@ -75,16 +76,11 @@ class LowRank(LowRankGradients):
         return self.u.shape[1]
 
     @property
-    def experts(self) -> int:
-        """E."""
-        return self.offs.shape[0] - 1
-
-    @property
     def steps(self) -> int:
         """Of a launch; 0 where too many launches would be needed."""
         most = _MOST_LAUNCHES.get((self.op, padded_rank(self.rank)), (0, 0))[self.v is None]
         most = min(most, _FEW_LAUNCHES) if self.n < _FEW_ROWS * self.experts else most
-        return steps_of(self.op, self.rows.shape[1], self.rank, _table(self.experts), most)
+        return steps_of(self.op, self.rows.shape[1], self.rank, room(TABLES, self.experts), most)
 
 
 def esmm(o: Esmm) -> Tensor | None:
@@ -132,7 +128,7 @@ def takes(o: LowRank) -> bool:
 def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     """du (n, r) and dC; None for what is not wanted."""
     planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
-    table, wide, steps = _table(experts), padded_rank(o.rank), o.steps
+    table, wide, steps = room(TABLES, experts), padded_rank(o.rank), o.steps
     each = steps * STEP_COLUMNS  # columns of a launch
     blocks = min(planning.card.multiprocessors, o.n // TILE_ROWS + experts)  # as many as there can be tiles
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
@@ -166,10 +162,6 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
         if finish is not None:  # at once, so that parts of all columns are never there together
             planning.launch(finish, (ceil_div((end - begin) * o.rank, side), across, 1), own)
     return du, dc
-
-
-def _table(experts: int) -> int:
-    return next(size for size in TABLES if experts <= size)
 
 
 def _factor_map(o: LowRank, begin: int, end: int, wide: int) -> TensorMap | None:

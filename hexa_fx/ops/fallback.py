@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import library
+from hexa_fx.ops.cpu import groups_of
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
 from hexa_fx.ops.table import Esfk, Esmm, Ess, Estmm
 from hexa_fx.torch_private import grouped_mm
@@ -92,10 +92,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         return y
     if type(weight) is Tensor:  # a subclass is somebody's experiment
         _log_once("esmm", x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
-    y, bounds = x.new_zeros((x.shape[0], weight.shape[2])), offs.tolist()
-    for e, (start, end) in enumerate(pairwise(bounds)):
-        if start < end:
-            torch.mm(x[start:end], weight[e], out=y[start:end])
+    y = x.new_zeros((x.shape[0], weight.shape[2]))
+    for e, start, end in groups_of(offs.tolist()):
+        torch.mm(x[start:end], weight[e], out=y[start:end])
     return y
 
 
@@ -110,10 +109,9 @@ def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
         return torch.stack([torch.where(expert == e, x, 0).t() @ g for e in range(experts)])
     _log_once("estmm", x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
-    y, bounds = x.new_zeros((experts, x.shape[1], g.shape[1])), offs.tolist()
-    for e, (start, end) in enumerate(pairwise(bounds)):
-        if start < end:
-            torch.mm(x[start:end].t(), g[start:end], out=y[e])
+    y = x.new_zeros((experts, x.shape[1], g.shape[1]))
+    for e, start, end in groups_of(offs.tolist()):
+        torch.mm(x[start:end].t(), g[start:end], out=y[e])
     return y
 
 

@@ -6,7 +6,6 @@ An expert's weight is read at a time. The offsets are read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -29,6 +28,7 @@ from hexa_fx.formats.fp8_scaling import (
 from hexa_fx.ops import library
 from hexa_fx.ops import table_fp8 as table
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
+from hexa_fx.ops.cpu import groups_of
 from hexa_fx.ops.reindex import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
@@ -72,13 +72,9 @@ def _filled_up(matrix: Tensor) -> Tensor:
 def _product(x: Tensor, w: Tensor, ws: Tensor, bias: Tensor | None, offs: Tensor) -> Tensor:
     """(n, N) in float32 of rows (n, K) in float32; zero where there is no expert."""
     y = x.new_zeros((x.shape[0], w.shape[1]))
-    for expert, start, end in _ranges(offs):
+    for expert, start, end in groups_of(offs.tolist()):
         torch.mm(x[start:end], read_weight(w[expert], ws[expert]).t(), out=y[start:end])
     return y if bias is None else y.add_(expert_rows(bias, offs, y.shape[0]))
-
-
-def _ranges(offs: Tensor) -> Iterator[tuple[int, int, int]]:
-    return ((e, start, end) for e, (start, end) in enumerate(pairwise(offs.tolist())) if start < end)
 
 
 @library.kernel("esmm_act_fp8", "cpu", "any")

@@ -40,13 +40,6 @@ class Fp8Weight(NamedTuple):
     q_t: Tensor | None
     s_t: Tensor | None
 
-    @property
-    def transposed(self) -> tuple[Tensor, Tensor]:
-        """Elements and scales of the transposed weight."""
-        assert self.q_t is not None
-        assert self.s_t is not None
-        return self.q_t, self.s_t
-
 
 @dataclass
 class _Copy:

@@ -105,12 +105,8 @@ def first_bias(o: Program) -> Tensor | None:
     return torch.cat([_filled_up(none if half is None else half) for half in halves], 1)
 
 
-def second_bias(o: Program) -> Tensor | None:
-    """(E, D') float32."""
-    return None if o.b2 is None else _filled_up(o.b2)
-
-
 def _filled_up(bias: Tensor) -> Tensor:
+    """In float32, its columns to a multiple of 128."""
     return torch.nn.functional.pad(bias.float(), (0, padded(bias.shape[1]) - bias.shape[1]))
 
 
@@ -121,7 +117,8 @@ def forward_on(device: str, training: bool, o: QuantizedFfn) -> Any:
     xq, xs = ops.quantize_rows_fp8(o.x, True)
     keep_h = training and not o.recompute_h
     h, hs, a, a_scales = ops.esmm_act_fp8(xq, xs, o.q1, o.s1, first_bias(o), v, offs, top_k, *steps(o), keep_h)
-    rows = ops.esmm_fp8(a, a_scales, o.q2, o.s2, second_bias(o), offs)
+    bias = None if o.b2 is None else _filled_up(o.b2)
+    rows = ops.esmm_fp8(a, a_scales, o.q2, o.s2, bias, offs)
     del a, a_scales
     y = ops.combine_fp8(*rows, o.top_k_weights, inv, offs, top_k, o.output_size, o.x.dtype)
     return (y, xq, xs, h, hs, v, inv, offs) if training else y

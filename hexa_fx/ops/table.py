@@ -68,6 +68,20 @@ def routing_of(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
 class XRows(Operands):
     x: Rows
 
+    @property
+    def rows(self: Any) -> int:
+        """n."""
+        return row_count(self.x, self.v)
+
+
+class OfExperts(Operands):
+    """What sums over the rows of each expert."""
+
+    @property
+    def experts(self: Any) -> int:
+        """E."""
+        return self.offs.shape[0] - 1  # type: ignore[no-any-return]
+
 
 class _Weight(Operands):
     weight: Weight
@@ -79,11 +93,6 @@ class RowsOfProduct(Operands):
     offs: Offs
     top_k: TopK
     layout: Layout
-
-    @property
-    def rows(self: Any) -> int:
-        """n."""
-        return row_count(self.x, self.v)
 
     @property
     def columns(self: Any) -> int:
@@ -116,8 +125,7 @@ class Activated(Operands):
         return ""
 
 
-class _FirstProjection(Operands):
-    x: Rows
+class _FirstProjection(XRows):
     w1: Weight
     b1: Bias
     w3: Annotated[Tensor | None, floating("E N K", layout="layout")]
@@ -145,11 +153,6 @@ class EsmmAct(Activated, _FirstProjection):
     keep_h: bool
     returns = "(Tensor h, Tensor a)"
     defaults: ClassVar[dict[str, object]] = {"keep_h": True}
-
-    @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.v)
 
     @property
     def width(self) -> int:
@@ -338,7 +341,7 @@ class Ess(Operands):
 
 
 @operator("estmm", autocast=True)
-class Estmm(Operands):
+class Estmm(OfExperts):
     """``dW[e]``, the sum of ``x[row]^T g[row]`` over the rows of expert e: a weight's gradient (paper, Algorithm 4).
 
     Args:
@@ -361,17 +364,12 @@ class Estmm(Operands):
         """n."""
         return row_count(self.x, self.x_index)
 
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.offs.shape[0] - 1
-
     def results(self) -> Any:
         n, k = self.g.shape[1], self.x.shape[1]
         return self.x.new_empty((self.experts, n, k) if self.layout == "nk" else (self.experts, k, n))
 
 
-class _Esfk(Operands):
+class _Esfk(OfExperts):
     x: Annotated[Tensor, floating("n K", by="x_index")]
     g: Annotated[Tensor, floating("n N")]
     weight: Weight
@@ -379,11 +377,6 @@ class _Esfk(Operands):
     offs: Offs
     top_k: TopK
     layout: Layout
-
-    @property
-    def experts(self) -> int:
-        """E."""
-        return self.offs.shape[0] - 1
 
 
 @operator("esfk", autocast=True, differentiable=False)
@@ -408,7 +401,7 @@ class Esfk(_Esfk):
 
 
 @operator("low_rank_gradients", autocast=True, differentiable=False)
-class LowRankGradients(Operands):
+class LowRankGradients(OfExperts):
     """``du[p] = rows[row(p)] @ F[e(p)]``, and ``dF[e] = scale * sum over its rows p of rows[row(p)]^T w_p u[p]``, of one reading.
 
     The gradients of ``y = u F^T``, F a factor of a few columns: `esfk` of such a weight, with rows that may be gathered, and with
@@ -449,7 +442,7 @@ class LowRankGradients(Operands):
         return f"a gradient {self.layout} of {self.dtype}; expected one of {FLOATING}, and kn to have experts last"
 
     def results(self) -> tuple[Tensor, Tensor]:
-        experts, columns, rank = self.offs.shape[0] - 1, self.rows.shape[1], self.u.shape[1]
+        experts, columns, rank = self.experts, self.rows.shape[1], self.u.shape[1]
         matrix = (columns, rank) if self.layout == "kn" else (rank, columns)
         du = self.u.new_empty((0,) if self.factor is None else self.u.shape)
         return du, self.rows.new_empty(

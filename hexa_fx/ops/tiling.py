@@ -52,16 +52,12 @@ class Tiling:
         self.outputs: dict[str, Callable[[], Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
-    def all(self) -> Tile:
-        """One tile of everything."""
-        return Tile(self, cpu.groups_of(self.bounds))
-
     def buffer(self, key: str, make: Callable[[], Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The tensor behind an output, made by the first tile that asks for it. ``finish`` turns it into the output."""
         found = self.buffers.get(key)
         if found is None:
             found = self.buffers[key] = make()
-            self.outputs[key] = partial(finish or _identity, found)
+            self.outputs[key] = partial(finish, found) if finish else lambda: found
         return found
 
     def accumulator(self, key: str, rows: int, columns: int) -> Tensor:
@@ -118,7 +114,8 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
 
 def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
     """One tile of all rows, for an operator that is called on its own."""
-    return routed(v, offs, top_k, like).all()
+    tiling = routed(v, offs, top_k, like)
+    return Tile(tiling, cpu.groups_of(tiling.bounds))
 
 
 def output(tiling: Tiling, key: str) -> Tensor:
@@ -199,7 +196,3 @@ def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Gro
         batch.append((e, start, end))
     if batch:
         yield batch
-
-
-def _identity(t: Tensor) -> Tensor:
-    return t

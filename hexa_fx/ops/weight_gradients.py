@@ -105,20 +105,16 @@ for _name in ("ess", "esfk", "ess_add", "esfk_add"):
 
 
 @library.kernel("estmm_add", "any")
-def estmm_add_any(o: EstmmAdd) -> None:
-    """Kernel for any device: torch adds the gradient, already rounded to the operands' type."""
-    o.into.add_(torch.ops.hexa.estmm(*o.to(Estmm)))
-
-
 @library.kernel("ess_add", "any")
-def ess_add_any(o: EssAdd) -> None:
-    """As `estmm_add_any`."""
-    o.into.add_(torch.ops.hexa.ess(*o.to(Ess)))
+def added_any(o: EstmmAdd | EssAdd) -> None:
+    """Kernel for any device: torch adds the gradient, already rounded to the operands' type."""
+    ops = torch.ops.hexa
+    o.into.add_(ops.estmm(*o.to(Estmm)) if isinstance(o, EstmmAdd) else ops.ess(*o.to(Ess)))
 
 
 @library.kernel("esfk_add", "any")
 def esfk_add_any(o: EsfkAdd) -> Tensor:
-    """As `estmm_add_any`."""
+    """As `added_any`."""
     dx, dw, db = torch.ops.hexa.esfk(*o.to(Esfk, has_bias=o.into_bias is not None))
     o.into.add_(dw)
     if o.into_bias is not None:

@@ -80,12 +80,10 @@ class _Builder:
             self.node.setdefault(name, None)
 
     def call(self, name: str, target: Any, *args: Any) -> Node:
-        node = self.graph.create_node("call_function", target, args, name=name)
-        self.node[name] = node
-        return node
-
-    def method(self, name: str, target: str, *args: Any) -> Node:
-        node = self.graph.create_node("call_method", target, args, name=name)
+        """Of a function, or of a method by its name."""
+        node = self.graph.create_node(
+            f"call_{'method' if isinstance(target, str) else 'function'}", target, args, name=name
+        )
         self.node[name] = node
         return node
 
@@ -175,8 +173,8 @@ class _ForwardBuilder(_Builder):
         n, spec = self.node, self.spec
         self.inputs("x", "top_k_index")
         self.weights()
-        experts = self.method("num_experts", "size", n["w1"], 0)
-        self.method("top_k", "size", n["top_k_index"], 1)
+        experts = self.call("num_experts", "size", n["w1"], 0)
+        self.call("top_k", "size", n["top_k_index"], 1)
         self.call_tuple(("v", "inv", "offs"), hexa.reindex.default, n["top_k_index"], experts)
         for number in "13":
             self.narrow(n["x"], number, self.rows)
@@ -211,10 +209,8 @@ class _BackwardBuilder(_Builder):
     def gradient(self, name: str, target: Any, adding: Any, *args: Any) -> None:
         """Emits the gradient of an operand by one operator, or by the operator that adds it to its buffer."""
         buffer = self.buffer(name)
-        if buffer is None:
-            self.call(f"d{name}", target, *args)
-        else:
-            self.call(f"d{name}", adding, buffer, *args)
+        by = (target,) if buffer is None else (adding, buffer)
+        self.call(f"d{name}", *by, *args)
 
     def second_projection_backward(self) -> None:
         n, spec, grads = self.node, self.spec, self.request.grads
@@ -254,11 +250,11 @@ class _BackwardBuilder(_Builder):
     def add_bias_to_dweights(self, b2: Node) -> None:
         """<dy, b2[e]> at every slot: an esmm whose weight has one output, put in slot order by a combine of one."""
         n = self.node
-        column = self.method("b2_column", "unsqueeze", b2, 1)
+        column = self.call("b2_column", "unsqueeze", b2, 1)
         dots = self.call("b2_dots", hexa.esmm.default, n["dy"], column, None, *self.rows, "nk")
         slots = self.call("b2_slots", hexa.combine.default, dots, None, n["inv"], n["offs"], 1)
-        shaped = self.method("b2_dweights", "view_as", slots, n["dtop_k_weights"])
-        typed = self.method("b2_dweights_typed", "type_as", shaped, n["dtop_k_weights"])
+        shaped = self.call("b2_dweights", "view_as", slots, n["dtop_k_weights"])
+        typed = self.call("b2_dweights_typed", "type_as", shaped, n["dtop_k_weights"])
         self.call("dtop_k_weights", torch.ops.aten.add.Tensor, n["dtop_k_weights"], typed)
 
     def first_projection_backward(self) -> None:

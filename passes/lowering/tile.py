@@ -95,10 +95,6 @@ class _Tiler:
             self.in_body[arg] = operand = self.body.call_function(tiles.part, (self.tile, operand))
         return operand
 
-    def emit(self, node: Node, operator: str, keys: list[str | None], *args: Any) -> Node:
-        """The body's call of a tile kernel that stands for a node."""
-        return self.body.create_node("call_function", tiles.KERNELS[operator], (self.tile, keys, *args), name=node.name)
-
     def _join(self, after: list[Node]) -> None:
         placeholders = [n for n in self.body.nodes if n.op == "placeholder"]
         first = placeholders[0]
@@ -159,8 +155,9 @@ def _routing(graph: Graph) -> tuple[Node, Node, Node, Node] | None:
 def _emit(t: _Tiler, node: Node, name: str) -> None:
     """Puts an operator's kernel on tiles in the body. Of its indices a tile only asks whether they are given."""
     o: Any = library.record_of(name)(*node.args)
-    args = [_argument(t, field, value) for field, value in zip(o._fields, o)]
-    made = t.emit(node, name, tiles.keys_of(name, o, f"{node.name}_"), *args)
+    given = [_argument(t, field, value) for field, value in zip(o._fields, o)]
+    args = (t.tile, tiles.keys_of(name, o, f"{node.name}_"), *given)
+    made = t.body.create_node("call_function", tiles.KERNELS[name], args, name=node.name)
     results, count = tiles.RESULTS[name], tiles.RESULTS[name].count(tiles.ROWS)
     rows = iter([made] if count == 1 else [t.body.call_function(operator.getitem, (made, n)) for n in range(count)])
     each = [("rows", next(rows)) if key == tiles.ROWS else ("key", f"{node.name}_{key}") for key in results]
