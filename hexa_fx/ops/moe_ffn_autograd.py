@@ -79,7 +79,7 @@ class LayerFunction(DirectFunction):
         with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
             name = f"{layer.name if plain else layer.operator}_forward"
             y, *kept = run(name, *o) if plain else library.overload(name)(*o)
-        wanted, ctx.listed = ctx.needs_input_grad[2:], {}
+        (_, _, *wanted), ctx.listed = ctx.needs_input_grad, {}
         if listed:
             needs, of_listed = layer.record.split(wanted)
             ctx.listed = _marks_of(o, of_listed)
