@@ -8,14 +8,7 @@ import sys
 _argv, sys.argv = sys.argv, sys.argv[:1]
 try:
     import cutlass_library
-    from cutlass_library import (
-        DataType,
-        DataTypeSize,
-        DataTypeTag,
-        KernelScheduleType,
-        MathOperation,
-        SharedMemPerCC,
-    )
+    from cutlass_library import DataType, DataTypeSize, DataTypeTag, KernelScheduleType, MathOperation, SharedMemPerCC
 finally:
     sys.argv = _argv
 

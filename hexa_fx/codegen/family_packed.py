@@ -61,11 +61,6 @@ class PackedTile:
         """Parts of K, one after the other."""
         return ceil_div(k, DEPTH * self.warps_k * self.steps)
 
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 32 * self.warps_m * self.warps_k
-
 
 def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
     """The tile of a product over `k` values that nobody measured.

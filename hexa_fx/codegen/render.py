@@ -129,10 +129,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["cxx"] = cxx
-    environment.filters["cuda"] = cuda
-    environment.filters["flag"] = flag
-    environment.filters["params"] = params
+    environment.filters |= {"cxx": cxx, "cuda": cuda, "flag": flag, "params": params}
     return environment
 
 

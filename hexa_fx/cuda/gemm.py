@@ -36,13 +36,7 @@ from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, E
 CUDA = library.Kernels("cuda")
 FAMILIES = (gemm_sm90, gemm_sm80)
 """Those of products with matrices. Each has functions of the names of `_KINDS`, and ``takes``, of an operator's record."""
-_KINDS = (
-    (Esmm, "esmm"),
-    (EsmmAct, "esmm_act"),
-    (EsmmActBackward, "esmm_act_backward"),
-    (Estmm, "estmm"),
-    (Esfk, "esfk"),
-)
+_KINDS = {Esmm: "esmm", EsmmAct: "esmm_act", EsmmActBackward: "esmm_act_backward", Estmm: "estmm", Esfk: "esfk"}
 
 
 def family_of(o: Any) -> ModuleType | None:
@@ -52,7 +46,7 @@ def family_of(o: Any) -> ModuleType | None:
 
 def _launched(family: ModuleType | None, o: Any, **into: Any) -> Any:
     """The product by a family."""
-    return getattr(family, next(name for record, name in _KINDS if isinstance(o, record)))(o, **into)
+    return getattr(family, next(name for record, name in _KINDS.items() if isinstance(o, record)))(o, **into)
 
 
 @cuda_kernel("esmm")

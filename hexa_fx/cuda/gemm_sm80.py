@@ -58,9 +58,8 @@ class Sm80Key(GemmKey):
         return TileSm80(**fields)
 
     def rule(self) -> TileSm80:
-        columns = (
-            min(self.inner, self.columns) if self.op == "esfk" else self.columns
-        )  # both results have to be worth it
+        # Of esfk both results have to be worth it.
+        columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         kind = self.card.family_arch, DTYPES[self.dtype], self.math
         return family_gemm_sm80.choose_tile(self.op, *kind, self.bucket, columns)
 
@@ -160,11 +159,8 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
         return
     activation, glu, params = (o.activation, o.glu, o.params) if act is not None else ("none", "none", ())
     halves_fit = glu != "concat" or layout != "kn" or not inner * x.element_size() & 15
-    static: dict[str, Any] = {
-        "layout": layout,
-        "gather": v is not None,
-        "fit": halves_fit and aligned(x, first, second),
-    }
+    fits = halves_fit and aligned(x, first, second)
+    static: dict[str, Any] = {"layout": layout, "gather": v is not None, "fit": fits}
     static |= {"activation": activation, "glu": glu, "bias": bias is not None}
     static |= {"options": (*(() if act is None else (("keep_h", d is not None),)), *listed(first))}
     kernel, bm, bn = _kernel("esmm", x, (rows, experts, k, inner if glu == "none" else 2 * inner), **static)

@@ -269,14 +269,8 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     leading = {"a_ld": x.stride()[0], "out_ld": o.width, "act_ld": 0 if act is None else inner}
     bias_ld = w1.shape[1] if layout == "nk" else w1.shape[2]
     tensors = {"a": x, "out": out, "act": act, "bias": bias, "bias_up": bias_up}
-    more = {
-        "n": o.rows if last else 0,
-        "K": x.shape[1],
-        "N": inner,
-        "R": 0 if added is None else added.rank,
-        "bias_ld": bias_ld,
-        "act_params": constants_of(o.activation, o.params),
-    }
+    numbers = {"n": o.rows if last else 0, "K": x.shape[1], "N": inner, "R": 0 if added is None else added.rank}
+    more = {**numbers, "bias_ld": bias_ld, "act_params": constants_of(o.activation, o.params)}
     _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
 

@@ -36,12 +36,7 @@ from hexa_fx.ops.listed import Listed, Places
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
-from hexa_fx.ops.table_layers import (
-    OPERANDS,
-    SOURCES_OPERANDS,
-    MoeFfn,
-    MoeFfnSources,
-)
+from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, MoeFfn, MoeFfnSources
 
 log = logging.getLogger(__name__)
 

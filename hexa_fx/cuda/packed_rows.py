@@ -61,11 +61,8 @@ class ExpertGroup(NamedTuple):
 
     def of(self, o: EsmmActPacked | EsmmActBackwardPacked, **more: Any) -> Any:
         """The dense record of these experts, of an operator that does more with the product."""
-        return (
-            o._replace(c=None if o.c is None else o.c[self.experts])
-            .dense(self.product.weight)
-            ._replace(offs=self.product.offs, **more)
-        )
+        own = o._replace(c=None if o.c is None else o.c[self.experts])
+        return own.dense(self.product.weight)._replace(offs=self.product.offs, **more)
 
 
 def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:

@@ -142,9 +142,8 @@ def places_of(weight: Tensor, up: Tensor | None = None) -> tuple[Piece, ...]:
     if any(table is None for table in tables):
         raise Unsupported("gate or up is a weight of listed experts, the other one a stack")
     own, *of_up = tables
-    return (
-        PLACES.piece(own=own, up=next(iter(of_up), None), part=part_of(weight) if parts_of(weight) > 1 else _WHOLE),
-    )
+    part = part_of(weight) if parts_of(weight) > 1 else _WHOLE
+    return (PLACES.piece(own=own, up=next(iter(of_up), None), part=part),)
 
 
 def _table_of(weight: Tensor) -> Operand | None:

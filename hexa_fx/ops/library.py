@@ -137,12 +137,10 @@ def overload(name: str) -> OpOverload:
 def wrapper(name: str, **defaults: Any) -> Callable[..., Any]:
     """A Python function that calls ``hexa::<name>``, documented by its record. ``defaults``: of arguments that may be left out."""
     run, record = overload(name), _RECORDS[name]
-    kinds = dict.fromkeys(record._fields, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [
-        inspect.Parameter(
-            field, kind, default=defaults.get(field, inspect.Parameter.empty), annotation=record.types[field]
-        )
-        for field, kind in kinds.items()
+        inspect.Parameter(field, kind, default=defaults.get(field, empty), annotation=record.types[field])
+        for field in record._fields
     ]
     signature = inspect.Signature(parameters)
 

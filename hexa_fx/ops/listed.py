@@ -260,12 +260,8 @@ class Gradients:
 
     def add_products(self, experts: Iterable[int], a: Iterable[Tensor], b: Iterable[Tensor]) -> None:
         """Adds ``a @ b`` of every expert whose gradient is wanted."""
-        wanted, found, mm, dtype = (
-            self.wanted,
-            self._found,
-            torch.mm,
-            self.weight.dtype,
-        )  # for loops between small products
+        wanted, found = self.wanted, self._found  # looked up once: for loops between small products
+        mm, dtype = torch.mm, self.weight.dtype
         for expert, left, right in zip(experts, a, b):
             if not wanted[expert]:
                 continue

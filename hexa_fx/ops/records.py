@@ -403,14 +403,8 @@ def described(record: type[Operands]) -> str:
         if each is None:
             said.append(f"    {field}: {_SCHEMA[kind]}")
             continue
-        dims = ", ".join(term.text for term in each.terms)
-        lies = (
-            f", as {each.form.layout} says"
-            if each.form.layout
-            else f", gathered by {each.form.by}"
-            if each.form.by
-            else ""
-        )
+        dims, form = ", ".join(term.text for term in each.terms), each.form
+        lies = f", as {form.layout} says" if form.layout else f", gathered by {form.by}" if form.by else ""
         optional = " or None" if kind == Tensor | None else ""
-        said.append(f"    {field}: {each.form.says or 'floating '}({dims}){lies}{optional}")
+        said.append(f"    {field}: {form.says or 'floating '}({dims}){lies}{optional}")
     return "\n".join(said)

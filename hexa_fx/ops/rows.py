@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ir import Layout
 
-
-@overload
-def flip(layout: Layout) -> Layout: ...
+L = TypeVar("L", Layout, str)
 
 
-@overload
-def flip(layout: str) -> str: ...
-
-
-def flip(layout: str) -> str:
+def flip(layout: L) -> L:
     """The layout under which the same memory reads as the transposed weight."""
     return "kn" if layout == "nk" else "nk"
 

@@ -168,9 +168,8 @@ class EsmmAct(Activated, _FirstProjection):
         return super().faults() or gate_and_up_faults(self, self.layout)
 
     def results(self) -> tuple[Tensor, Tensor]:
-        return self.x.new_empty((self.rows if self.keep_h else 0, self.width)), self.x.new_empty(
-            (self.rows, self.inner)
-        )
+        h = self.x.new_empty((self.rows if self.keep_h else 0, self.width))
+        return h, self.x.new_empty((self.rows, self.inner))
 
 
 def width_of(w1: Tensor, layout: str, glu: str) -> int:
@@ -181,9 +180,8 @@ def width_of(w1: Tensor, layout: str, glu: str) -> int:
 def gate_and_up_faults(o: Any, layout: str) -> str:
     """Whether w1, w3 and b3 of a first projection go with its glu."""
     if (o.w3 is None) == (o.glu == "split"):
-        return (
-            f"w3 is {'missing; glu is' if o.w3 is None else 'given; it belongs to glu'} 'split', and glu is {o.glu!r}"
-        )
+        said = "missing; glu is" if o.w3 is None else "given; it belongs to glu"
+        return f"w3 is {said} 'split', and glu is {o.glu!r}"
     if o.b3 is not None and o.w3 is None:
         return f"b3 is given; it belongs to glu 'split', not to {o.glu!r}"
     odd = o.glu in ("concat", "interleaved") and columns_of(o.w1, layout) % 2
@@ -445,9 +443,8 @@ class LowRankGradients(OfExperts):
         experts, columns, rank = self.experts, self.rows.shape[1], self.u.shape[1]
         matrix = (columns, rank) if self.layout == "kn" else (rank, columns)
         du = self.u.new_empty((0,) if self.factor is None else self.u.shape)
-        return du, self.rows.new_empty(
-            (*matrix, experts) if self.experts_last else (experts, *matrix), dtype=self.dtype
-        )
+        shape = (*matrix, experts) if self.experts_last else (experts, *matrix)
+        return du, self.rows.new_empty(shape, dtype=self.dtype)
 
 
 class _Adding(Operands):

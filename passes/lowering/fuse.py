@@ -47,7 +47,7 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
     projections = _projections(h, glu == "split")
     if not projections:
         return False
-    target = _fused[_kind(projections)]
+    target = _fused("esmm_act", _kind(projections))
     records = [_record(p) for p in projections]
     o = records[0]
     keep_h = any(user is not activate for user in h.users)
@@ -81,27 +81,27 @@ def _fuse_backward(gm: GraphModule, gradient: Node) -> bool:
     product = _record(da)
     if product.bias is not None or product.v is None or (product.v, product.offs) != (o.v, o.offs):
         return False
-    gradient.target = _fused_backward[da.target]
+    gradient.target = target = _fused("esmm_act_backward", da.target)
     given = {**o._asdict(), **product._asdict(), "dy": product.x}
-    gradient.args = tuple(map(given.get, library.record_of(gradient.target._opname)._fields))
+    gradient.args = tuple(map(given.get, library.record_of(target._opname)._fields))
     gm.graph.erase_node(da)
     return True
 
 
-_fused = {
-    hexa.esmm.default: hexa.esmm_act.default,
-    hexa.esmm_low_rank.default: hexa.esmm_act_low_rank.default,
-    hexa.esmm_packed.default: hexa.esmm_act_packed.default,
-    hexa.esmm_packed_low_rank.default: hexa.esmm_act_packed.default,
+_ENDS = {
+    hexa.esmm.default: "",
+    hexa.esmm_low_rank.default: "_low_rank",
+    hexa.esmm_packed.default: "_packed",
+    hexa.esmm_packed_low_rank.default: "_packed",
 }
-_fused_backward = {
-    hexa.esmm.default: hexa.esmm_act_backward.default,
-    hexa.esmm_low_rank.default: hexa.esmm_act_backward_low_rank.default,
-    hexa.esmm_packed.default: hexa.esmm_act_backward_packed.default,
-    hexa.esmm_packed_low_rank.default: hexa.esmm_act_backward_packed.default,
-}
-_PRODUCTS = tuple(_fused)
+"""By product, how names end of what is fused with one."""
+_PRODUCTS = tuple(_ENDS)
 _DENSE = _PRODUCTS[:2]
+
+
+def _fused(name: str, product: Any) -> Any:
+    """The operator that is a product and more."""
+    return library.overload(f"{name}{_ENDS[product]}")
 
 
 def _kind(projections: tuple[Node, ...]) -> Any:

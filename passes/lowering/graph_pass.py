@@ -60,7 +60,7 @@ class Pipeline:
 
 
 SAVED = ("h",)
-"""Operands of the backward program that come in a list."""
+"""Operands of the backward program that are rows in expert order, as forward saved them. They come in a list."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.ops import library, tiles, tiling
 from hexa_fx.ops.table import Esmm, EsmmAct, Ess
-from hexa_fx.passes.lowering.graph_pass import GraphPass
+from hexa_fx.passes.lowering.graph_pass import SAVED, GraphPass
 from hexa_fx.torch_private import OpOverload
 
 hexa = torch.ops.hexa
-
-_ROW_INPUTS = ("h",)
-"""Placeholders that are in expert order: what forward saved."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class _Tiler:
         if arg not in self.operands:
             self.operands[arg] = self.body.placeholder(arg.name)
         operand = self.operands[arg]
-        if arg.op == "placeholder" and arg.name in _ROW_INPUTS:
+        if arg.op == "placeholder" and arg.name in SAVED:
             self.in_body[arg] = operand = self.body.call_function(tiles.part, (self.tile, operand))
         return operand
 

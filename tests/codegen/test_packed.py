@@ -174,4 +174,4 @@ def test_tiles_cover_the_depth():
     for k in (*range(32, 8193, 32), *range(8224, MOST_DEPTH + 1, 4096), MOST_DEPTH):
         for tile in (choose_tile(k, 64, 0), choose_tile(k, 128, 0), *candidates(k, 64)):
             assert tile.passes(k) <= max(1, -(-k // (2048 * tile.steps)))
-            assert tile.threads <= 512
+            assert tile.warps_m * tile.warps_k <= 16
