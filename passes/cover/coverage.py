@@ -255,14 +255,16 @@ class _Walk:
             return
         floating = [n for n in node.all_input_nodes if is_float(n)]
         biases = [n for n in floating if self.tags[n].experts]
-        if bool((record_of(node).value != 0).any()):
-            if biases and (ops.moves(node) or ops.adds(node) or _multiplies(node)):
-                self._also("added", biases)
-                self._also("factor", [n for n in floating if n not in biases] if _multiplies(node) else [])
-            return
-        if node.op in ("placeholder", "get_attr"):
-            self._lose(node, "added")
-        self._also("added", floating)
+        if not bool((record_of(node).value != 0).any()):
+            if node.op in ("placeholder", "get_attr"):
+                self._lose(node, "added")
+            self._also("added", floating)
+            self._also("select", [n for n in node.all_input_nodes if not is_float(n)])
+        elif biases and (ops.moves(node) or ops.adds(node)):
+            self._also("added", floating)
+        elif biases and _multiplies(node):
+            self._also("added", biases)
+            self._also("factor", [n for n in floating if n not in biases])
 
     def _hidden(self, node: Node) -> None:
         """What experts compute between their products: explained by an experiment over a wide range of finite numbers."""

@@ -396,15 +396,18 @@ def test_routing_weights_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "share",
+    "result",
     [
-        lambda s: torch.where(s.steps < 5, 1.0, 0.5),
-        lambda s: 0.5 ** (s.steps // 5),
-        lambda s: (s.steps < 6).double() + s.steps.double() * 0,
+        lambda s, y, e: y + s.biases[e] * torch.where(s.steps < 5, 1.0, 0.5),
+        lambda s, y, e: y + s.biases[e] * 0.5 ** (s.steps // 5),
+        lambda s, y, e: y + s.biases[e] * ((s.steps < 6).double() + s.steps.double() * 0),
+        lambda s, y, e: y + s.biases[e] + (s.steps > 5).double(),
+        lambda s, y, e: y + (s.biases[e] + (s.steps > 5).double()),
     ],
-    ids=["where", "power", "sum"],
+    ids=["where", "power", "sum", "added", "added to the bias"],
 )
-def test_what_a_bias_is_multiplied_by_is_not_lost(share: Callable[[Any], Tensor]) -> None:
-    """It follows from a counter of steps and is 1 on the example, so that numbers do not show it."""
-    opt = hexa_fx.optimize(on(Warming, share=share)().double(), torch.randn(T, D, dtype=torch.float64))
+def test_what_a_counter_of_steps_does_to_biases_is_not_lost(result: Callable[[Any, Tensor, int], Tensor]) -> None:
+    """It multiplies by 1 or adds 0 on the example, so that numbers do not show it."""
+    block = on(Warming, result=lambda s, y, t, e, m: result(s, y, e))().double()
+    opt = hexa_fx.optimize(block, torch.randn(T, D, dtype=torch.float64))
     assert opt.report.blocks[0].reason.endswith("and would be lost")
