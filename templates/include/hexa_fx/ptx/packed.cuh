@@ -40,27 +40,20 @@ __device__ void stream_number(unsigned& r, const void* from, bool wanted) {
 // 256 times byte i of `word`, plus `low`, which is less than 256.
 __device__ inline unsigned byte_times_256(unsigned word, int i, unsigned low) { return __byte_perm(word, low, 0x5504 | i << 4); }
 
-// Two elements of T in a word.
+// Two elements in a word.
+template <class Two, Two (*kTwice)(float)>
+struct PairOf {
+  static __device__ unsigned both(float x) {
+    const Two r = kTwice(x);
+    return reinterpret_cast<const unsigned&>(r);
+  }
+  static __device__ unsigned multiply(unsigned a, unsigned b) {
+    const Two r = __hmul2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+    return reinterpret_cast<const unsigned&>(r);
+  }
+};
 template <class T> struct Pair;
-template <> struct Pair<__nv_bfloat16> {
-  static __device__ unsigned both(float x) {
-    const __nv_bfloat162 r = __float2bfloat162_rn(x);
-    return reinterpret_cast<const unsigned&>(r);
-  }
-  static __device__ unsigned multiply(unsigned a, unsigned b) {
-    const __nv_bfloat162 r = __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
-    return reinterpret_cast<const unsigned&>(r);
-  }
-};
-template <> struct Pair<__half> {
-  static __device__ unsigned both(float x) {
-    const __half2 r = __float2half2_rn(x);
-    return reinterpret_cast<const unsigned&>(r);
-  }
-  static __device__ unsigned multiply(unsigned a, unsigned b) {
-    const __half2 r = __hmul2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-    return reinterpret_cast<const unsigned&>(r);
-  }
-};
+template <> struct Pair<__nv_bfloat16> : PairOf<__nv_bfloat162, __float2bfloat162_rn> {};
+template <> struct Pair<__half> : PairOf<__half2, __float2half2_rn> {};
 
 }  // namespace hexa

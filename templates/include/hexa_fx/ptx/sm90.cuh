@@ -70,11 +70,6 @@ CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int 
       : "memory");
 }
 
-// 4 bytes into shared memory.
-CUTE_DEVICE void cp_async_4(uint32_t dst, const float* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
-}
-
 CUTE_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A number that is looked at later, in the place where it is asked for: the compiler does not move it.
@@ -131,9 +126,7 @@ CUTE_DEVICE uint64_t swizzled_operand_at(uint32_t at) {
 }
 CUTE_DEVICE uint64_t swizzled_operand(uint32_t address) { return swizzled_operand_at(operand_at(address)); }
 
-inline constexpr int kPartColumns = 128;  // of one instruction: 64 accumulators a thread
-
-// d = A (64 x 32) B (32 x 128), or d += where `adds`. CuTe has it with 64 arguments.
+// d = A (64 x 32) B (32 x 128), or d += where `adds`: 64 accumulators a thread. CuTe has it with 64 arguments.
 CUTE_DEVICE void wgmma_e4m3(uint64_t a, uint64_t b, float (&d)[64], bool adds) {
   asm volatile(
       "{\n\t.reg .pred adds;\n\tsetp.ne.b32 adds, %66, 0;\n\t"
