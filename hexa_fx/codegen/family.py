@@ -6,7 +6,8 @@ How a kernel is added
     2. The entry: ``templates/NAME.cu.j2``. It includes the header, states the types and tiles and defines
        ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
        (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``
-       (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
+       (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false). The macro of ``entry.j2`` writes its
+       end where a class ``Kernel`` works in dynamic shared memory.
     3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``_MODULES``.
     4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
        ``handle.launch(device_index, grid, (packed,), stream)``. Several blobs are several kernel
