@@ -191,6 +191,48 @@ def test_functions_that_close_over_the_module_that_keeps_them() -> None:
     assert counts(opt) == {"": (1, 0)}
 
 
+class Runner:
+    """Runs experts that a block's modules are, and keeps what it was given last."""
+
+    def __init__(self, experts: nn.ModuleList) -> None:
+        self.experts, self.last = experts, None
+
+    def run(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out, self.last = torch.zeros_like(x), index
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class RunByAnObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, 4), nn.ModuleList(OwnActivation() for _ in range(4))
+        self.runner = Runner(self.experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        weights, index = (scores + torch.rand_like(scores) if self.training else scores).softmax(-1).topk(2)
+        return self.runner.run(x, weights, index)
+
+
+def test_experts_that_an_object_of_the_block_runs() -> None:
+    """Each kind of calls is analysed beside the block, where that object would run the user's own experts."""
+    model, x = RunByAnObject(), torch.randn(6, D)
+    opt = hexa_fx.optimize(model, config=CONFIG)
+    runner = opt.runner
+    for train in (False, True):
+        found = []
+        for each in (model, opt):
+            torch.manual_seed(0)
+            each.zero_grad()
+            (out := each.train(train)(x)).square().sum().backward()
+            found.append([out, each.runner.last, *(parameter.grad for parameter in each.parameters())])
+        torch.testing.assert_close(*found)
+    assert (opt.runner, runner.experts, counts(opt)) == (runner, opt.experts, {"": (2, 0)})
+
+
 def test_a_wrapper_around_a_model_that_is_a_block_itself() -> None:
     block, x = Branches().left[1], torch.randn(6, D)
     opt = hexa_fx.optimize(block, config=CONFIG)

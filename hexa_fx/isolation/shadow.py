@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.isolation.lookup import step
+from hexa_fx.isolation.lookup import getattr_plain, is_collection, is_object, step
 from hexa_fx.isolation.module_tree import named_modules, referenced
 
 _OWN_DICTS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
@@ -27,6 +27,8 @@ _COPIED_BYTES = 1 << 20
 """Of a single tensor that is copied."""
 _OF_OTHERS = ("_hf_hook", "_old_forward")
 """What accelerate puts on a module whose weights it brings for a call: they are there while the block runs."""
+_REFERRING = (nn.Module, list, tuple, dict, types.MethodType)
+"""Attributes by which an object may refer to modules without another object in between."""
 _REPLICATE = "_replicate_for_data_parallel"
 """Which lies on a module's instance beside what stands in place of its forward."""
 
@@ -158,7 +160,21 @@ def rebound(value: Any, shadows: dict[int, Any]) -> Any:
         return value if same else functools.partial(func, *given, **value.keywords)
     if isinstance(value, types.FunctionType):
         return _wrapper_rebound(value, shadows)
-    return value
+    return _object_rebound(value, shadows) if is_object(value) and not is_collection(value) else value
+
+
+def _object_rebound(holder: Any, shadows: dict[int, Any]) -> Any:
+    """An object that a module holds, such as one that runs its experts: a copy of it if it refers to modules of the tree itself."""
+    if id(holder) in shadows:
+        return shadows[id(holder)]
+    shadows[id(holder)] = holder
+    own = getattr_plain(holder)
+    direct = {name: item for name, item in own.items() if isinstance(item, _REFERRING)}
+    now = {name: rebound(item, shadows) for name, item in direct.items()}
+    if any(now[name] is not item for name, item in direct.items()):
+        shadows[id(holder)] = copy.copy(holder)
+        getattr_plain(shadows[id(holder)]).update(now)
+    return shadows[id(holder)]
 
 
 def _wrapper_rebound(wrapper: types.FunctionType, shadows: dict[int, Any]) -> Any:
