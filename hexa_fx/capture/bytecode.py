@@ -79,8 +79,8 @@ class CodeReads:
         imports: the same of Python modules that the code imports.
         sets: a global name and the attributes up to one that the code sets: ``("torch", "backends", "cudnn", "benchmark")``.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
-            on; ``layout`` if it asks how a tensor lies in memory; all of these if it catches errors of operations; ``identity`` if
-            it asks of two variables whether they hold one object.
+            on; ``layout`` if it asks how a tensor lies in memory; all of these if it catches errors of operations, but only the
+            first two if these are `TypeError`; ``identity`` if it asks of two variables whether they hold one object.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -119,8 +119,9 @@ def code_reads(code: types.CodeType) -> CodeReads:
 def _asked(instructions: list[Instruction]) -> Iterator[str]:
     if _decides_on_dtype(instructions):
         yield "dtype"
-    if _catches_errors(instructions):
-        yield from ("dtype", "device", "layout")
+    if caught := set(_caught(instructions)):
+        yield from ("dtype", "device")
+        yield from ("layout",) if caught != {"TypeError"} else ()  # which views do not raise
     if _asks_for_device(instructions):
         yield "device"
     if any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
@@ -135,14 +136,13 @@ def _are_variables(operands: list[Instruction]) -> bool:
     return len(operands) == 2 and all(i.opname.startswith("LOAD_FAST") for i in operands)
 
 
-def _catches_errors(instructions: list[Instruction]) -> bool:
-    """Whether there is an ``except`` for errors that operations on tensors may raise, or for all."""
+def _caught(instructions: list[Instruction]) -> Iterator[str]:
+    """What there is an ``except`` for: errors that operations on tensors may raise, by name, or all."""
     for one, after in itertools.pairwise(instructions):
         if one.opname == "PUSH_EXC_INFO" and after.opname == "POP_TOP":
-            return True
+            yield "all"
         if after.opname == "CHECK_EXC_MATCH" and str(one.argval) not in _HARMLESS:
-            return True
-    return False
+            yield str(one.argval)
 
 
 def _attributes(following: list[Instruction]) -> Iterator[str]:

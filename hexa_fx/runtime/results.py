@@ -8,6 +8,7 @@ to happen, even if that is an error.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -51,12 +52,17 @@ def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequen
             container.append(value)
 
 
-def values_left(module: nn.Module, destinations: Iterable[Destination]) -> tuple[Any, ...]:
-    """What lies there after a run: the values of attributes, and None for what is in lists and dicts."""
-    return tuple(
-        None if isinstance(place, ContainerItem) else getattr(_owner(module, place), place.name)
-        for place in destinations
-    )
+def values_left(module: nn.Module, destinations: Sequence[Destination]) -> tuple[Any, ...]:
+    """What lies there after a run. What was appended to one list or deque is the last that it holds."""
+    values, appended = list[Any](), Counter[Container]()
+    for place in reversed(destinations):
+        if not isinstance(place, ContainerItem):
+            values.append(getattr(_owner(module, place), place.name))
+            continue
+        appended[place.container] += 1
+        is_dict = place.container.kind is dict
+        values.append(_found(module, place.container)[place.key if is_dict else -appended[place.container]])
+    return tuple(reversed(values))
 
 
 def state_of(module: nn.Module, stored: Iterable[Destination], changed: Sequence[str]) -> ModuleState:

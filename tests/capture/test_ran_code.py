@@ -40,6 +40,29 @@ def _caught_of_an_autograd_function(x: torch.Tensor) -> bool:
     return False
 
 
+def _asked_whether_it_iterates(x: torch.Tensor) -> bool:
+    """As transformers' `ModelOutput` does with what it is given."""
+    try:
+        iter(x)
+    except TypeError:
+        return False
+    return True
+
+
+def test_how_tensors_lie_in_memory_counts_where_what_views_raise_is_caught(monkeypatch):
+    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+    for asks, expected in ((_asked_whether_it_iterates, True), (_caught, False)):
+
+        class Inside(Block):
+            def forward(self, x, asks=asks):
+                return super().forward(x * (2 if asks(x) else 1))
+
+        optimized = hexa_fx.optimize(Inside().eval(), torch.randn(24, 8))
+        optimized(torch.randn(24, 9)[:, :8])
+        (block,) = optimized.report.blocks
+        assert bool(block.calls.rewritten) is expected, block.calls
+
+
 @pytest.mark.parametrize("asks", [_compared, _caught, _caught_of_an_autograd_function], ids=lambda f: f.__name__)
 def test_code_that_compares_a_dtype_or_catches_errors_asks_for_the_dtype(asks, monkeypatch):
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")

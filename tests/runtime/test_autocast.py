@@ -137,6 +137,34 @@ def test_what_code_computes_with_autocast_off_is_computed_so(kind):
         assert torch.equal(optimized.losses[0], model.losses[0])  # in bfloat16 they would differ
 
 
+class LossesInLists(Block):
+    """Appended in float32 and in the autocast dtype, between attributes, and put into a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.last = [], {}
+
+    def end(self, out, logits):
+        self.mean = logits.mean()
+        self.losses.append(logits.float().logsumexp(-1).square().mean())
+        self.losses.append(logits.mean())
+        self.last["z"] = logits.max()
+        self.largest = logits.float().max()
+        return out
+
+
+def test_dtypes_of_what_is_put_into_lists_and_dicts():
+    found = []
+    for each in pair(LossesInLists):
+        with torch.autocast("cpu", torch.bfloat16):
+            each(x())
+            each(x())
+        found.append([each.mean, *each.losses, each.last["z"], each.largest])
+    torch.testing.assert_close(*found)
+    assert [each.dtype for each in found[1][:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert [str(block.calls) for block in each.report.blocks] == ["calls: 2 rewritten"]
+
+
 class ExpertsInFloat32(Block):
     def __init__(self):
         super().__init__()
