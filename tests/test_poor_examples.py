@@ -55,6 +55,31 @@ def test_an_example_that_is_not_finite_and_one_without_tokens() -> None:
     assert not block.advice
 
 
+class OnSeries(nn.Module):
+    """Experts that forecast whole series of one number at a time by two products side by side, as those of linear forecasters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.trends, self.rests = (nn.ModuleList(nn.Linear(8, 8) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x.squeeze(-1)).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, (trend, rest) in enumerate(zip(self.trends, self.rests)):
+            row, slot = torch.where(index == number)
+            mean = x[row].mean(1, keepdim=True).expand(-1, 8, -1)
+            found = trend(mean.transpose(1, 2)) + rest((x[row] - mean).transpose(1, 2))
+            out = out.index_add(0, row, found.transpose(1, 2) * weights[row, slot, None, None])
+        return out
+
+
+def test_series_of_one_number_at_a_time_are_not_alike() -> None:
+    (block,) = analysed(OnSeries().eval(), (torch.randn(12, 8, 1),)).report.blocks
+    assert block.reason.startswith("each expert has a single matrix product, or several side by side")
+    assert "alike" not in block.reason
+
+
 class SequenceFirst(Looped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.transpose(0, 1).contiguous()).transpose(0, 1)

@@ -117,8 +117,8 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
                 contractions[0].node,
             )
         raise Refuse(
-            "a single matrix product was seen for each expert; such experts are rewritten only where the code runs one expert at a "
-            "time, on rows of a matrix",
+            "each expert has a single matrix product, or several side by side; such experts are rewritten only where the code runs "
+            "one expert at a time, on rows of a matrix",
             contractions[0].node,
         )
     if max(levels) > 2:

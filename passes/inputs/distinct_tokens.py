@@ -142,10 +142,11 @@ def has_no_tokens(observation: Observation) -> bool:
 
 
 def _rows(observation: Observation) -> torch.Tensor | None:
-    """The rows (R, D) of the first matrix of floats; else, if the block looks integers up, these as (R, 1)."""
+    """The rows (R, D) of the first matrix of floats, or the series of (B, L, 1); else, if the block looks integers up, these."""
     tensors, matrix = [t for t in _tensors(observation) if t.numel()], _matrix(observation)
     if matrix is not None:
-        rows = matrix.detach().reshape(-1, matrix.shape[-1])
+        is_series = matrix.dim() > 2 and matrix.shape[-1] == 1  # rows of one number all have its direction
+        rows = matrix.detach().reshape(-1, matrix.shape[-2 if is_series else -1])
     elif _vocabulary(observation.module) is not None and tensors and tensors[0].dtype != torch.bool:
         ids = tensors[0].detach().reshape(-1, 1)
         rows = torch.cat([ids, torch.ones_like(ids)], 1)
