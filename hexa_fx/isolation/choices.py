@@ -85,7 +85,7 @@ class ChoosingCall:
 
 
 def choosing_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ChoosingCall | None:
-    """The call of ``func`` if it is that chooses the best and does so by floating-point scores; else None."""
+    """The call of ``func`` if that chooses the best by floating-point scores; else None."""
     reader = _READERS.get(getattr(func, "__name__", ""))
     if reader is None or "out" in kwargs:
         return None

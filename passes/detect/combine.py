@@ -318,7 +318,6 @@ def check_base(base: Node, weights: Iterable[Node], instances: Iterable[Instance
 
     Args:
         weights: nodes that hold routing weights. instances: whose products are left out.
-
     """
     halved = {node: 0.5 * replay.value(node) for node in weights}
     none = {c: torch.zeros_like(replay.value(c)) for c in (instance.second.node for instance in instances)}

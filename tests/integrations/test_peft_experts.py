@@ -333,6 +333,7 @@ def test_adapters_of_other_forms_on_a_list():
 def test_a_stack_of_a_submodule_is_adapted_in_the_block_s_own_code_without_vain_advice(caplog):
     targets = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
     original, optimized, ids = pair("optimize first", targets, "llama4_text")
-    assert_same(original, optimized, ids)
+    for _ in range(2):  # the first says nothing, since the module around is tried in the second
+        assert_same(original, optimized, ids)
     assert "the weight of an expert's matrix product is made of several parameters" in caplog.text
     assert "undo_" not in caplog.text
