@@ -1,8 +1,9 @@
 """Brings computations that people write in several ways into one form, so that detection has to know only that.
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
-einsums over two: first the weight with the operand that it is contracted with. Products with all pieces of a weight become one,
-and functions of single numbers are taken of parts before these are joined.
+einsums over two: first the weight with the operand that it is contracted with. A product that also adds up what experts give
+(``einsum("tei,eid->td", ...)``, ``tensordot``, ``addbmm``) becomes one that keeps them apart, and a sum. Products with all pieces
+of a weight become one, and functions of single numbers are taken of parts before these are joined.
 Parts taken of a weight along its first dimension by ``index_select``, ``select`` and ``narrow`` become subscripts, ``mv`` and
 ``inner`` the usual products. Sizes that decisions hinge on are traced to the inputs.
 """
@@ -38,11 +39,12 @@ def canonicalize_block(captured: CapturedBlock) -> CapturedBlock:
     trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     before = _copied(captured.graph)
+    summed = [node for node in captured.graph.nodes if _over_experts(captured.graph, node)]
     joined = [node for node in captured.graph.nodes if _to_each_part(captured.graph, node)]
     given = [(call.args, call.kwargs, call.output) for call in (*captured.calls, *captured.functions)]
     stored = [stored.value for stored in captured.stored]
     erased = join_products(captured.graph, frozenset(nodes_in([*given, *stored])))
-    if not erased and not fused and not joined:
+    if not erased and not fused and not joined and not summed:
         return captured
     for node in fused:
         _split(captured.graph, node)
@@ -142,6 +144,71 @@ def _split(graph: torch.fx.Graph, node: Node) -> None:
         product = _insert(graph, node, pair, terms, operands, term)
         terms, operands = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)]
     node.args = (f"{','.join(terms)}->{result}", *operands)
+
+
+def _over_experts(graph: torch.fx.Graph, node: Node) -> bool:
+    """Makes a product of rows of all experts with their weights, added up over experts, one that is not, and the sum over them."""
+    read = _product_of(node)
+    if read is None:
+        return False
+    (rows, weight), operands, result, added = read
+    expert, *features = [letter for letter in weight if letter in rows and letter not in result] or [""]
+    if (
+        len(weight) != 3
+        or expert != weight[0]
+        or len(features) != 1
+        or not _is_weight(operands[1])
+        or _is_weight(operands[0])
+    ):
+        return False
+    if any(_mixes_tokens(other) for other in ancestors([operands[0]])):  # heads of an attention are no experts
+        return False
+    product = _insert(graph, node, (0, 1), (rows, weight), operands, f"{result[0]}{expert}{result[1:]}")
+    if added is None:
+        node.op, node.target, node.args, node.kwargs = "call_method", "sum", (product, 1), {}
+        return True
+    record = record_of(node)
+    with graph.inserting_before(node):
+        total = graph.call_method("sum", (product, 1))
+    value = record_of(product).value.sum(1)
+    total.meta["hexa"] = dataclasses.replace(record, value=value, storage=number_of_new(value), writes=False)
+    node.op, node.target, node.args, node.kwargs = "call_function", torch.add, (added, total), {}
+    return True
+
+
+def _mixes_tokens(node: Node) -> bool:
+    """Whether it is a product of two tensors that depend on the inputs."""
+    data = [operand for operand in node.all_input_nodes if not _is_weight(operand)]
+    return kind(node) == "scaled_dot_product_attention" or (operation(node) in ops.CONTRACTIONS and len(data) > 1)
+
+
+def _dims(node: Node) -> int:
+    return record_of(node).value.dim() if isinstance(record_of(node).value, torch.Tensor) else 0
+
+
+def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str, Node | None] | None:
+    """Of a product of rows and a weight over several dimensions: their terms, the two, the result's term, and what is added."""
+    if kind(node) == "addbmm" and node.op.startswith("call") and len(node.args) == 3 and not node.kwargs:
+        added, first, second = node.args
+        return None if record_of(node).writes else (("eti", "eid"), (first, second), "td", added)  # type: ignore[return-value]
+    if operation(node) == "tensordot" and node.op == "call_function" and node.kwargs.get("out") is None:
+        first, second, *given = node.args
+        dims: Any = given[0] if given else node.kwargs.get("dims")
+        plain = (
+            dims == 2
+            if isinstance(dims, int)
+            else isinstance(dims, (tuple, list)) and [*map(list, dims)] == [[1, 2], [0, 1]]
+        )
+        threes = isinstance(first, Node) and isinstance(second, Node) and _dims(first) == _dims(second) == 3
+        return (("tei", "eid"), (first, second), "td", None) if plain and threes else None  # type: ignore[return-value]
+    found = einsum_of(node) if node.op == "call_function" and operation(node) == "einsum" else None
+    if found is None or len(found[0]) != 2 or any(len({*term}) != len(term) for term in (*found[0], found[2])):
+        return None
+    (one, two), (first, second), result = found
+    if not isinstance(first, Node) or not isinstance(second, Node) or not result:
+        return None
+    turned = _is_weight(first)
+    return ((two, one) if turned else (one, two)), ((second, first) if turned else (first, second)), result, None
 
 
 def _read(node: Node) -> tuple[list[str], list[Node], str] | None:
