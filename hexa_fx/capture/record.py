@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_any, tree_leaves
 
 from hexa_fx.capture.calls import user_location, why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock
@@ -382,4 +382,14 @@ def _run(
         raise ValueError("arguments, and what lies in them, have names that cannot be told apart")
     contents = Contents(holders)
     with visible_host(block, recorder, ran, kept), scripts_as_python(all_of_them=True), recorder:
-        return block.forward(*bound.args, **bound.kwargs), tuple(named), contents
+        result = block.forward(*bound.args, **bound.kwargs)
+    lists = [holder.value for holder in holders if type(holder.value) in (list, dict)]
+
+    def is_given(value: Any) -> bool:
+        return any(value is each for each in lists)
+
+    if lists and tree_any(is_given, (result, [vars(module) for module in block.modules()]), is_leaf=is_given):
+        raise ValueError(
+            "the code gives back or keeps a list or dict that it was given, which a rewritten block would copy"
+        )
+    return result, tuple(named), contents

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType, NoneType
+from types import MappingProxyType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
 import torch
@@ -89,6 +89,7 @@ class AttributeGuards:
         self.reads = tuple(_merged(item for item in found if not _is_weight(item, alone)))
         seen_in_trace = (read for read in (*self.reads, *in_trace) if not (called and str(read) in called))
         self.plain = [plain for read in seen_in_trace for plain in _plain(block, read)]
+        self.outside = [plain for read in self.reads if isinstance(read.value, Code) for plain in _outside(read.value)]
         self.packed = frozenset(above for path in packed for above in [*with_ancestors(path)][1:])
         self.owners = frozenset(path.rpartition(".")[0] for path in packed)
         under = frozenset(path for path in self.owners if base_of(own := block.get_submodule(path)) is not own)
@@ -164,13 +165,14 @@ class AttributeGuards:
             if _is_module(noted):
                 value = self._walked(modules, inside(path, steps[0]))
             else:
-                value = self._walked(modules, path)
-                for name in steps:
-                    value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+                value = _entered(self._walked(modules, path), steps)
             if not _is_still(value, noted):
                 raise GuardMiss(
                     f"{steps[-1]!r} of {path or 'the block'!r} is not what it was when the block was rewritten"
                 )
+        for holder, steps, noted in self.outside:
+            if not _is_still(_entered(holder, steps), noted):
+                raise GuardMiss(f"{steps[-1]!r}, which the code reads, is not what it was when the block was rewritten")
         for name, first in self.other_names:
             if self._walked(modules, name) is not self._walked(modules, first):
                 raise GuardMiss(f"{name!r} is no longer {first!r}, as it was when the block was rewritten; {AGAIN}")
@@ -288,13 +290,39 @@ def _plain(block: nn.Module, read: PythonRead) -> Iterator[tuple[str, tuple[str,
     on_way = (at(block, inside(read.root, ".".join(steps[:n]))) for n in range(1, len(steps)))
     if not all(type(holder) is dict or (is_object(holder) and not is_collection(holder)) for holder in on_way):
         return
-    held = (
-        {(*steps, key): value for key, value in read.value.items()} if type(read.value) is dict else {steps: read.value}
-    )
-    for place, value in held.items():
+    for more, value in _settings(read.value):
+        yield read.root, (*steps, *more), value
+
+
+def _outside(code: Code) -> Iterator[tuple[Any, tuple[str, ...], Any]]:
+    """The same of what names lead to outside of the block: a Python module, a class, or an object or dict of the user's."""
+    for bound in code.bounds:
+        holder, key = bound.holder, bound.key
+        entered = isinstance(holder, (ModuleType, type)) or type(holder) is dict
+        if (
+            type(key) is str
+            and not key.startswith("__")
+            and (entered or (is_object(holder) and not is_collection(holder)))
+        ):
+            for more, value in _settings(bound.noted):
+                yield holder, (key, *more), value
+
+
+def _settings(noted: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A number, a text, or a list of these; those that a dict holds, by their keys."""
+    held = {(key,): value for key, value in noted.items()} if type(noted) is dict else {(): noted}
+    for steps, value in held.items():
         values = value if type(value) is list else [value]
-        if type(place[-1]) is str and all(type(each) in (bool, int, float, str, NoneType) for each in values):
-            yield read.root, place, value
+        named = all(type(step) is str for step in steps)
+        if named and all(type(each) in (bool, int, float, str, NoneType) for each in values):
+            yield steps, value
+
+
+def _entered(value: Any, steps: tuple[str, ...]) -> Any:
+    """What a tracer finds at some attributes, or keys of dicts, of each other."""
+    for name in steps:
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value
 
 
 def _is_module(noted: Any) -> bool:

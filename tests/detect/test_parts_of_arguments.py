@@ -102,3 +102,24 @@ def test_names_that_cannot_be_told_apart_are_refused() -> None:
     block = Given(lambda batch: (batch["a"][0], None, batch["a__0"])).double()
     report = hexa_fx.explain(block, ({"a": (x,), "a__0": torch.tensor(2.0)},))
     assert "have names that cannot be told apart" in report.blocks[0].reason
+
+
+class Back(Given):
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch)[0], {"batch": batch}
+
+
+class Kept(Given):
+    def forward(self, batch: Any) -> Any:
+        self.last = batch
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("made", [Back, Kept])
+@pytest.mark.parametrize("form", [list, tuple])
+def test_a_list_that_is_given_back_or_kept_is_that_list(made: type, form: type) -> None:
+    """Whoever holds it may change it; nobody can change a tuple."""
+    x = torch.randn(9, D, dtype=torch.float64)
+    given = form([x, (x[:, 0] > 0).double()])
+    report = hexa_fx.explain(made(lambda batch: (batch[0], batch[1], 1.0)).double(), (given,))
+    assert ("gives back or keeps a list or dict that it was given" in report.blocks[0].reason) == (form is list)

@@ -184,6 +184,44 @@ def test_a_compiler_looks_again_at_what_configs_hold(before):
         torch.testing.assert_close(compiled(x), model(x))
 
 
+SETTINGS = SimpleNamespace(temperature=1.0, names={"scale": 2.0})
+SHARE = 1.0
+
+
+class Defaults:
+    slope = 1.0
+
+
+class Global(Block):
+    """Reads settings outside of the block: of a module, a class, an object and a dict."""
+
+    def route(self, x):
+        logits = self.router(x) / SETTINGS.temperature * Defaults.slope
+        weights, chosen = logits.softmax(-1).topk(self.top_k)
+        return weights * SHARE * SETTINGS.names["scale"], chosen
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda patch: patch.setattr(SETTINGS, "temperature", 0.25),
+        lambda patch: patch.setitem(SETTINGS.names, "scale", -3.0),
+        lambda patch: patch.setattr(Defaults, "slope", 4.0),
+        lambda patch: patch.setitem(globals(), "SHARE", 0.5),
+    ],
+    ids=["object", "dict", "class", "module"],
+)
+def test_a_compiler_looks_again_at_what_lies_outside(monkeypatch, edit):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Global()), torch.randn(30, D)
+    rewritten = hexa_fx.optimize(copy.deepcopy(model), x)
+    compiled = torch.compile(rewritten, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    edit(monkeypatch)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_run_rewritten_and_notice_edits(pair, caplog, made):
     model, rewritten = pair
