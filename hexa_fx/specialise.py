@@ -249,10 +249,9 @@ def _asked(forward: HexaForward, miss: GuardMiss | None) -> Iterator[dict[str, f
     module, missed = forward.module, miss.read if isinstance(miss, ReadMiss) else ""
     known = {name: number for name, number in forward.numbers.items() if number is not None}
     known = {name: number for name, number in known.items() if number_at(module, name) is not None}
+    made = forward.specialisations if missed else ()
     before: dict[str, Any] = {}
-    for read in (
-        read for made in forward.specialisations for read in made.attributes.reads if missed and not read.is_global
-    ):
+    for read in (read for each in made for read in each.attributes.reads if not read.is_global):
         noted = read.value.items() if type(read.value) is dict else ()
         before |= {str(read): read.value, **{f"{read}.{key}": value for key, value in noted}}
     numbers = (name for name in before.keys() - forward.numbers.keys() if type(before[name]) in _NUMBERS)
