@@ -161,7 +161,15 @@ class Folded(nn.Module):
         weights, index = self.gate(x)
         share = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights)
         hidden = torch.einsum("bsd,edi->bsei", x, self.up).relu() * share.unsqueeze(-1)
+        return self.folded(hidden)
+
+    def folded(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.einsum("bsei,eid->bsd", hidden, self.down)
+
+
+class FoldedFlat(Folded):
+    def folded(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.flatten(-2) @ self.down.flatten(0, 1)
 
 
 class Scale(nn.Module):
@@ -213,7 +221,7 @@ class Hashed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm], ids=lambda kind: kind.__name__
+    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm, Folded], ids=lambda kind: kind.__name__
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     rewritten(kind().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
@@ -273,7 +281,7 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     ("kind", "reason"),
     [
         (TwoAlike, "some experts share a parameter: experts.1.fc1.weight is experts.0.fc1.weight"),
-        (Folded, "it adds up what several experts give"),
+        (FoldedFlat, "each expert has a single matrix product, or several side by side"),
         (Swapped, "and would be lost"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
