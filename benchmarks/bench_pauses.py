@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import hexa_fx
-from benchmarks.bench_use import timed
+from benchmarks.bench_use import size_options, timed
 from benchmarks.kept_rows import Row, answer, calls_of, options_of, synchronize, wait_for_kernels
 from benchmarks.real_blocks import make, tokens_of
 
@@ -86,12 +86,7 @@ def main() -> None:
     """Prints a JSON line a row; `--json` keeps them."""
     parser = options_of(__doc__)
     parser.add_argument("--models", dest="questions", type=lambda names: names.split(","), default=["qwen3-30b"])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=512, help="of a sequence")
-    parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shrink", type=int, default=1)
+    size_options(parser, layers=4)
     options = parser.parse_args()
     answer({name: (lambda o, name=name: rows(name, o)) for name in options.questions}, options)
 

@@ -276,6 +276,16 @@ def timed(call: Callable[[], None], seconds: float) -> float:
     return found
 
 
+def size_options(parser: argparse.ArgumentParser, layers: int) -> None:
+    """Options of what is run, for how long and where; layers: how many unless one says."""
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--length", type=int, default=512, help="of a sequence")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shrink", type=int, default=1)
+
+
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
     parser = options_of(__doc__)
@@ -283,12 +293,7 @@ def main() -> None:
         "--models", default="olmoe,qwen3-30b,mixtral-8x7b,gpt-oss-20b,deepseek-v2-lite,glm-4.5,deepseek-v3"
     )
     parser.add_argument("--cells", default="", help=f"some of: {'; '.join(CELLS)}")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--length", type=int, default=512, help="of a sequence")
-    parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shrink", type=int, default=1)
+    size_options(parser, layers=1)
     options = parser.parse_args()
     assert set(options.models.split(",")) <= set(REAL_BLOCKS)
     found: list[Row] = []
