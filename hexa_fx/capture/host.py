@@ -79,6 +79,9 @@ def _number_shim(kind: type, symbolic: type, made: Callable[..., Any]) -> type:
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, (kind, symbolic))
 
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, kind)
+
         def __eq__(cls, other: object) -> bool:
             return other is kind or other is cls
 
@@ -95,6 +98,9 @@ def _type_shim(known: dict[type, type]) -> type:
     class TypeMeta(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, type)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, type)
 
     class Type(type, metaclass=TypeMeta):
         def __new__(cls, value: Any, *bases_and_body: Any, **options: Any) -> Any:

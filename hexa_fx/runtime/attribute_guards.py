@@ -50,8 +50,8 @@ Check: TypeAlias = Callable[[Any], bool]
 class AttributeGuards:
     """What a rewritten forward relies on, checked at every call in a few microseconds.
 
-    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler dtypes and what a
-    module itself holds (numbers, texts, submodules), also in an object or dict, are checked.
+    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler dtypes, what a
+    module itself holds (numbers, texts, submodules), also in an object or dict, and settings outside of the block are checked.
 
     Args:
         block: the module as it was recorded; referenced weakly.

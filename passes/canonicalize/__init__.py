@@ -58,6 +58,9 @@ def _as_subscript(node: Node) -> None:
     weight, dim, place, *length = node.args
     if dim != 0 or not isinstance(weight, Node) or any(n.op == "placeholder" for n in ancestors([weight])):
         return
+    several = operation(node) == "index_select"
+    if several and (not isinstance(place, Node) or record_of(place).value.dim() != 1):
+        return
     if length:
         if not isinstance(place, int) or not isinstance(length[0], int) or place < 0:
             return

@@ -338,6 +338,8 @@ def _explain(
     """The row factors under which the hypothesis gives what was observed, or None."""
     factors: list[torch.Tensor] = []
     outside = [instances[0].first[i].bias is None for i in order]
+    if any([instance.first[i].bias is None for i in order] != outside for instance in instances):
+        return None
     numbers = {instance.second: number for number, instance in enumerate(instances)}
     for batch in in_batches([instance.second for instance in instances]):
         chosen = [numbers[second] for second in batch]

@@ -318,6 +318,9 @@ def check_base(base: Node, weights: Iterable[Node], instances: Iterable[Instance
 
     Args:
         weights: nodes that hold routing weights. instances: whose products are left out.
+
+    Raises:
+        Refuse: what lies beside the experts' outputs depends on the weights.
     """
     halved = {node: 0.5 * replay.value(node) for node in weights}
     none = {c: torch.zeros_like(replay.value(c)) for c in (instance.second.node for instance in instances)}
@@ -325,7 +328,11 @@ def check_base(base: Node, weights: Iterable[Node], instances: Iterable[Instance
     held = replay.value(base).reshape(before.shape)
     # A late bias of the experts is weighted too, if the weights are not normalised again on their way.
     expected = held + 0.5 * (before - held)
-    return not any(_is_same(after, value) for value in (before, expected))
+    if any(_is_same(after, value) for value in (before, expected)):
+        return False
+    if not _is_same(after, 0.5 * before):
+        raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
+    return True
 
 
 def _holding(wanted: torch.Tensor, end: Node, tags: Mapping[Node, Tag], replay: Replay) -> Node | None:

@@ -23,6 +23,7 @@ from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
+from hexa_fx.passes.detect.verdict import Refuse
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,10 @@ class Family:
         search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
         routing = find_routing(pairs, search)
         weighted = offset.base is not None and check_base(offset.base, routing.weights, instances, end, replay)
+        if weighted and (routing.before or routing.always or routing.keep or routing.capacity is not None):
+            raise Refuse(
+                "tokens reach the output past the experts, and the routing does not say with which weight", end
+            )
         if weighted:
             return Routed(search, routing, offset.base, "weighted")
         passing = how_tokens_pass(offset.identity, pairs, routing, experts, end, replay)

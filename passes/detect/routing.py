@@ -91,6 +91,8 @@ def find_routing(pairs: Pairs, search: Search) -> Routing:
         first = len(always) if always == tuple(range(len(always))) else 0
         others = pairs.without(always).counted_from(first)
         routing = _find_routing(others, replace(search, experts=search.experts - first))
+        if routing.before:
+            raise
         return replace(routing, always=always, first=first)
 
 
@@ -191,6 +193,13 @@ def find_row_factor(wanted: torch.Tensor, pairs: Pairs, routing: Routing, search
     Raises:
         Refuse: it is not among the tensors computed before the end.
     """
+    end = search.end
+    if routing.always:
+        kept = ~torch.isin(pairs.expert, torch.tensor(routing.always, device=pairs.expert.device))
+        if not bool((wanted[~kept] == 1).all()):
+            raise Refuse("an expert that every token is given computes with a weight of the token's", end)
+        pairs, wanted = pairs.taken(kept).counted_from(routing.first), wanted[kept]
+        search = replace(search, experts=search.experts - routing.first)
     effective = pairs.effective
     ids = ids_of(routing.index, search.tokens, search.experts)
     # a table among the factors after the experts has what two choices of the same expert come to

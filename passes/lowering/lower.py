@@ -14,6 +14,7 @@ import torch
 import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
+from hexa_fx.errors import InputError
 from hexa_fx.ir import Layout
 from hexa_fx.observers import notify
 from hexa_fx.ops import projection
@@ -58,6 +59,9 @@ def lower_forward(request: FfnRequest) -> GraphModule:
 
 def lower_backward(request: FfnRequest) -> GraphModule:
     """The backward graph of a request as `hexa::moe_ffn` makes it."""
+    absent = request.grads - request.given
+    if absent:
+        raise InputError(f"gradients of {sorted(absent)} were asked for, but only {sorted(request.given)} are given")
     return _BackwardBuilder(request).build()
 
 
