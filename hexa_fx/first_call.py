@@ -104,7 +104,7 @@ class FirstCall(InPlace):
         elif getattr(shared.within, "on", False) or not self._waits(module):
             self.go(module)
         elif shared.busy != threading.get_ident():
-            if reason := why_not_analysed(module):
+            if reason := why_not_analysed():
                 said = f"{self._path or 'the model'} runs its own code, and is analysed in its next call: %s"
                 log.warning(said, reason)
             else:

@@ -99,7 +99,7 @@ class Specialiser:
         module = forward.module
         if forward.exhausted:
             return forward.exhausted
-        if reason := why_not_analysed(module):
+        if reason := why_not_analysed():
             return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
         with _analysing:
             known = forward.refusal_of(args, kwargs, miss)

@@ -38,8 +38,10 @@ _WHOLE = (1 << 31) - 1
 _data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
-def readable(args: Sequence[Any]) -> tuple[Any, ...]:
+def readable(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The operands as kernels take them: listed weights with their places, or what cannot be read so, and biases, as stacks."""
+    if Listed not in map(type, args):
+        return args
     return tuple([_readable(each) if type(each) is Listed and each.places is None else each for each in args])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
-from operator import eq, is_
+from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ _BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MULTIPLIED = (3, 5, 7)
 _NOTHING = repeat(MISSING)
+_forward_of = attrgetter("forward")
 
 
 class _Noted:
@@ -56,13 +57,15 @@ class _Noted:
     def still_the_same(self) -> Callable[[], bool]:
         where, keys, values = zip(*self.places.values()) if self.places else ((), (), ())
         lists, copies = zip(*self.lists) if self.lists else ((), ())
-        hooks, forwards = self.hooks, [*self.forwards.items()]
+        hooks, kinds, forwards = self.hooks, self.forwards.keys(), self.forwards.values()
+        none = not (lists or hooks or forwards)
+
+        def are_adapters() -> bool:
+            same = all(map(eq, lists, copies)) and all(map(is_, map(_forward_of, kinds), forwards))
+            return same and not any(hooks)
 
         def check() -> bool:
-            if any(kind.forward is not forward for kind, forward in forwards):
-                return False
-            same = all(map(is_, map(dict.get, where, keys, _NOTHING), values)) and all(map(eq, lists, copies))
-            return same and not any(hooks)
+            return all(map(is_, map(dict.get, where, keys, _NOTHING), values)) and (none or are_adapters())
 
         return check
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import islice, zip_longest
 from operator import itemgetter
 from types import NoneType
@@ -76,55 +76,52 @@ class LayerFunction(DirectFunction):
     @staticmethod
     def forward(ctx: Any, layer: Layer, plain: bool, *args: Any) -> Tensor:
         o, listed = layer.record.split(args)
-        with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else nullcontext():
+        with _AutoDispatchBelowAutograd(), fixed_order() if plain and layer.fixed else _AS_IT_IS:
             name = f"{layer.name if plain else layer.operator}_forward"
             y, *kept = run(name, *o) if plain else library.overload(name)(*o)
-        (_, _, *wanted), ctx.listed = ctx.needs_input_grad, {}
+        _, _, *wanted = ctx.needs_input_grad
+        marks: _Marks = {}
         if listed:
             needs, of_listed = layer.record.split(wanted)
-            ctx.listed = _marks_of(o, of_listed)
-            wanted = needs._replace(**{name: any(each) for name, (_, each) in ctx.listed.items()})
+            marks = _marks_of(o, of_listed)
+            wanted = needs._replace(**{name: any(each) for name, (_, each) in marks.items()})
         values = [*o, *kept, o.top_k]
         how = _how_kept(layer, tuple(map(type, values)), tuple(wanted), o.recompute_h)
-        ctx.biases = {}
+        biases: _Biases = {}
         for name, place in how.biases:
             bias = values[place]
-            ctx.biases[name] = bias, versions(bias)
+            biases[name] = bias, versions(bias)
             values[place] = main_grad.shape_only(bias)
         values += how.constants
         form: list[Any] = [*how.form(values)]
         several: list[Tensor] = []
+        many: list[int] = []
         for place in how.lists:
             value = form[place]
             tensors = value.tensors if type(value) is Listed else value
             if tensors and isinstance(tensors[0], Tensor):
                 several += tensors
+                many.append(place)
                 form[place] = _Many(len(tensors), value.of([]).of if type(value) is Listed else list)
         ctx.save_for_backward(*several, *how.tensors(values))
-        ctx.layer, ctx.how, ctx.form, ctx.several = layer, how, form, bool(several)
+        ctx.kept = layer, how, form, many, marks, biases
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy, layer, how, values, saved = grads[0], ctx.layer, ctx.how, ctx.form, iter(ctx.saved_tensors)
-        if ctx.several:
-            values = [
-                value.made(list(islice(saved, value.many))) if type(value) is _Many else value for value in values
-            ]
-        values = [next(saved) if value is _ONE else value for value in values]
-        saved, plain = None, library.is_plain_tensor(dy)
+        (dy,), (layer, how, form, many, listed, biases) = grads, ctx.kept
+        values, plain = _with_saved(how, form, many, ctx.saved_tensors), library.is_plain_tensor(dy)
         values[how.dy] = dy
         if plain and values[how.h] is not None:
             values[how.h] = [values[how.h]]  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         o = layer.gradients._make(values)
         if is_grad_enabled():  # these gradients may be derived again
-            o = o._replace(**_unwritten(ctx.biases))
-        if not plain and ctx.listed:
+            o = o._replace(**_unwritten(biases))
+        if not plain and listed:
             o = o._make(map(dense, o))
-        name, names = f"{layer.name}_backward", layer.record.differentiable
-        operands = _differentiable(layer.gradients, *names[1:])(o)
-        into, needs = _into(o, ctx.listed) if ctx.listed and plain and (layer.one_by_one or dy.is_cuda) else {}, o.needs
+        name, names, needs = f"{layer.name}_backward", layer.record.differentiable, o.needs
+        into = _into(o, listed) if listed and plain and (layer.one_by_one or dy.is_cuda) else {}
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
@@ -134,12 +131,30 @@ class LayerFunction(DirectFunction):
                 buffers = tuple(into.get(name, buffer) for name, buffer in zip_longest(names[1:], buffers))
             return run(name, *o, *buffers) if layer.backward is None else layer.backward(*o, *buffers)  # type: ignore[no-any-return]
 
-        found = dict(zip(names, main_grad.gradients(call, operands, others, plain)))
-        given = layer.record.by_argument(**{name: grad for name, grad in found.items() if name not in ctx.listed})
-        return None, None, *given, *_given_to_listed(o, ctx.listed, into, found)
+        found = main_grad.gradients(call, how.operands(o), others, plain)
+        if not listed:
+            return how.given((*found, None))  # type: ignore[no-any-return]
+        by_name = dict(zip(names, found))
+        found = [None if name in listed else grad for name, grad in by_name.items()]
+        return (*how.given((*found, None)), *_given_to_listed(o, listed, into, by_name))
 
 
-def _unwritten(biases: dict[str, tuple[Any, list[int]]]) -> dict[str, Any]:
+_AS_IT_IS = nullcontext()
+_Biases = dict[str, tuple[Any, list[int]]]
+"""Biases of which only the shape is kept, and their versions, by operand."""
+
+
+def _with_saved(how: _Kept, form: Sequence[Any], many: Sequence[int], saved: Sequence[Tensor]) -> list[Any]:
+    """``form`` with what was saved."""
+    values, each = [*form], iter(saved)
+    for place in many:
+        values[place] = form[place].made(list(islice(each, form[place].many)))
+    for place, tensor in zip(how.saved, each):
+        values[place] = tensor
+    return values
+
+
+def _unwritten(biases: _Biases) -> dict[str, Any]:
     """Biases of which only the shape was kept, as they were given.
 
     Raises:
@@ -198,28 +213,30 @@ def _given_to_listed(
     return given
 
 
-_ONE = object()
-"""What stands for a tensor while it is saved."""
-
-
 class _Kept(NamedTuple):
     """What backward is given of a call, found once for all calls of a kind, since a small layer takes no longer than finding it.
 
     Args:
-        form: picks the operands of backward among the operands of forward, what that kept, top_k and ``constants``; `_ONE` where a
+        form: picks the operands of backward among the operands of forward, what that kept, top_k and ``constants``; None where a
             tensor is saved.
         tensors: picks the tensors that are saved.
+        saved: their places in ``form``.
         constants: what is the same in all calls.
         lists: places in ``form`` of lists, perhaps of tensors.
         biases: those of which only the shape is needed, and their places.
+        operands: picks the differentiable operands without x among those of backward.
+        given: picks what autograd is given for each argument among the gradients of all differentiable operands, and None.
         dy, h: places in ``form``.
     """
 
     form: Callable[[Sequence[Any]], tuple[Any, ...]]
     tensors: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+    saved: tuple[int, ...]
     constants: tuple[Any, ...]
     lists: tuple[int, ...]
     biases: tuple[tuple[str, int], ...]
+    operands: Callable[[Any], tuple[Tensor | None, ...]]
+    given: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]
     dy: int
     h: int
 
@@ -227,33 +244,32 @@ class _Kept(NamedTuple):
 @lru_cache(maxsize=1024)
 def _how_kept(layer: Layer, kinds: tuple[type, ...], wanted: tuple[bool, ...], recompute_h: bool) -> _Kept:
     """What backward is given; kinds: of the operands of forward, what that kept, and top_k. wanted: gradients, of operands."""
-    count, needs = len(layer.record._fields), layer.record._make(wanted)
-    places = layer.record._make(range(count))
-    one, none, marks = range(len(kinds), len(kinds) + 3)
+    record, gradients = layer.record, layer.gradients
+    count, names = len(record._fields), record.differentiable
+    needs, places = record._make(wanted), record._make(range(count))
+    none, marks = range(len(kinds), len(kinds) + 2)
     keeps_x = places._replace(recompute_h=recompute_h).keeps_x(needs)
     dropped = (*(() if keeps_x else _OF_X), *(_OF_H if recompute_h else ()))
     given = {**dict(zip(layer.kept, range(count, len(kinds)))), **dict.fromkeys(dropped, none)}
-    found = places.to(layer.gradients, top_k=len(kinds) - 1, needs=marks, **given)
+    found = places.to(gradients, top_k=len(kinds) - 1, needs=marks, **given)
     form = [none if place is None else place for place in found]
-    tensors = [place for place in form if place < len(kinds) and issubclass(kinds[place], Tensor)]
+    saved = [at for at, place in enumerate(form) if place < len(kinds) and issubclass(kinds[place], Tensor)]
+    grads = [names.index(name) if name in names else len(names) for name in record._fields]
     return _Kept(
-        itemgetter(*(one if place in tensors else place for place in form)),
-        itemgetter(*tensors),
-        (_ONE, None, [*_differentiable(layer.record)(needs)]),
+        itemgetter(*(none if at in saved else place for at, place in enumerate(form))),
+        itemgetter(*(form[at] for at in saved)),
+        tuple(saved),
+        (None, [*record.pick(*names)(needs)]),
         tuple(at for at, place in enumerate(form) if place < len(kinds) and kinds[place] in (list, Listed)),
         tuple(
             (name, getattr(places, name))
             for name in main_grad.shapes_only(needs, recompute_h)
             if kinds[getattr(places, name)] is not NoneType
         ),
-        *map(layer.gradients._fields.index, ("dy", "h")),
+        gradients.pick(*names[1:]),
+        itemgetter(len(names), len(names), *grads),
+        *map(gradients._fields.index, ("dy", "h")),
     )
-
-
-@cache
-def _differentiable(record: Any, *names: str) -> Callable[[Any], tuple[Any, ...]]:
-    """A function of operands that gives those of these names, or else those that are differentiable."""
-    return record.pick(*(names or record.differentiable))  # type: ignore[no-any-return]
 
 
 _OF_X, _OF_H = ("x", "xq", "xs"), ("h", "hs")
@@ -290,11 +306,8 @@ def listed(layer: Layer, *args: Any) -> Any:
 
 
 def _without_gradients(layer: Layer, args: tuple[Any, ...]) -> Any:
-    with _AutoDispatchBelowAutograd():
-        if not layer.fixed:
-            return run(layer.name, *args)
-        with fixed_order():
-            return run(layer.name, *args)
+    with _AutoDispatchBelowAutograd(), fixed_order() if layer.fixed else _AS_IT_IS:
+        return run(layer.name, *args)
 
 
 def run(name: str, *args: Any) -> Any:

@@ -348,6 +348,8 @@ class Operands(metaclass=_Record):
     @classmethod
     def split(cls, args: Sequence[Any]) -> tuple[Self, tuple[Any, ...]]:
         """The operands, and what follows them."""
+        if len(args) == len(cls._fields):
+            return cls._make(args), ()
         given = iter(args)
         return cls._make(islice(given, len(cls._fields))), tuple(given)
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.fx
 from torch import nn
-from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
@@ -127,10 +126,7 @@ class AttributeGuards:
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
-        """Raises `GuardMiss` if anything changed."""
-        if is_compiling():
-            self._check_in_trace()
-            return
+        """Raises `GuardMiss` if anything changed. Not where a compiler traces."""
         block, is_same, found = self._block(), self._is_same, self._found  # read once: other threads may check, too
         if is_same is None and found is not None:
             self._is_same = is_same = still_the_same(found, block)
@@ -153,8 +149,9 @@ class AttributeGuards:
         other = plain if is_same is decoding else decoding
         return other if other(block) and (other is plain or generates()) else None
 
-    def _check_in_trace(self) -> None:
-        """Dtypes, settings and what has two names, by plain attribute access, which a tracer follows and looks at in every call."""
+    def check_in_trace(self) -> None:
+        """The same where a compiler traces: dtypes, settings and what has two names, by plain attribute access, which a tracer
+        follows and looks at in every call."""
         modules: dict[str, Any] = {"": self._block()}
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import nn
-from torch._C import _is_any_autocast_enabled
-from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from hexa_fx.ir import AutocastDtypes, InputGuard
@@ -48,18 +46,17 @@ def kind_of(
 
 
 def dtypes_under_autocast(
-    known: AutocastDtypes, guards: Sequence[InputGuard], bound: Callable[[], Mapping[str, Any]], block: nn.Module
+    known: AutocastDtypes, guards: Sequence[InputGuard], values: Mapping[str, Any], block: nn.Module
 ) -> tuple[torch.dtype, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
     Args:
-        bound: gives the arguments of the call by name.
+        values: the arguments of the call by name.
 
     Raises:
         GuardMiss: the block was not recorded under this autocast.
     """
-    values = bound() if is_compiling() or _is_any_autocast_enabled() else {}
-    tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values] if values else ()
+    tensors = [values[each.name] for each in guards if each.kind == "tensor" and each.name in values]
     first = next(iter(tensors), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         if not known.off:

@@ -4,7 +4,7 @@ analyse while it runs, or one that was analysed and is left to the block's own c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -46,26 +46,35 @@ def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
 
 
-def reason_for_own_code(block: nn.Module, weights: Sequence[str]) -> str:
-    """Why operators cannot stand for a block's own code in this call; empty if they can.
-
-    They support backward only, know nothing of `torch.vmap` and of other libraries' tensors, and a `TorchFunctionMode` of the
-    user's would not see the functions that they stand for.
+def foreign_weight(block: nn.Module, weights: Iterable[Sequence[str]]) -> str:
+    """What operators cannot read among these parameters, since it is of another library's class; empty if they can read all.
 
     Args:
-        weights: paths of parameters that operators read as they are.
+        weights: names of the modules on the way to each, and its own.
     """
     for path in weights:
-        owner, name = block, path
-        while "." in name and owner is not None:
-            child, _, name = name.partition(".")
-            owner = owner._modules.get(child)  # type: ignore[assignment]
+        owner: nn.Module | None = block
+        *above, name = path
+        for child in above:
+            owner = None if owner is None else owner._modules.get(child)
         weight = None if owner is None else owner._parameters.get(name)
         if type(weight) is not nn.Parameter and is_foreign(weight):
-            return f"{path} is {said_of(weight)}"
-    if (is_compiling() or _get_tracing_state() is not None) and torch.onnx.is_in_onnx_export():
+            return f"{'.'.join(path)} is {said_of(weight)}"
+    return ""
+
+
+def reason_for_own_code(traced: bool) -> str:
+    """Why operators cannot stand for a block's own code in this call; empty if they can.
+
+    They support backward only, know nothing of `torch.vmap`, and a `TorchFunctionMode` of the user's would not see the functions
+    that they stand for.
+
+    Args:
+        traced: whether a compiler traces it.
+    """
+    if (traced or _get_tracing_state() is not None) and torch.onnx.is_in_onnx_export():
         return "it is exported to ONNX, which has no operator that stands for it"
-    if is_compiling():
+    if traced:
         return ""
     if is_forward_mode():
         return _TRANSFORMED
@@ -91,7 +100,7 @@ def said_of(weight: Any) -> str:
     )
 
 
-def why_not_analysed(block: nn.Module) -> str:
+def why_not_analysed() -> str:
     """Why a call cannot be analysed while it runs, which another one may be; empty if it can."""
     if _current_graph_task_id() != -1:
         return "backward runs it again, as a checkpoint does, which has to do what was done before"
@@ -99,7 +108,7 @@ def why_not_analysed(block: nn.Module) -> str:
         return "it is traced"
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is recorded; call the model once before"
-    return reason_for_own_code(block, ())
+    return reason_for_own_code(is_compiling())
 
 
 def call_kind(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

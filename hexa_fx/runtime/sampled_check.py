@@ -59,7 +59,7 @@ class SampledCheck:
         """
         self._calls += 1
         module = forward.module
-        if (self._calls - 1) % self.every or forward.called or why_not_analysed(module):
+        if (self._calls - 1) % self.every or forward.called or why_not_analysed():
             return None
         stored = [place for each in forward.specialisations for place in each.stored]
         state = results.state_of(module, stored, [name for each in forward.specialisations for name in each.changed])

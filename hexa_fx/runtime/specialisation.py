@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -12,18 +13,20 @@ from torch.compiler import is_compiling
 
 from hexa_fx import registry
 from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.isolation.module_tree import referenced
 from hexa_fx.ops import main_grad
 from hexa_fx.ops.sources import TAKE_SOURCES
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
-from hexa_fx.runtime.call_kinds import is_small, reason_for_own_code
+from hexa_fx.runtime.call_kinds import foreign_weight, is_small, reason_for_own_code
 from hexa_fx.runtime.guards import ArgumentNames, GuardMiss, OwnCodeOnly, check_coverage, check_inputs
 from hexa_fx.runtime.listed_experts import ListedExperts, packed_names
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.resolution import inputs_of
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
+from hexa_fx.torch_private import _is_any_autocast_enabled
 
 
 class LayerAdapters(Protocol):
@@ -54,6 +57,7 @@ class Specialisation:
         self.stored, self.changed = block.stored, block.changed
         self.small, self.num_experts = block.small, block.num_experts
         self.weights = main_grad.parameters_of(block.graph)
+        self._ways = [tuple(path.split(".")) for path in self.weights]
         self._of_lists = tuple(part[0] for weight in block.packed for part in weight.parts)
         self.matrices = matrices_of(block.graph, self.packed_names)
         self.lora: LayerAdapters = registry.lora().LinearLora.of(block)
@@ -68,11 +72,11 @@ class Specialisation:
         """Whether it was made for this mode."""
         return self.training is None or self.training is training
 
-    def prefers_own_code(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def prefers_own_code(self, module: weakref.ref[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the block's own code is faster for inputs as small as these."""
         wanted = is_grad_enabled()
         limit = self.small.with_gradients if wanted else self.small.without_gradients
-        return is_small(limit, args, kwargs) and not (wanted and self.has_main_grad(module))
+        return is_small(limit, args, kwargs) and not (wanted and self.has_main_grad(referenced(module)))
 
     def has_main_grad(self, module: nn.Module) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
@@ -99,13 +103,16 @@ class Specialisation:
             GuardMiss: it was not made for this call.
         """
         inputs, dtypes, adapted = self.meet(module, arguments, args, kwargs)
-        results.check(module, self.stored)
-        read = [getattr(module, name) for name in self.packed_names]
-        read += adapted.factors() if adapted else ()
-        for reader in read:
-            reader.refresh()
-        result = self.program.function(a.seen_from(module) if (a := adapted or adapters) else module, *inputs)
-        result = result if dtypes is None else in_dtypes(result, dtypes)
+        if self.stored:
+            results.check(module, self.stored)
+        for name in self.packed_names:
+            getattr(module, name).refresh()
+        for factor in adapted.factors() if adapted else ():
+            factor.refresh()
+        read = a.seen_from(module) if (a := adapted or adapters) else module
+        result = self.program.function(read, *inputs)
+        if dtypes is not None:
+            result = in_dtypes(result, dtypes)
         if self.stored:
             result, kept = result
             results.leave(module, self.stored, kept)
@@ -119,40 +126,46 @@ class Specialisation:
         Raises:
             GuardMiss: a condition does not hold in this call. Sizes are left to the program.
         """
-        if not self.holds_in(bool(module.training)):
+        traced = is_compiling()
+        if self.training is not None and self.training is not bool(module.training):
             raise GuardMiss(
                 f"it was analysed in {'train' if self.training else 'eval'} mode; call it once in the other, untraced"
             )
-        adapted = self.follow_adapters(module)  # once: a compiler may trace parts of a call only
-        self.attributes.check()
-        if reason := reason_for_own_code(module, self.weights):
+        adapted = self.follow_adapters(module, traced)  # once: a compiler may trace parts of a call only
+        if traced:
+            self.attributes.check_in_trace()
+        else:
+            self.attributes.check()
+        if reason := foreign_weight(module, self._ways) or reason_for_own_code(traced):
             raise OwnCodeOnly(reason)
-        inputs = self.inputs_of(arguments, args, kwargs)
-        dtypes = None
-        if self.autocast is not None:
-            dtypes = dtypes_under_autocast(self.autocast, self.guards, lambda: arguments.bind(args, kwargs), module)
-        return inputs, dtypes, adapted
+        inputs = self.inputs_of(arguments, args, kwargs, traced)
+        known = self.autocast
+        if known is None or (known.off and not traced and not _is_any_autocast_enabled()):
+            return inputs, None, adapted
+        return inputs, dtypes_under_autocast(known, self.guards, arguments.bind(args, kwargs), module), adapted
 
-    def follow_adapters(self, module: nn.Module) -> LayerAdapters | None:
+    def follow_adapters(self, module: nn.Module, traced: bool = False) -> LayerAdapters | None:
         """Sees through modules of PEFT around linear layers. Returns what is active on those of experts, if anything.
 
         Raises:
             GuardMiss: it is no low-rank addition.
         """
-        if is_compiling():
+        if traced:
             return self.lora.traced(module) or None
         if self.lora.changed(module):
             for each in (self.attributes, *(getattr(module, name) for name in self.lora.weights)):
                 each.see_through(self.lora.bases)
         return self.lora or None
 
-    def inputs_of(self, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def inputs_of(
+        self, arguments: ArgumentNames, args: tuple[Any, ...], kwargs: dict[str, Any], traced: bool = False
+    ) -> list[Any]:
         """The inputs of the program, checked.
 
         Raises:
             GuardMiss: they are not what was recorded.
         """
-        if not is_compiling():
+        if not traced:
             form = len(args), *kwargs
             if form not in self._forms:
                 self._forms[form] = inputs_of(form, arguments, self.guards, self.program.inputs)
