@@ -3,7 +3,8 @@
     python -m benchmarks.bench_guards [--json FILE]
 
 ``attributes``: microseconds in which everything that the recorded run read from Python is compared. ``inputs``: microseconds in
-which the arguments of a call are. The best of many, since a busy machine only adds.
+which the arguments of a call are. ``all``: microseconds of these and all other conditions (mode, adapters, classes of weights,
+transforms, autocast). The best of many, since a busy machine only adds.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def cost(name: str, model: nn.Module, example: Any) -> dict[str, Any]:
     attributes()
     inputs = _best(lambda: made.inputs_of(forward.arguments, *given["all"]))
     row = {"block": name, "class": type(block).__name__, "reads": len(made.attributes.reads)}
-    return {**row, "attributes_us": _best(attributes), "inputs_us": inputs}
+    whole = _best(lambda: made.meet(block, forward.arguments, *given["all"]))
+    return {**row, "attributes_us": _best(attributes), "inputs_us": inputs, "all_us": whole}
 
 
 def _best(call: Callable[[], Any]) -> float:
