@@ -63,7 +63,8 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
         torch.cuda.synchronize()
-        graph, reason = torch.cuda.CUDAGraph(), None
+        graph = torch.cuda.CUDAGraph()
+        reason: Exception | None = None
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.clone_state()
         # NCCL's own thread calls CUDA meanwhile
@@ -76,12 +77,14 @@ class CudaRecorder:
                     reason = error
                     raise
         except Exception as error:  # the end of a recording that failed, which says less and leaves its stream current
-            generator.graphsafe_set_state(before)  # its own counts as recording for ever before torch 2.12
-            try:
-                raise (reason or error) from None
-            finally:
-                reason = None  # whose traceback has this frame, which would keep what the step made
-        return graph, result
+            reason = reason or error
+        if reason is None:
+            return graph, result
+        generator.graphsafe_set_state(before)  # its own counts as recording for ever before torch 2.12
+        try:
+            raise reason  # out here, else the two and their frames would refer to each other and keep what the step made
+        finally:
+            reason = None  # whose traceback has this frame
 
     def forget(self) -> None:
         """torch would count it as recording for ever, and free nothing that is cached where memory is short (pytorch#180395).

@@ -1,7 +1,9 @@
 """`hexa_fx.graphed` on one device: a no-op on a CPU, and replays of a stand-in for CUDA graphs, which tests/gpu has."""
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,11 +176,24 @@ def test_a_recording_that_broke_off_says_why_and_leaves_no_stream_current(monkey
     }.items():
         monkeypatch.setattr(torch.cuda, name, stands_in)
 
+    made: list[weakref.ref[torch.Tensor]] = []
+
     def reads() -> None:
+        kept = torch.ones(1)
+        made.append(weakref.ref(kept))
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+    said = ""
+    gc.disable()  # which would find a circle of errors and frames, and free in the end what the step made
+    try:
         CudaRecorder(torch.device("cuda")).record(reads)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        gone = [tensor() is None for tensor in made]
+        gc.enable()
+    assert "not permitted when stream is capturing" in said
+    assert gone == [True], "the memory that a recording took stays until garbage is collected"
     assert streams[-1] == "the user's"
     assert numbers.state == "before the recording", "random numbers do not go on"
 
