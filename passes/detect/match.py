@@ -139,7 +139,8 @@ class Family:
         search = Search(self.captured, self.tags, end, tokens, experts, replay, self.prefer_earliest)
         routing = find_routing(pairs, search)
         weighted = offset.base is not None and check_base(offset.base, routing.weights, instances, end, replay)
-        if weighted and (routing.before or routing.always or routing.keep or routing.capacity is not None):
+        lost = routing.capacity is not None or (routing.keep and not routing.zeros)
+        if weighted and (routing.before or routing.always or lost):
             raise Refuse(
                 "tokens reach the output past the experts, and the routing does not say with which weight", end
             )

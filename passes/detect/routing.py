@@ -49,6 +49,7 @@ class Routing:
         always: experts that every token is given beside those it chose, with a factor of 1: shared ones in the same list.
         first: the place of the expert that id 0 stands for, where shared ones come before it.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
+        zeros: whether factors are zero there, too, on the example: a slot then counts as not kept only where its factor is zero.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
 
@@ -57,6 +58,7 @@ class Routing:
     before: tuple[RoutingSource, ...]
     after: tuple[RoutingSource, ...]
     keep: tuple[RoutingSource, ...] = ()
+    zeros: bool = False
     capacity: Capacity | None = None
     constant: float = 1.0
     always: tuple[int, ...] = ()
@@ -128,17 +130,18 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
     absent = slots.dropped_if(pairs, wanted=False)
     keep: tuple[RoutingSource, ...] = ()
     capacity: Capacity | None = None
-    if not covered((*before, *after), absent):
+    zeros = covered(after, absent)
+    if absent.dropped and (zeros or not covered(before, absent)):
         try:
             keep = (find_mask(absent, search),)
         except Refuse:
-            capacity = find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
-            if capacity is None:
+            capacity = None if zeros else find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
+            if capacity is None and not zeros:
                 raise
-            slots = slots.dropped_if(pairs, wanted=True)
+            slots = slots if zeros else slots.dropped_if(pairs, wanted=True)
     if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, search))
-    return Routing(ids.shape[1], index, before, after, keep, capacity, constant)
+    return Routing(ids.shape[1], index, before, after, keep, zeros, capacity, constant)
 
 
 def _enters_experts(node: Node, tags: Mapping[Node, Tag]) -> bool:

@@ -126,12 +126,15 @@ class RoutingEmitter:
             guards.require_experts, (index, found.past, experts if found.from_the_end else 0)
         )
 
-    def kept(self, index: Node) -> Node:
-        """The ids, and E in the slots that are not kept."""
+    def kept(self, index: Node, factor: Node | None) -> Node:
+        """The ids, and E in the slots that are not kept. A factor of NaN is no zero: then the code may keep such a slot."""
         for source in self.match.routing.keep:
             marks = self.quantity(source, index, as_marks=True)
             is_bool = record_of(source.nodes[0]).value.dtype == torch.bool
             dropped = self.graph.call_function(*((operator.invert, (marks,)) if is_bool else (operator.eq, (marks, 0))))
+            if factor is not None and self.match.routing.zeros:
+                zero = self.graph.call_function(operator.eq, (factor, 0))
+                dropped = self.graph.call_function(operator.and_, (dropped, zero))
             index = self.graph.call_method("masked_fill", (index, dropped, self.match.num_experts))
         return index
 
@@ -302,7 +305,7 @@ class RegionEmitter:
         self._require_slots(index)
         self._refuse_numbers_of_nan()
         factor = self._routing.times_constant(self._product(routing.after, index), index, tokens)
-        kept = self._routing.within_capacity(index, self._routing.kept(index))
+        kept = self._routing.within_capacity(index, self._routing.kept(index, factor))
         before = self._product(routing.before, index)
         given = tokens
         if match.detached:

@@ -72,3 +72,39 @@ def test_a_token_of_nan_stays_nan_where_experts_are_given_what_has_a_gate() -> N
     x[3, 1] = math.nan
     torch.testing.assert_close(optimized(x), block(x), equal_nan=True)
     assert optimized(x)[3].isnan().all()
+
+
+class Crowded(nn.Module):
+    """The first tokens of each expert are computed, up to a capacity; the weights of all others are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x).softmax(-1).topk(K)
+        marks = nn.functional.one_hot(index, E).flatten(0, 1)
+        place = ((marks.cumsum(0) - 1) * marks).sum(-1).view(-1, K)
+        kept = place < max(2, math.ceil(len(x) * K / E / 2))
+        weights, out = weights * kept, torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where((index == number) & kept)
+            out[token] += expert(x[token]) * weights[token, slot, None]
+        return out
+
+
+def test_an_expert_that_gives_nan_harms_no_token_that_it_drops() -> None:
+    x = torch.ones(T, D, dtype=torch.float64)
+    block = Crowded().double()
+    optimized = hexa_fx.optimize(block, torch.randn_like(x))
+    assert optimized.report.rewritten, str(optimized.report)
+    best = int(block.router(x)[0].argmax())
+    for module in (block, optimized):
+        module.experts[best][2].weight.data[0, 0] = math.inf
+        module.experts[best][2].weight.data[0, 1] = -math.inf
+    expected, found = block(x), optimized(x)
+    assert expected[0].isnan().any()
+    assert expected[-1].isfinite().all()
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert optimized.report.blocks[0].calls.rewritten == 1
