@@ -318,7 +318,7 @@ class HexaForward(InPlace):
 
     def _in_order(self) -> Sequence[Specialisation]:
         latest, made = self._latest, self.specialisations
-        if latest is None or len(made) == 1 or saving_is_counted():  # which is always in one order
+        if latest is None or len(made) < 2 or saving_is_counted():  # which is always in one order
             return made
         return latest, *(each for each in made if each is not latest)
 

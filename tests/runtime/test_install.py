@@ -12,6 +12,7 @@ from torch import nn
 from hexa_fx.errors import InputError
 from hexa_fx.passes.verify import verify_block
 from hexa_fx.runtime.forward import HexaForward
+from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from tests.runtime.handmade import D, ListMoE, StackedExperts, list_rewritten, routing, stacked_rewritten
 
@@ -145,6 +146,16 @@ def test_forward_hooks_and_hooks_of_kept_submodules(pair):
     rewritten(hidden(1, 3))
     assert seen == ["pre", "router", "post"]
     assert ran_rewritten(rewritten)
+
+
+def test_what_was_exchanged_for_nothing_runs_no_more(pair):
+    original, rewritten = pair
+    forward, x = rewritten.forward, hidden(2, 5)
+    rewritten(x)
+    forward.exchange((), None)
+    with pytest.raises(GuardMiss, match="nothing was made of the block"):
+        forward.rewritten(x)
+    torch.testing.assert_close(rewritten(x), original(x), rtol=0, atol=0)
 
 
 def test_an_exchanged_expert_is_run_by_the_original(pair):
