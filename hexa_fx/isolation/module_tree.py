@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +36,22 @@ def one_by_another(named: Iterable[tuple[str, object]]) -> tuple[tuple[str, str]
     first: dict[int, str] = {}
     names = ((name, first.setdefault(id(value), name)) for name, value in named)
     return tuple((name, earlier) for name, earlier in names if name != earlier)
+
+
+def has_parametrizations(holder: Any) -> bool:
+    """As torch's `is_parametrized`, without the cost of an attribute that is nearly always missing."""
+    return isinstance(holder, nn.Module) and "parametrizations" in holder._modules
+
+
+def class_of(holder: Any) -> type:
+    """The class of a module, before torch made another of it for this instance, which is parametrized or sharded by FSDP2."""
+    kind = type(holder)
+    if has_parametrizations(holder):
+        return kind.__bases__[0]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(holder, nn.Module) and kind.__bases__[0] is fsdp.FSDPModule:
+        return kind.__bases__[1]
+    return kind
 
 
 def rebuilds(module: nn.Module) -> bool:

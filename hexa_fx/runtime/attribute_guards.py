@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType, ModuleType, NoneType
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.lookup import at, is_collection, is_object
+from hexa_fx.isolation.lookup import is_collection, is_object, lookup
 from hexa_fx.isolation.module_tree import (
     inside,
     kept_tensors,
@@ -152,7 +153,10 @@ class AttributeGuards:
     def check_in_trace(self) -> None:
         """The same where a compiler traces: dtypes, settings and what has two names, by plain attribute access, which a tracer
         follows and looks at in every call."""
-        modules: dict[str, Any] = {"": self._block()}
+        block: Any = self._block()
+        modules: dict[str, Any] = {"": block}
+        if any(type(block).forward is not read.value for read in self.forward):
+            raise GuardMiss(f"its class is not what it was when the block was rewritten; {AGAIN}")
         for path, dtype in self.dtypes.items():
             owner, _, name = path.rpartition(".")
             now = getattr(self._walked(modules, owner), name, None)
@@ -284,11 +288,16 @@ def _plain(block: nn.Module, read: PythonRead) -> Iterator[tuple[str, tuple[str,
         if len(steps) == 1 and (steps[0] == "_modules" or _is_module(read.value)):
             yield read.root, steps, read.value
         return
-    on_way = (at(block, inside(read.root, ".".join(steps[:n]))) for n in range(1, len(steps)))
-    if not all(type(holder) is dict or (is_object(holder) and not is_collection(holder)) for holder in on_way):
-        return
+    holder: Any = block.get_submodule(read.root)
+    for key in steps[:-1]:
+        holder = lookup(holder, key)  # which asks no property of the user's or of a parametrization: that may write
+        if type(holder) is not dict and (not is_object(holder) or is_collection(holder) or type(holder) in _ASKED):
+            return
     for more, value in _settings(read.value):
         yield read.root, (*steps, *more), value
+
+
+_ASKED = (property, cached_property)
 
 
 def _outside(code: Code) -> Iterator[tuple[Any, tuple[str, ...], Any]]:

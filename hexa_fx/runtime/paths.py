@@ -15,7 +15,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.isolation.module_tree import rebuilds, referenced
+from hexa_fx.isolation.module_tree import class_of, rebuilds, referenced
 from hexa_fx.ops.listed import in_parts
 from hexa_fx.runtime.guards import ADAPTED, AGAIN, HOOKS, GuardMiss, OwnCodeOnly
 
@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 def base_of(module: Any) -> Any:
     """What lies under a module of PEFT; any other module itself. By plain access, which a tracer follows."""
-    return module._modules.get("base_layer", module)
+    held = module._modules
+    return held["base_layer"] if "base_layer" in held else module  # noqa: SIM401  # TorchScript's has no `get`
 
 
 def first_parameter(block: nn.Module, weight: PackedWeight) -> torch.Tensor | None:
@@ -86,6 +87,8 @@ class WeightReader:
                 self._walk_again()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
+        if list(map(type, self._children)) != self._kinds:
+            self._look_at_classes()
         if any(self._hooks):
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
@@ -169,13 +172,21 @@ class WeightReader:
         self._hooked = [vars(owner) for owner in inner]
         lists = [owner for owner in passed.values() if rebuilds(owner)]
         self._rebuilt, self._lists = [vars(owner) for owner in lists], [owner._modules for owner in lists]
+        self._kinds, self._classes = list(map(type, self._children)), list(map(class_of, self._children))
         self._ready = True
 
     def _walk_again(self) -> None:
-        """Where everything lies now. The modules that it is compared with stay those that were there first."""
-        first = self._children
+        """Where everything lies now. The modules that it is compared with, and their classes, stay those that were there first."""
+        first, classes = self._children, self._classes
         self._walk()
-        self._children = first
+        self._children, self._classes = first, classes
+
+    def _look_at_classes(self) -> None:
+        """Raises `GuardMiss` if a module is of another class than when it was first read: its code is not what was recorded."""
+        for place, child, before in zip(self._passed, self._children, self._classes):
+            if class_of(child) is not before:
+                raise GuardMiss(f"{place!r} is a {type(child).__name__} now, and was a {before.__name__}; {AGAIN}")
+        self._kinds = list(map(type, self._children))
 
     def owner_of(self, path: Sequence[str]) -> nn.Module:
         """The module that holds the parameter."""
@@ -183,7 +194,7 @@ class WeightReader:
         return self._bases.get(id(owner), owner)
 
     def reads_exchanged(self) -> bool:
-        """Whether an expert was replaced or taken out since the weight was first read."""
+        """Whether an expert was replaced, taken out or made another class's since the weight was first read."""
         if not self._ready:
             return False
         try:
@@ -191,7 +202,8 @@ class WeightReader:
                 self._walk_again()
         except GuardMiss:  # there are fewer now
             return True
-        return [parent.get(key) for parent, key in zip(self._parents, self._keys)] != self._children
+        now = [parent.get(key) for parent, key in zip(self._parents, self._keys)]
+        return now != self._children or list(map(class_of, now)) != self._classes
 
     def _said_of_exchanged(self) -> str:
         edges = zip(self._passed, self._parents, self._keys, self._children)

@@ -34,7 +34,7 @@ from hexa_fx.isolation.lookup import (
     place,
     taken_back,
 )
-from hexa_fx.isolation.module_tree import inside, named_modules, rebuilds
+from hexa_fx.isolation.module_tree import class_of, has_parametrizations, inside, named_modules, rebuilds
 from hexa_fx.isolation.plain_experts import EXPERTS_SET
 from hexa_fx.isolation.purity import is_of_users
 from hexa_fx.isolation.read_values import Code, IsA, Keys, Names, alike
@@ -113,7 +113,7 @@ class Resolution:
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
-        self.others: list[tuple[Any, ...]] = []
+        self.others: list[tuple[Any, ...]] = [(_OF_CLASS, block, type(block))]
         """What else is checked: as text, with places for the objects that come after it."""
         self.switched = False  # by `generate`, while it decodes
         self._bases, self._packed, self._other_names = bases, packed, other_names
@@ -161,12 +161,13 @@ class Resolution:
             if not _is_like(self._seen[id(holder), key], read.value):
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
             return
-        own = _own_class(holder) if key == "__class__" else None
-        if own is not None and alike(own, read.value):  # what was read of the class is looked up in this one
-            self._holders[read.is_global, read.root, read.steps] = own
+        if key == "__class__" and (own := class_of(holder)) is not type(holder) and alike(own, read.value):
+            self._holders[read.is_global, read.root, read.steps] = (
+                own  # what was read of the class is looked up in this one
+            )
             return
         # Of a weight of a parametrized module (PEFT's adapters on parameters, say) the rewritten forward gets what is computed now.
-        if _is_parametrized(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):
+        if has_parametrizations(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):
             return
         found = self._place(holder, key, read.value)
         if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
@@ -271,21 +272,6 @@ class Resolution:
                 found = submodule(self._modules, root)
             self._holders[place_of] = found
         return self._holders[place_of]
-
-
-def _is_parametrized(holder: Any) -> bool:
-    """As torch's, without the cost of an attribute that is nearly always missing."""
-    return isinstance(holder, nn.Module) and "parametrizations" in holder._modules
-
-
-def _own_class(holder: Any) -> type | None:
-    """The class that torch has made another of for this instance: of a parametrized module, and of one that FSDP2 shards."""
-    if _is_parametrized(holder):
-        return type(holder).__bases__[0]
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(holder, nn.Module) and type(holder).__bases__[0] is fsdp.FSDPModule:
-        return type(holder).__bases__[1]
-    return None
 
 
 def _is_like(now: Any, noted: Any) -> bool:

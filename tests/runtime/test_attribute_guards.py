@@ -87,6 +87,27 @@ def a_scale_that_is_a_tensor(block):
     block.experts[2].scale = torch.arange(D).float()
 
 
+class Doubled(Block):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Shifted(nn.Linear):
+    """As quantisers have them that give modules their own classes where they are."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def another_class(block):
+    block.__class__ = Doubled
+
+
+def another_class_of_layers(block):
+    for expert in block.experts:
+        expert.up.__class__ = Shifted
+
+
 def a_forward_of_its_own(block):
     block.experts[0].forward = lambda x: 2 * x
 
@@ -102,6 +123,8 @@ EDITS = (
     another_activation,
     another_scale,
     a_scale_that_is_a_tensor,
+    another_class,
+    another_class_of_layers,
     a_forward_of_its_own,
     a_hook,
 )
@@ -139,7 +162,7 @@ def compiler():
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("edit", EDITS[:-2], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", EDITS[:-3], ids=lambda edit: edit.__name__)
 def test_a_compiler_looks_again(pair, edit):
     """But for hooks and forwards of an instance's own, which guards of torch.compile skip."""
     model, rewritten = pair

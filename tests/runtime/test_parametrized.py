@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
+import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.ir import PythonRead
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.resolution import Resolution, holds
+from tests.detect.mixture import Mixture
 
 D, E, T = 8, 4, 10
 
@@ -68,3 +70,27 @@ def test_another_value_beside_the_weight_is_noticed(noted: Noted) -> None:
     assert not holds(experts, reads)
     with pytest.raises(GuardMiss, match="doubled"):
         Resolution(experts, reads)
+
+
+class SpectralNorm(Mixture):
+    """Weights that are computed anew whenever they are asked for, and count that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            parametrizations.spectral_norm(expert[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x)[2]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_weights_are_computed_for_the_code_alone(given: bool) -> None:
+    torch.manual_seed(0)
+    model, x = SpectralNorm(), torch.randn(20, 6)
+    opt = hexa_fx.optimize(copy.deepcopy(model), *([x] if given else []))
+    for _ in range(3):
+        torch.testing.assert_close(opt(x), model(x))
+    for (name, buffer), (_, wanted) in zip(opt.named_buffers(), model.named_buffers()):
+        assert torch.equal(buffer, wanted), name
+    assert len(opt.report.blocks[0].calls.own) == 1, "it is analysed once"

@@ -65,6 +65,13 @@ def test_a_part_of_an_expert_is_exchanged_after_one_was_taken_out(caplog):
     assert_same(both, caplog, own_code=True)
 
 
+def test_an_expert_that_torch_script_compiled(caplog):
+    both = pair(InSequence)
+    for block in both:
+        block.experts[1] = torch.jit.script(block.experts[1])
+    assert_same(both, caplog, own_code=True)
+
+
 @pytest.mark.parametrize("place", ["experts.1", "experts.1.0"])
 def test_hooks_in_new_dicts(place, caplog):
     both = pair(InSequence)
