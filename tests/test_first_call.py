@@ -108,6 +108,16 @@ def test_weights_in_modules_that_are_never_called() -> None:
     assert counts(opt) == {"0": (2, 0)}
 
 
+def test_a_part_that_was_called_alone_is_analysed_with_the_model_as_its_code_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    opt, x = hexa_fx.optimize(Branches(), config=CONFIG), torch.randn(6, D)
+    opt.right[1](x)
+    opt(x, True)
+    assert not caplog.records
+    assert counts(opt) == {"right.0": (1, 0), "right.1": (2, 0)}
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_a_first_call_without_gradients_sees_biases_of_zero(mode: Any) -> None:
     """As new ones are: nothing shows of them in a run, unless they are others in it."""

@@ -51,6 +51,10 @@ class InPlace:
         """Whether the module is among the objects, by id, that were copied so far."""
         return id(self._module()) in memo
 
+    def reads_under(self) -> set[str]:
+        """Names of attributes of the module that are there for this alone."""
+        return set()
+
     @property
     def own_forward(self) -> Callable[..., Any] | None:
         """The forward that the instance had of its own; None if it had the class's."""
@@ -98,6 +102,7 @@ def shadow_of(block: nn.Module, left: frozenset[str], forward: Any = None) -> nn
                 held[registry][name] = None if tensor is None else tensors[id(tensor)]
         hooked = "forward" if "_old_forward" in held else ""
         without = {*_OF_OTHERS, hooked, *(left if module is block else ())}
+        without.update(*(value.reads_under() for value in held.values() if isinstance(value, InPlace)))
         if isinstance(in_place := held.get("forward"), InPlace):
             held["forward"] = in_place.own_forward
             without |= {_REPLICATE, "forward" if in_place.own_forward is None else ""}
