@@ -212,9 +212,8 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
             installed[analysis.path] = install(block, form, path=name, analyst=specialiser)
         if form is None and analysis.refusal is not None and analysis.reads:
             example = found.calls[analysis.path]
-            reads = () if analysis.settled else analysis.reads
-            refuse = RefusedKind(block, *example, analysis.refusal.reason, reads, enough=config.probe_tokens)
-            installed[analysis.path].refuse(refuse)
+            reason, reads = analysis.refusal.reason, analysis.reads
+            installed[analysis.path].refuse(RefusedKind(block, *example, reason, reads, enough=config.probe_tokens))
     for waiting, around in found.waiting.items():
         installed[waiting] = install(model.get_submodule(waiting), path=inside(part.path, waiting), analyst=specialiser)
         installed[waiting].around = around

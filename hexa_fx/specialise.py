@@ -7,7 +7,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -123,10 +123,13 @@ class Specialiser:
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
         gradients, missed = torch.is_grad_enabled(), said_of_sizes(miss)
+        but = {
+            each.origin for each in forward.specialisations if missed
+        }  # a condition on what a module counts with, perhaps
         try:
             with undisturbed():
                 for asked in _asked(forward, miss):
-                    analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked)
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, True, asked, but)
                     if analysis.rewritten is not None:
                         break
                     new = asked.keys() - forward.numbers.keys()
@@ -134,7 +137,7 @@ class Specialiser:
                 assert analysis is not None
                 forward.numbers |= asked
                 if not gradients and gradients_asked(analysis.reads) is not None:
-                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked)
+                    analysis, same_as = self._analyse(forward, module, args, kwargs, gradients, asked, but)
                 self.cache.forget_runs()
                 is_said = first and not left and forward.path not in self._around
                 if analysis.rewritten is not None:
@@ -156,7 +159,7 @@ class Specialiser:
         tokens = self.config.probe_tokens
         over = next((kind.lasted for kind in forward.refused if kind.is_over), None)
         calls = _AGAIN * (over or 1) if reason.startswith(NO_MEMORY) else None
-        reads = () if analysis is None or analysis.settled else analysis.reads
+        reads = () if analysis is None else analysis.reads
         kind = RefusedKind(module, args, kwargs, reason, reads, forward.own_forward, tokens, missed, calls)
         forward.refuse(kind)
         recorded = not reason.startswith(_NOT_RECORDED)  # else no module around it can be, either
@@ -192,18 +195,19 @@ class Specialiser:
         kwargs: dict[str, Any],
         gradients: bool = True,
         asked: Mapping[str, float] = MappingProxyType({}),
+        but: Collection[int] = (),
     ) -> tuple[BlockAnalysis, str | None]:
         """Analyses a call on a shadow of the block, unless an identical block was called like this before.
 
         Args:
-            asked: see `Observation.numbers`.
+            asked: see `Observation.numbers`. but: see `StructureCache.but`.
         """
-        config, shadow = self.config, self._shadow(forward, module)
+        config, shadow, cache = self.config, self._shadow(forward, module), self.cache.but(but)
         put_apart(shadow, asked)
         call = copied_call(args, kwargs, config.probe_tokens)
         written = forward.path in self.written
         observation = Observation(forward.path, shadow, *call, gradients=gradients, written=written, numbers=asked)
-        if (known := self.cache.find(observation)) is not None:
+        if (known := cache.find(observation)) is not None:
             return moved_to(known, forward.path), known.path
         effects = Sandbox(shadow)
         try:
@@ -213,14 +217,13 @@ class Specialiser:
                 gradients_kept(shadow),
                 kernels_requested(config.compute),
             ):
-                return analyse_level(observation, config, self.cache, config.compute == "native")
+                return analyse_level(observation, config, cache, config.compute == "native")
         finally:
             effects.restore()
 
     def _shadow(self, forward: HexaForward, module: nn.Module) -> nn.Module:
         """What is analysed in the place of a block."""
-        left = frozenset({*PUT_ON, "report", "graphs", *forward.reads_under()})
-        return shadow_of(module, left, forward.own_forward)
+        return shadow_of(module, frozenset({*PUT_ON, "report", "graphs"}), forward.own_forward)
 
     def _add(self, forward: HexaForward, rewritten: RewrittenBlock) -> None:
         """Adds what was made of a block for calls of another kind."""

@@ -8,7 +8,7 @@ the second gives everything that the runs of the first read from Python as the f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -97,22 +97,30 @@ class StructureCache:
 
     Args:
         part: path in the model of the part that is analysed; analyses are kept by their paths in the model.
+        but: see `but`.
     """
 
-    def __init__(self, part: str = "") -> None:
+    def __init__(self, part: str = "", but: Collection[int] = ()) -> None:
         self._known: dict[Hashable, list[tuple[list[bool], BlockAnalysis]]] = {}
         """With which of the tensors wanted a gradient, which counts only where the code asks."""
-        self._part = part
+        self._part, self._but = part, but
 
     def within(self, part: str) -> StructureCache:
         """The same analyses, for blocks of a part of the model."""
-        found = StructureCache(part)
-        found._known = self._known
-        return found
+        return self._seen(StructureCache(part))
+
+    def but(self, origins: Collection[int]) -> StructureCache:
+        """The same but for what was made of reads with these ids: conditions on what modules count with exclude a call."""
+        return self._seen(StructureCache(self._part, origins))
+
+    def _seen(self, by: StructureCache) -> StructureCache:
+        by._known = self._known
+        return by
 
     def find(self, observation: Observation) -> BlockAnalysis | None:
         alike, wanted = self._known.get(_key(observation), ()), _wanted(observation)
         takes = (known for before, known in alike if before == wanted or not _asks_for_gradients(known))
+        takes = (known for known in takes if known.rewritten is None or id(known.rewritten.reads) not in self._but)
         return next((known for known in takes if _holds(observation.module, known)), None)
 
     def add(self, observation: Observation, analysis: BlockAnalysis) -> None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -293,6 +294,27 @@ def test_wrong_arguments_of_a_call_say_nothing_of_later_ones() -> None:
     opt.bfloat16()
     opt(tokens().bfloat16())
     assert opt.report.blocks[0].calls.rewritten == 2
+
+
+class Switched(Block):
+    """Does what no graph shows while a setting is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x * random.random() if self.on else x)[2]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_is_refused_whatever_the_inputs_are_hinges_on_settings_too(given: bool) -> None:
+    opt = hexa_fx.optimize(Model(1, Switched), *([tokens()] if given else []), config=CONFIG)
+    for on in (True, True, False, False, True):
+        opt.layers[0].on = on
+        opt(tokens())
+    calls = opt.report.blocks[0].calls
+    assert (calls.rewritten, [*calls.own.values()]) == (2, [3])
 
 
 def test_an_error_in_one_layer_says_nothing_of_another() -> None:

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.module_tree import referenced
 from hexa_fx.isolation.purity import is_users
+from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.runtime.attribute_guards import HOOKS_OF_ALL, AttributeGuards
 from hexa_fx.runtime.guards import HOOKS, GuardMiss, OwnCodeOnly, SizeMiss
 from hexa_fx.torch_private import (
@@ -142,7 +143,8 @@ class RefusedKind:
         module: the block, which is not kept alive.
         args, kwargs: of the call.
         reason: why it is left.
-        reads: what the code read from Python; if it reads something else, the kind is another.
+        reads: what the code read from Python; if it reads something else, the kind is another. What may change without a trace
+            says nothing.
         own_forward: the forward that the block's instance had of its own.
         enough: calls of more tokens than this say as much as any larger one. A smaller call says nothing of larger ones.
         missed: what the sizes of the call did not meet, if that is why it was analysed: it holds for calls of which that is said.
@@ -165,6 +167,7 @@ class RefusedKind:
         self.missed = missed
         tokens = call_tokens(args, kwargs)
         self.tokens = tokens if tokens < enough and not missed else None
+        reads = [read for read in reads if not isinstance(read.value, Unreadable)]
         self.attributes = AttributeGuards(module, (), reads, (), own_forward)
         self.hooked = [*map(bool, _hooks_inside(module))]
         self._look_anew(module)

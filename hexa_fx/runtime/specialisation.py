@@ -55,6 +55,7 @@ class Specialisation:
         self.program = Program.of(block.graph, block.path, self.packed_names)
         self.training, self.autocast, self.guards = block.training, block.autocast, block.guards
         self.stored, self.changed = block.stored, block.changed
+        self.origin = id(block.reads)  # all that is made of one analysis has these
         self.small, self.num_experts = block.small, block.num_experts
         self.weights = main_grad.parameters_of(block.graph)
         self._ways = [tuple(path.split(".")) for path in self.weights]

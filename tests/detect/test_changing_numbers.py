@@ -143,6 +143,39 @@ def test_a_branch_on_one_is_taken_anew(use: Any) -> None:
     )  # the first value, any other, and those on the other side: one, and any other
 
 
+class WarmsUp(Mixture):
+    """Draws noise in the first calls, by a number or a buffer that it counts with."""
+
+    def __init__(self, steps: Any) -> None:
+        super().__init__()
+        if isinstance(steps, torch.Tensor):
+            self.register_buffer("steps", steps)
+        else:
+            self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        if self.steps < 3:
+            logits = logits + torch.randn_like(logits)
+        self.steps += 1
+        return routed(self, x, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("steps", [0, torch.tensor(0)], ids=["number", "buffer"])
+def test_a_branch_on_what_the_code_counts_is_taken_anew(steps: Any) -> None:
+    model = nn.Sequential(WarmsUp(copy.copy(steps)), WarmsUp(copy.copy(steps))).double()
+    opt = hexa_fx.optimize(copy.deepcopy(model), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    for call in range(CALLS):
+        x, found = torch.randn(9 + call, D, dtype=torch.float64), []
+        for each in (model, opt):
+            torch.manual_seed(call)
+            found.append([each(x), torch.get_rng_state(), torch.as_tensor(each[1].steps)])
+        for wanted, value in zip(*found, strict=True):
+            torch.testing.assert_close(value, wanted)
+    for block in opt.report.blocks:
+        assert (block.calls.rewritten, block.calls.kinds, block.calls.own) == (CALLS, 2, {})
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     temperature: float = 1.0
