@@ -44,7 +44,7 @@ TEXTS = frozenset({"__repr__", "__format__"})
 
 DECISIONS = TEXTS | frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
 
-KEPT = frozenset({"item", "tolist", "__bool__"})
+KEPT = frozenset({"item", "tolist", "__bool__", "__contains__", "__int__", "__index__", "__float__"})
 """Decisions whose result a graph's node keeps."""
 
 _OPERATORS = {

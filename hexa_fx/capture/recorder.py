@@ -304,7 +304,8 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
-        node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in KEPT else None)
+        given = args if name == "__contains__" else args[:1]
+        node = self.add("call_method", name, self.lift(given), {}, value if name in KEPT else None)
         if name in TEXTS:
             return noted_text(value, lambda: self.note_decision(node))
         if not (type(value) in (int, float) if name == "item" else name == "tolist" and args[0].is_floating_point()):

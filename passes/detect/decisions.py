@@ -185,6 +185,11 @@ _KEPT = (
     "the code takes a host decision (if, while, item()) on {}, which may change; an if that is reached before any buffer is "
     "written can be rewritten"
 )
+_IN_NUMPY = (
+    "the code makes an array of numpy of what it is given, and no graph says what comes of that; torch's own functions in place of "
+    "numpy's can be rewritten"
+)
+_ARRAYS = frozenset({"numpy", "__array__"})
 _choices = ops.of(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique unique_consecutive"
 )
@@ -202,12 +207,12 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Condition:
-    """A host decision that the rewritten graph holds for as it went: while ``node`` has its recorded ``outcome``; while it gives as
-    many ``pieces``; or, for a check of what experts give, while all of that is finite.
+    """A host decision that the rewritten graph holds for as it went: while ``node`` has its recorded ``outcome``, which may be a
+    number; while it gives as many ``pieces``; or, for a check of what experts give, while all of that is finite.
     """
 
     node: Node
-    outcome: bool
+    outcome: bool | float
     of_outputs: bool = False
     pieces: int | None = None
 
@@ -216,6 +221,8 @@ class Condition:
         graph = asked.graph
         if self.pieces is not None:
             return graph.call_function(operator.eq, (graph.call_function(len, (asked,)), self.pieces))
+        if not isinstance(self.outcome, bool):
+            return graph.call_function(operator.eq, (asked, self.outcome))
         return asked if self.outcome else graph.call_function(operator.not_, (asked,))
 
     def as_recorded(self) -> str:
@@ -243,6 +250,11 @@ def depends_on_data(decision: Node) -> bool:
 def is_check_of_numbers(node: Node) -> bool:
     """Whether it is ``isfinite`` or the like, or compares a tensor with itself, which detects NaN."""
     return ops.checks_finite(node) or (ops.compares_for_equality(node) and len(set(node.args)) == 1)
+
+
+def _is_number(decision: Node) -> bool:
+    """Whether the code went on with a plain number, as to look something up by it."""
+    return type(record_of(decision).value) in (int, float)
 
 
 @dataclass
@@ -292,7 +304,7 @@ class Decisions:
                 value = record_of(node).value
                 pieces = len(value) if counts_pieces(node) else None
                 of_outputs = not self._sizes(node) and not self._inside(self._asked(node)) <= self.after
-                yield Condition(node, bool(value), of_outputs, pieces)
+                yield Condition(node, value if _is_number(node) else bool(value), of_outputs, pieces)
 
     def judged(self, decision: Node) -> tuple[Verdict, str]:
         """The verdict on a decision, and the sentence of a refusal."""
@@ -432,5 +444,7 @@ class Decisions:
         floats = (n for n in behind if is_float(n) and n.op != "placeholder")
         if any(operation(user) not in ops.SIZES for n in floats for user in n.users if user in behind):
             return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")
-        asked = reads_inputs and is_bool and operation(decision) not in ops.SIZES
+        if reads_inputs and operation(decision) in _ARRAYS:
+            return Verdict.REFUSED, _IN_NUMPY
+        asked = reads_inputs and (is_bool or _is_number(decision)) and operation(decision) not in ops.SIZES
         return (Verdict.CONDITION if asked else Verdict.VARIED), ""

@@ -1,8 +1,10 @@
 """Branches on whole numbers that a block is given beside its tokens: they do not follow from the routing."""
 
 import copy
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,15 @@ ASKED: dict[str, Decide] = {
     "bincount": lambda p: len(p.bincount()) > 50,
     "isin": lambda p: torch.isin(p, 89).any(),
     "any": lambda p: (p > 50).any(),
+    "in": lambda p: 89 in p,
+    "in a set": lambda p: int(p[3]) in {89, 90},
+    "by a key": lambda p: {89: True}.get(int(p[3])),
+    "place in a list": lambda p: [False, True][int(p[3]) // 50],
+    "loop": lambda p: sum(1 for _ in range(int(p[3]))) > 50,
+    "text": lambda p: f"{p[3]}" == "89",
+    "float": lambda p: math.log(p[3]) > 4,
+    "numpy": lambda p: p.numpy().max() > 50,
+    "array": lambda p: np.any(np.asarray(p) > 50),
 }
 
 
