@@ -21,7 +21,7 @@ from hexa_fx.contexts import items_set
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, is_object
-from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_of_users, is_users, module_name
+from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_of_users, is_stream, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
 
 Wanted: TypeAlias = Callable[[types.FrameType], bool]
@@ -265,11 +265,8 @@ class RanCode:
     def _tell_of_calls(self, namespace: dict[str, Any], name: str) -> bool:
         """Whether a function that is no source unless it is called lies there, as a clock behind a switch that is off."""
         function: Any = namespace.get(name, vars(builtins).get(name))
-        kind = (
-            hidden_source(function)
-            if isinstance(function, _FUNCTIONS) and function.__module__ not in _OF_FRAMES
-            else ""
-        )
+        is_function = isinstance(function, _FUNCTIONS) or is_stream(getattr(function, "__self__", None))
+        kind = hidden_source(function) if is_function and function.__module__ not in _OF_FRAMES else ""
         if not kind:
             return False
 

@@ -319,3 +319,17 @@ def test_random_numbers_that_are_not_torchs(label: str) -> None:
     assert not report.rewritten
     assert f"draws random numbers from {label}" in report.blocks[0].reason
     assert before == random.getstate()
+
+
+NOT_DRAWN: list[Callable[[Mixture, torch.Tensor], float]] = [
+    lambda m, weights: 1.0 + random.random() if m.training else 1.0,
+    lambda m, weights: 1.0 + random.gauss(0, 1) if m.training else 1.0,
+    lambda m, weights: 1.0 + numpy.random.rand() if m.training else 1.0,
+]
+
+
+@pytest.mark.parametrize("leave", NOT_DRAWN)
+def test_random_numbers_that_a_call_does_not_draw(leave: Callable[[Mixture, torch.Tensor], float]) -> None:
+    block = Drawing(leave).double()
+    for training in (False, True):
+        assert bool(hexa_fx.explain(block.train(training), _tokens()).rewritten) is not training
