@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -399,6 +400,53 @@ HOOKS: dict[str, Callable[[Kept], Callable[..., None]]] = {
     "object": lambda kept: kept,
     "method": lambda kept: kept.__call__,
 }
+
+
+def counts_in_closure(model: Branches) -> tuple[Callable[..., None], Callable[[], Any]]:
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    return hook, lambda: count
+
+
+def counts_in_module(model: Any) -> tuple[Callable[..., None], Callable[[], Any]]:
+    model.count, model.block, model.kept = 0, 0, []
+
+    def hook(self: Any, *_: Any) -> None:
+        self.count, self.left[1].block = self.count + 1, getattr(self.left[1], "block", 0) + 1
+        self.kept.append(1)
+
+    return types.MethodType(hook, model), lambda: (model.count, model.left[1].block, model.kept)
+
+
+def counts_in_itself(model: Branches) -> tuple[Callable[..., None], Callable[[], Any]]:
+    def hook(*_: Any) -> None:
+        count.number += 1  # type: ignore[attr-defined]
+
+    count: Any = hook
+    count.number = 0
+    return hook, lambda: count.number
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("count", [counts_in_closure, counts_in_module, counts_in_itself])
+def test_what_hooks_count_is_of_calls_alone(count: Any, given: bool) -> None:
+    found = []
+    for optimized in (False, True):
+        model, x = Branches(), torch.randn(2, 7, D)
+        hook, said = count(model)
+        model.left[1].gate.register_forward_hook(hook)
+        if optimized:
+            hexa_fx.optimize_(model, (x,) if given else None, CONFIG)
+        for _ in range(2):
+            model(x)
+        model.double()(x.double())  # is analysed, too
+        found.append(said())
+    assert found[0] == found[1]
+    assert counts(model)["left.1"] == (3, 0)
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -31,7 +31,7 @@ from hexa_fx.ir import ContainerItem, Destination, ModuleAttribute, ObjectAttrib
 from hexa_fx.isolation.contents import contents, is_as, put_back, same, taken
 from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
 from hexa_fx.isolation.module_state import ModuleSnapshot
-from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.module_tree import inside, named_modules
 
 UNKNOWN = object()
 """Stands for a stored value that is neither a literal nor made of tensors of the run."""
@@ -128,6 +128,8 @@ def stored_values(
                 hold(module, name, before[name], frozenset(settings.scopes[id(module), name]))
         now = {name: module.__dict__[name] for name in (*changed, *(n for n in again if _is_literal(before[n])))}
         for name, value in (now | _exchanged_buffers(module, snapshot)).items():
+            if recorder.asked.get(inside(path, name), MISSING) is value:  # the number that it was asked for
+                continue
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
             found, location = lifted(value, recorder), settings.locations.get((id(module), name))
             yield StoredValue(ModuleAttribute(path, name), found, scopes, location if found is UNKNOWN else None)

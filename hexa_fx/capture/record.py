@@ -292,7 +292,8 @@ def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str
         read = (recorder.lift(tensor), *_past_attributes(block, name))
         number = recorder.add("call_function", guards.item, read, {}, tensor.item())
         recorder.scopes.append(path)
-        put_number(block, name, wrap(tensor.item(), number, recorder))
+        recorder.asked[name] = wrap(tensor.item(), number, recorder)
+        put_number(block, name, recorder.asked[name])
         recorder.scopes.pop()
 
 

@@ -90,6 +90,7 @@ class Recorder(TorchFunctionMode):
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
         self.pieces = Pieces(self)
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
+        self.asked: dict[str, Any] = {}  # what stands for numbers that every call asks modules for, by dotted name
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.isolation.lookup import MISSING, MODULE_STATE, PLAIN, is_collection, is_object
+from hexa_fx.isolation.lookup import LITERALS, MISSING, MODULE_STATE, PLAIN, is_collection, is_object
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
 
@@ -234,11 +234,14 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
 
 _LISTS = (list, dict, set, deque)
 _MOST_ITEMS = 256
+_EMPTY = types.CellType()
+_COUNTING = (nn.Module, types.FunctionType, types.CellType, type)
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
 class Sandbox:
-    """Lists, dicts and objects that modules hold and that lie behind global names of their code, as they are before a run.
+    """Lists, dicts and objects that modules hold and that lie behind global names of their code, as they are before a run, and all
+    that their hooks keep and count in.
 
     What runs put into globals is taken out if it holds tensors of theirs; caches and counters there stay, as after any call.
 
@@ -247,15 +250,21 @@ class Sandbox:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        held = [*held_by_modules(root)]
-        self._held = Contents([*held, *_of_outside_modules(root, held)])
-        hooks = [*_hooks_of(root)]
-        self._global = Contents([*_behind_names(_all_namespaces(root, hooks)), *_kept_by(hooks)])
+        held, hooks = [*held_by_modules(root)], [*_hooks_of(root)]
+        self._numbers = [*_numbers_of(hooks)]
+        self._held = Contents([*held, *_kept_by(hooks), *_of_outside_modules(root, held)])
+        self._global = Contents(_behind_names(_all_namespaces(root, hooks)))
 
     def restore(self) -> None:
         """Puts everything back."""
         self._global.restore(_has_results)
         self._held.restore()
+        for holder, before in self._numbers:
+            now = _plain_in(holder)
+            for name in now.keys() - before.keys():
+                delattr(holder, name)
+            for name in (name for name, value in before.items() if now.get(name, MISSING) is not value):
+                setattr(holder, name, before[name])
 
 
 def namespaces_of(root: nn.Module) -> list[dict[str, Any]]:
@@ -286,12 +295,33 @@ def _all_namespaces(root: nn.Module, hooks: Iterable[Any]) -> list[dict[str, Any
 
 
 def _kept_by(hooks: Iterable[Any]) -> Iterator[Holder]:
-    """Hooks that are objects, those that they are methods of, what is in their closures and given to them, and the lists and dicts
-    in these."""
+    """Hooks that are objects, those that they are methods of, what is in their closures, given to them and behind their global
+    names, and the lists and dicts in these and in modules."""
     for value in (value for hook in hooks for value in _parts_of(hook)):
         if value is not None and is_object(value):
             yield Holder("a hook", value)
-            yield from (Holder("a hook", inner) for _, inner in contents(value) if type(inner) in _LISTS)
+        for holder in modules_of(value) if isinstance(value, nn.Module) else [value] if is_object(value) else ():
+            inside = ((key, inner) for key, inner in contents(holder) if type(inner) in _LISTS)
+            yield from (Holder("a hook", inner) for key, inner in inside if key not in MODULE_STATE)
+
+
+def _numbers_of(hooks: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules, functions, classes and variables that hooks go by, and the numbers and tensors there, with which they may count."""
+    found: dict[int, Any] = {}
+    for hook in hooks:
+        cells = getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
+        for holder in (*cells, *_parts_of(hook)):
+            inside = modules_of(holder) if isinstance(holder, nn.Module) else [holder]
+            found |= {id(each): each for each in inside if isinstance(each, _COUNTING)}
+    return ((holder, _plain_in(holder)) for holder in found.values())
+
+
+def _plain_in(holder: Any) -> dict[str, Any]:
+    """Of a variable, what it holds, whatever that is."""
+    if isinstance(holder, types.CellType):
+        return {"cell_contents": holder.cell_contents} if holder != _EMPTY else {}
+    plain = (torch.Tensor, *LITERALS)
+    return {name: value for name, value in vars(holder).items() if name[:2] != "__" and isinstance(value, plain)}
 
 
 def _parts_of(hook: Any) -> Iterator[Any]:
@@ -301,7 +331,7 @@ def _parts_of(hook: Any) -> Iterator[Any]:
         hook = hook.func
     function = getattr(hook, "__func__", hook)
     yield from (function, getattr(hook, "__self__", None))
-    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY)
     yield from (
         *(getattr(function, "__defaults__", None) or ()),
         *(getattr(function, "__kwdefaults__", None) or {}).values(),

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.calls import TEXTS
 from hexa_fx.operations import kind, operation
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_chosen, is_float, is_tensor, literals
 from hexa_fx.passes.detect.tags import Tag
@@ -185,11 +186,11 @@ _KEPT = (
     "the code takes a host decision (if, while, item()) on {}, which may change; an if that is reached before any buffer is "
     "written can be rewritten"
 )
-_IN_NUMPY = (
-    "the code makes an array of numpy of what it is given, and no graph says what comes of that; torch's own functions in place of "
-    "numpy's can be rewritten"
+_LEFT = (
+    "the code makes an array of numpy, or a text, of what it is given, and no graph says what comes of that; torch's own functions "
+    "can be rewritten"
 )
-_ARRAYS = frozenset({"numpy", "__array__"})
+_UNFOLLOWED = TEXTS | {"numpy", "__array__"}
 _choices = ops.of(
     "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique unique_consecutive"
 )
@@ -444,7 +445,7 @@ class Decisions:
         floats = (n for n in behind if is_float(n) and n.op != "placeholder")
         if any(operation(user) not in ops.SIZES for n in floats for user in n.users if user in behind):
             return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")
-        if reads_inputs and operation(decision) in _ARRAYS:
-            return Verdict.REFUSED, _IN_NUMPY
+        if reads_inputs and operation(decision) in _UNFOLLOWED:
+            return Verdict.REFUSED, _LEFT
         asked = reads_inputs and (is_bool or _is_number(decision)) and operation(decision) not in ops.SIZES
         return (Verdict.CONDITION if asked else Verdict.VARIED), ""

@@ -258,6 +258,22 @@ def test_numbers_of_configs_are_asked_for_too(config: str, monkeypatch: pytest.M
     assert not any(vars(block)["forward"].own for block in opt)
 
 
+def test_a_number_that_is_asked_for_is_not_set() -> None:
+    """Else a class's number, which an instance had in its place for a while, no longer counts."""
+
+    class OfClass(Scheduled):
+        scale = 1.0
+
+    block = OfClass(lambda m, x: m.mix(x)[2] * m.scale).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), config=hexa_fx.HexaConfig(own_code_when_small=False))
+    x = torch.randn(11, D, dtype=torch.float64)
+    for scale in (None, 2.0, 3.0, None):
+        for each in (block, opt):
+            vars(each).update(scale=scale) if scale else vars(each).pop("scale", None)
+        torch.testing.assert_close(opt(x), block(x))
+        assert vars(opt).get("scale") == scale
+
+
 class Leaky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
