@@ -132,6 +132,28 @@ def test_a_first_call_without_gradients_sees_biases_of_zero(mode: Any) -> None:
     assert set(counts(model).values()) == {(2, 0)}
 
 
+class Forces(nn.Module):
+    """As potentials that give forces, whose callers have gradients on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe, self.energy = Block(), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.energy(self.moe(x)).sum()
+        return energy, torch.autograd.grad(energy, x)[0]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_that_asks_for_gradients_itself(given: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Forces(), torch.randn(2, 7, D)
+    opt = hexa_fx.optimize(model, (x,) if given else None, CONFIG)
+    for _ in range(2):
+        torch.testing.assert_close(opt(x), model(x))
+    assert (counts(opt), caplog.messages) == ({"moe": (2, 0)}, [])
+
+
 def test_a_branch_that_the_first_call_does_not_take() -> None:
     model, x = Branches(), torch.randn(6, D)
     opt = hexa_fx.optimize(model, config=CONFIG)

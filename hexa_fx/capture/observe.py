@@ -203,7 +203,8 @@ def observe(
     with_parameters: Callable[[], object] = lambda: None,
     most_tokens: int | None = None,
 ) -> list[Candidate]:
-    """Runs ``model`` without gradients and returns candidates in the order of ``named_modules(model)``.
+    """Runs ``model`` without gradients, or with them if it asks for some itself, and returns candidates in the order of
+    ``named_modules(model)``.
 
     Buffers, attributes, hooks and the random state are restored afterwards, and parameters if they were written to, with what
     ``with_parameters`` restores. Errors of the model itself are not caught. At most about ``most_tokens`` of what a module is given
@@ -214,20 +215,26 @@ def observe(
     others = any(isinstance(module, nn.Embedding) for module in modules.values())
     if not (suspects | numbered | packed or others or overlooked.in_plain_lists(model)):
         return []
-    recorded: dict[str, Observation] = {}
-    mode, sharded = Selections(model), sharded_units(model)
-    with (
-        tensors_restored(model, with_parameters),
-        restored(model),
-        random_state_kept(),
-        _hooks(model, suspects | numbered | packed, mode, recorded, most_tokens),
-        torch.no_grad(),
-        scripts_as_python(all_of_them=False),
-        mode,
-    ):
-        model(*args, **kwargs)
-        for unit in sharded:
-            unit.reshard()  # type: ignore[operator]  # an outermost one leaves that to backward, and shards are put back here
+    for gradients in (False, True):
+        recorded: dict[str, Observation] = {}
+        mode, sharded = Selections(model), sharded_units(model)
+        try:
+            with (
+                tensors_restored(model, with_parameters),
+                restored(model),
+                random_state_kept(),
+                _hooks(model, suspects | numbered | packed, mode, recorded, most_tokens),
+                torch.set_grad_enabled(gradients),
+                scripts_as_python(all_of_them=False),
+                mode,
+            ):
+                model(*args, **kwargs)
+                for unit in sharded:
+                    unit.reshard()  # type: ignore[operator]  # an outermost one leaves that to backward, and shards are put back here
+            break
+        except RuntimeError:
+            if gradients or not torch.is_grad_enabled():
+                raise
     suspects = (suspects | numbered - mode.chained) - mode.giving_ids | suspects & {""}
     if most_tokens is not None:  # a call, of which others will follow
         suspects, packed = ({path for path in paths if _ran(model, path, mode)} for paths in (suspects, packed))
