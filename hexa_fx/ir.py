@@ -285,7 +285,7 @@ class RewrittenBlock:
             holds whatever autocast does.
         training: the mode that it was recorded in, if its code asks for it; None if it holds in both.
         in_trace: what counts besides ``reads`` where a compiler traces the graph.
-        changed: names of parameters that submodules which the graph calls write to.
+        changed: names of parameters that the graph, or submodules which it calls, write to.
         path: the block's path in the model.
     """
 

@@ -260,7 +260,8 @@ def _rewrite(
         done.graph = rewritten.graph
     captured, block = match.captured, observation.module
     mode = bool(block.training) if depends_on_mode(captured, called_in(rewritten.graph)) else None
-    rewritten = replace(rewritten, changed=captured.changed_parameters, training=mode)
+    changed = tuple(dict.fromkeys(name for name, _ in captured.changed_parameters))
+    rewritten = replace(rewritten, changed=changed, training=mode)
     refusal = refusal_of_host(block, captured, rewritten)
     return refusal or (match, under_this_autocast(block, rewritten, args, kwargs))
 

@@ -16,7 +16,7 @@ from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH, WEIGHT
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -161,8 +161,8 @@ _DATA = (
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
 )
 _WEIGHT = (
-    "the code writes to a parameter ({}), so that no two of its runs start from the same weights; a buffer that it writes to is "
-    "followed, and in the router's module it can stay"
+    "the code writes to a parameter of its experts ({}), so that no two of its runs start from the same weights; other parameters "
+    "that it writes to are followed, and buffers"
 )
 _WEIGHT_TOO = (
     "the code reads a parameter ({}) that a submodule writes to in its call, so that it matters which comes first; a block is "
@@ -182,7 +182,6 @@ _SAID = {
     HOOK: _TENSOR_HOOKS,
     DATA: _DATA,
     ATTRIBUTE: _ATTRIBUTE,
-    WEIGHT: _WEIGHT,
     PAST: _PAST,
     SWITCH: _SWITCHED,
 }
@@ -200,10 +199,9 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     for read in rewritten.reads:
         if isinstance(read.value, Unreadable):
             sentence = _SAID.get(read.value.kind, _UNREADABLE)
-            name = read.steps[0] if read.value.kind == WEIGHT else read
-            return Refusal(captured.path, sentence.format(name, read.value.kind), read.location, settled=True)
-    if captured.changed_parameters and (written := _read_and_written(captured, rewritten)):
-        return Refusal(captured.path, _WEIGHT_TOO.format(written), settled=True)
+            return Refusal(captured.path, sentence.format(read, read.value.kind), read.location, settled=True)
+    if captured.changed_parameters and (refusal := _of_written(captured, rewritten)):
+        return refusal
     called = called_in(rewritten.graph)
     given = [tree_leaves(call.output) for call in captured.calls if call.path in called]
     given.append(captured.graph.find_nodes(op="placeholder", sort=False))
@@ -229,10 +227,14 @@ def _may_hide_mode(module: nn.Module) -> bool:
     return generated or has_own_train(module) or module._compiled_call_impl is not None
 
 
-def _read_and_written(captured: CapturedBlock, rewritten: RewrittenBlock) -> str:
-    """Name of a parameter that a called submodule writes to and the rewritten graph reads; empty if there is none."""
-    read = {str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False)}
-    read |= {path for weight in rewritten.packed for part in weight.parts for path in part}
-    named = captured.named_tensors()
-    memory = {memory_of(named[name]) for name in read if name in named}
-    return next((name for name in captured.changed_parameters if memory_of(named[name]) in memory), "")
+def _of_written(captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
+    """Of experts' parameters that the code writes to, and of parameters that a called submodule does and the graph reads."""
+    named, called = captured.named_tensors(), called_in(rewritten.graph)
+    packed = {path for weight in rewritten.packed for part in weight.parts for path in part}
+    read = packed | {str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False)}
+    memory = {memory_of(named[name]): name in packed or named[name].dim() > 2 for name in read if name in named}
+    for (name, scope), place in captured.changed_parameters.items():
+        of_experts, in_call = memory.get(memory_of(named[name])), is_within(scope, called)
+        if of_experts or (in_call and of_experts is not None):
+            return Refusal(captured.path, (_WEIGHT_TOO if in_call else _WEIGHT).format(name), place, settled=True)
+    return None

@@ -14,7 +14,7 @@ from torch import nn
 from hexa_fx import registry
 from hexa_fx.capture.kept import ChangedInPlace, StoredValue
 from hexa_fx.capture.records import ModuleCall
-from hexa_fx.ir import PythonRead
+from hexa_fx.ir import PythonRead, SourceLocation
 from hexa_fx.isolation.lookup import glance
 from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
@@ -44,7 +44,8 @@ class CapturedBlock:
             (`hexa_fx.capture.ran_code`).
         held: tensors that lie elsewhere than in parameters and buffers, and what they held before the run.
         written: where those are that torch wrote to.
-        changed_parameters: names of parameters that the run wrote to. They hold what they held before.
+        changed_parameters: parameters that the run wrote to, by name and the scope whose code does so, and where. They hold what
+            they held before.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         numbers: what stands in for numbers that modules keep and every call asks for, by name.
         analysis_bytes: memory that experiments on the block may hold.
@@ -71,7 +72,7 @@ class CapturedBlock:
     asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     held: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     written: frozenset[int] = frozenset()
-    changed_parameters: tuple[str, ...] = ()
+    changed_parameters: Mapping[tuple[str, str], SourceLocation | None] = field(default_factory=dict)
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None

@@ -141,8 +141,8 @@ class RanCode:
         """Where an operator's code, while it runs, asks for deterministic algorithms, or for others."""
         self._told = ExitStack()
         """Ends that something tells of calls of functions in their place."""
-        self.changed: dict[str, None] = {}
-        """Names of parameters that it writes to."""
+        self.changed: dict[tuple[str, str], SourceLocation | None] = {}
+        """Parameters that it writes to, by name and scope, and where it does so last."""
         self.texts: set[str] = set()
         """Names of attributes that code may have by way of texts that it reads."""
 

@@ -31,7 +31,6 @@ from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, number_at, put_number, step, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors
-from hexa_fx.isolation.purity import WEIGHT
 from hexa_fx.isolation.read_values import Code
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
@@ -197,17 +196,16 @@ def _capture(
         asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         held=tuple((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()),
         written=frozenset(recorder.written),
-        changed_parameters=tuple(reads.ran.changed),
+        changed_parameters=reads.ran.changed,
         replaced=replaced,
         numbers={name: recorder.parameters[name] for name in replacements.numbers},
     )
 
 
 def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> None:
-    """Notes that code writes to a parameter, as of the module whose code does: in one that stays a call it may."""
+    """Notes that code writes to a parameter, as of the module whose code does."""
     name = next(name for name, tensor in recorder.parameters.items() if tensor is parameter)
-    ran.changed[name] = None
-    ran.hidden[recorder.scopes[-1]] = name, WEIGHT, user_location()
+    ran.changed[name, recorder.scopes[-1]] = user_location()
 
 
 @contextmanager

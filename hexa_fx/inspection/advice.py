@@ -114,7 +114,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("some experts share a parameter",), "Give every expert a parameter of its own, or one to all of them."),
     (
         ("the code writes to a parameter",),
-        "Keep what a forward changes in a buffer (register_buffer), and change parameters where the block is called.",
+        "Change weights of experts where the block is called.",
     ),
     (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
     (

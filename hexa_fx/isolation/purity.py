@@ -56,7 +56,7 @@ def raised_by_user(error: BaseException) -> bool:
 
 CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers"
 LOOK_UP = "look-up of names"
-HOOK, DATA, ATTRIBUTE, WEIGHT = "hook", "memory of a tensor", "attribute of a tensor", "parameter that is written"
+HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
 """What code does to tensors that no graph shows."""
 PAST = "past of a tensor"
 OF_PAST = dict.fromkeys("_version _base _is_view output_nr _backward_hooks retains_grad".split(), PAST)

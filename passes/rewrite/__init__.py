@@ -318,7 +318,9 @@ class _Rewriter:
         refuse_generator(node)
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
-        self.new[node] = copy
+        target = node.args[0] if record_of(node).writes else None
+        parameter = target if isinstance(target, Node) and self._is_changed_parameter(target) else None
+        self.new[node] = copy if parameter is None else self.new[parameter]
         asked = {condition.node: condition for match in self.match.regions for condition in match.early_conditions}
         if condition := asked.get(node):
             self.graph.call_function(guards.require, (condition.holds(copy), condition.as_recorded()))
@@ -335,10 +337,15 @@ class _Rewriter:
 
     def _operand(self, node: Node, argument: Node, kept: KeptNodes) -> Node:
         """The new node for an argument, without its gradient where the code computes under ``no_grad``."""
-        operand = self._input_of(node, argument, kept)
-        if record_of(node).gradient or not is_float(argument) or (record_of(node).writes and argument is node.args[0]):
+        operand, is_target = self._input_of(node, argument, kept), record_of(node).writes and argument is node.args[0]
+        in_place = is_target and not self._is_changed_parameter(argument)
+        if record_of(node).gradient or not is_float(argument) or in_place:
             return operand
         return self.graph.call_method("detach", (operand,))
+
+    def _is_changed_parameter(self, node: Node) -> bool:
+        """Whether it is a parameter that the code writes to, which it may do without gradients alone."""
+        return node.op == "get_attr" and any(node.target == name for name, _ in self.match.captured.changed_parameters)
 
     def _written(self, node: Node, result: Node) -> Node:
         """A region's result, in the input or buffer that the code adds it up in, if it does so."""

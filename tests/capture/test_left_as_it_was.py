@@ -339,12 +339,66 @@ class Centroids(Block):
 @pytest.mark.parametrize("when", ["always", "in train mode", "in a call"])
 def test_parameters_that_a_forward_writes(when: str) -> None:
     model, x = Centroids(when).double(), torch.randn(20, D, dtype=torch.float64)
+    _agrees_in_every_call(model, x)
+    assert operators_run(model, (x,))
+
+
+def _agrees_in_every_call(model: nn.Module, x: torch.Tensor) -> None:
+    """With a copy that is not optimized: each call starts from the parameters that the one before left."""
     other = copy.deepcopy(model)
-    (report,) = hexa_fx.optimize_(model, x).report.blocks
-    assert ("the code writes to a parameter" in report.reason) == (when != "in a call")  # which stays a call
+    hexa_fx.optimize_(model, x)
     for mode in (True, False, True):
-        torch.testing.assert_close(model.train(mode)(x), other.train(mode)(x))
+        results = [each.train(mode)(x) for each in (model, other)]
+        torch.testing.assert_close(*results)
+        sum(result.square().sum() for result in results).backward()
+        gradients = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, other)]
+        torch.testing.assert_close(*gradients)
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
+
+
+def _without_gradients(
+    write: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    return torch.no_grad()(write)
+
+
+BALANCED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "data": lambda bias, load: bias.data.sub_(0.01 * load),
+    "without gradients": _without_gradients(lambda bias, load: bias.sub_(0.01 * load)),
+    "detached": lambda bias, load: bias.detach().sub_(0.01 * load),
+    "by elements": _without_gradients(lambda bias, load: bias.__setitem__(load > load.mean(), -0.1)),
+}
+
+
+@pytest.mark.parametrize("read_later", [False, True])
+@pytest.mark.parametrize("way", BALANCED)
+def test_biases_of_a_router_that_are_parameters_and_balanced_in_the_forward(way: str, read_later: bool) -> None:
+    """As many write DeepSeek's blocks anew, with the bias as an nn.Parameter of the block, which may want gradients."""
+
+    class Balanced(Mixture):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(E))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, ids = (self.router(x) + self.bias).softmax(-1).topk(2)
+            BALANCED[way](self.bias, torch.bincount(ids.flatten(), minlength=E).to(x.dtype))
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                token, slot = torch.where(ids == number)
+                out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            return out * self.bias.sum().exp() if read_later else out
+
+    model, x = Balanced().double(), torch.randn(20, D, dtype=torch.float64)
+    _agrees_in_every_call(model, x)
+    assert operators_run(model, (x,))
+
+
+def test_weights_of_experts_that_a_forward_writes() -> None:
+    block = Block(lambda block, load: block.experts[1][0].weight.data.clamp_(-1.0, 1.0))
+    (report,) = hexa_fx.explain(block, torch.randn(20, D)).blocks
+    assert "the code writes to a parameter of its experts (experts.1.0.weight)" in report.reason
+    assert report.location is not None
 
 
 class FollowingRouter(nn.Module):
@@ -388,25 +442,25 @@ def test_a_router_that_stays_a_call_may_write_to_its_parameters(way: str) -> Non
     assert operators_run(block, (x,))
 
 
-@pytest.mark.parametrize(
-    ("first", "said"),
-    [
-        (True, "the code reads a parameter (router.mean) that a submod"),
-        (False, "the code writes to a parameter (router.mean)"),
-    ],
-)
-def test_what_a_router_writes_to_and_the_code_around_it_reads(first: bool, said: str) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_router_writes_to_and_the_code_around_it_reads(first: bool) -> None:
+    """The router does not stay a call where what it writes to is read once it has done so."""
+
     class Centred(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x + self.router.mean) if first else super().forward(x) + self.router.mean
 
     torch.manual_seed(0)
-    block = Centred(lambda block, load: None).double()
+    block, x = Centred(lambda block, load: None).double(), torch.randn(20, D, dtype=torch.float64)
     block.router = FollowingRouter(block.router, "in place").double()
-    (report,) = hexa_fx.explain(block, torch.randn(20, D, dtype=torch.float64)).blocks
-    assert said in report.reason
-    assert report.location is not None
+    (report,) = hexa_fx.explain(block, x).blocks
     assert not block.router.mean.any()
+    _agrees_in_every_call(block, x)
+    if first:
+        assert "the code reads a parameter (router.mean) that a submod" in report.reason
+        assert report.location is not None
+    else:
+        assert operators_run(block, (x,))
 
 
 class MovedRouter(nn.Module):
