@@ -368,7 +368,9 @@ class CountsWhereItRuns(Looped):
         self.register_buffer("counts", torch.zeros(6))
 
     def forward(self, x: torch.Tensor, of_sequence: torch.Tensor) -> torch.Tensor:
-        seen = of_sequence.expand_as(x) if self.of_sequences else x
+        return self.mix(x, of_sequence.expand_as(x) if self.of_sequences else x)
+
+    def mix(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         weights, index = self.router(seen).softmax(-1).topk(1, -1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -394,6 +396,26 @@ def test_what_code_counts_where_experts_run_that_got_no_tokens_of_the_example(
         model.seen.zero_(), opt.seen.zero_()
         model(*given), opt(*given)
         assert torch.equal(model.seen, opt.seen)
+
+
+class OfTasks(CountsWhereItRuns):
+    """Routes by a task of each sequence as well, as multi-task trainers do; there are fewer tasks than experts."""
+
+    def __init__(self) -> None:
+        super().__init__(of_sequences=False)
+        self.task = nn.Embedding(3, 8)
+
+    def forward(self, x: torch.Tensor, tasks: torch.Tensor) -> torch.Tensor:
+        return self.mix(x, x + self.task(tasks).unsqueeze(1))
+
+
+def test_what_code_counts_beside_numbers_of_tasks() -> None:
+    torch.manual_seed(3)
+    model = OfTasks().double()
+    opt = hexa_fx.optimize(model, (sequences(2, 2)[0], torch.tensor([0, 2])), HexaConfig(own_code_when_small=False))
+    assert opt.report.rewritten, str(opt.report)
+    for batch in (9, 2, 1):
+        assert compare(model, opt, (sequences(batch, 5)[0], torch.arange(batch) % 3), train=True).within(1e-10)
 
 
 def sequences(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

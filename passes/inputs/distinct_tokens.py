@@ -82,10 +82,14 @@ def after_refusal(reasons: Collection[str], observation: Observation, differs: b
         size = max(_ENOUGH, experts), 1
     elif differs and _fewest_rows(observation) < _FOR_ALL * experts:
         size = _FOR_ALL * experts, 2
-    if size is not None:
-        inputs = FreshInputs(observation.args, observation.kwargs, experts or None, seed=13)
+    if size is None:
+        return
+    for known in (experts or None, None):  # numbers that look like a routing may be of tasks, of which there are fewer
+        inputs = FreshInputs(observation.args, observation.kwargs, known, seed=13)
         args, kwargs = inputs.at(*size, matrix.dtype)
         yield replace(observation, args=args, kwargs=kwargs)
+        if not inputs.given_routing:
+            return
 
 
 def _fewest_rows(observation: Observation) -> int:
