@@ -16,7 +16,7 @@ from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, PAST, RANDOM, SWITCH
+from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, PAST, RANDOM, SWITCH
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -160,6 +160,10 @@ _DATA = (
     "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
 )
+_COLLECTIVE = (
+    "the code exchanges tensors with other processes ({}), which no graph shows; in the router's module, or in an "
+    "autograd.Function, it can stay"
+)
 _WEIGHT = (
     "the code writes to a parameter of its experts ({}), so that no two of its runs start from the same weights; other parameters "
     "that it writes to are followed, and buffers"
@@ -184,6 +188,7 @@ _SAID = {
     ATTRIBUTE: _ATTRIBUTE,
     PAST: _PAST,
     SWITCH: _SWITCHED,
+    COLLECTIVE: _COLLECTIVE,
 }
 """By the kind of what leaves no trace."""
 

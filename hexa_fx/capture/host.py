@@ -20,7 +20,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture.calls import UnreadableTensor
+from hexa_fx.capture.calls import UnreadableTensor, user_location
 from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
@@ -31,6 +31,7 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.isolation.contents import namespaces_of
 from hexa_fx.isolation.lookup import MISSING, is_object
 from hexa_fx.isolation.module_tree import named_modules
+from hexa_fx.isolation.purity import COLLECTIVE
 from hexa_fx.isolation.read_values import CONSTANT
 from hexa_fx.torch_private import DisableTorchFunction, DispatchMode, is_compiler_at_work
 
@@ -245,7 +246,33 @@ def visible_host(
         stack.enter_context(items_set(_of_torch()))
         stack.enter_context(attributes_set(torch.autograd.Function, apply=classmethod(_noted_apply(recorder, ran))))
         stack.enter_context(attributes_set(torch.autocast, __enter__=_noted_enter(recorder)))
+        if torch.distributed.is_available():
+            group = torch.distributed.ProcessGroup
+            told = {
+                name: _noted_exchange(recorder, ran, getattr(group, name))
+                for name in _EXCHANGES
+                if hasattr(group, name)
+            }
+            stack.enter_context(attributes_set(group, **told))
         yield
+
+
+_EXCHANGES = (
+    "allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced alltoall "
+    "alltoall_base barrier monitored_barrier broadcast gather scatter reduce reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_tensor_coalesced send recv recv_anysource"
+).split()
+
+
+def _noted_exchange(recorder: Recorder, ran: RanCode, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes that code exchanges something with other processes, of which torch tells nobody, as of the module whose code does."""
+
+    def exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group.size() > 1:
+            ran.hidden[recorder.scopes[-1]] = original.__name__, COLLECTIVE, user_location()
+        return original(group, *args, **kwargs)
+
+    return exchange
 
 
 def _leaves_of_einops(namespace: dict[str, Any], recorder: Recorder) -> Iterator[tuple[str, Any]]:
@@ -292,6 +319,7 @@ def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
             before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
             lifted = recorder.lift(args)
         recorder.functions_running.append(set())
+        hidden = dict(ran.hidden)
         with recorder.call() as place:
             try:
                 result = original.__get__(None, cls)(*args, **kwargs)
@@ -300,6 +328,8 @@ def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
             with DisableTorchFunction():
                 after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
                 is_call = not kwargs and before == after and all(map(_is_value, args))
+                if is_call and isinstance(result, (torch.Tensor, tuple)):  # stays a call, which exchanges what it does
+                    ran.hidden = hidden if COLLECTIVE in {kind for _, kind, _ in ran.hidden.values()} else ran.hidden
                 same = _place_of(result, args) if is_call else None
                 does_nothing = same is not None and _does_nothing(ran, cls, original.__get__(None, cls), same, args)
                 if same is not None and not does_nothing:
@@ -394,7 +424,8 @@ def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable
 def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
     """What the arguments of a call hold, to see whether it puts something into one; `MISSING` where that would not be seen.
 
-    That is in an object, and in place of a plain value in a list or dict (``changeable``).
+    That is in an object, in a module or a function, which no graph can spell, and in place of a plain value in a list or dict
+    (``changeable``).
     """
     if isinstance(value, (dict, list, tuple)):
         yield from value if isinstance(value, dict) else ()
@@ -402,7 +433,8 @@ def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
             yield from _held(item, not isinstance(value, tuple))
     else:
         plain = changeable and type(value) in (bool, int, float, str)
-        yield MISSING if plain or (is_object(value) and not isinstance(value, CONSTANT)) else id(value)
+        unseen = callable(value) or (is_object(value) and not isinstance(value, CONSTANT))
+        yield MISSING if plain or unseen else id(value)
 
 
 def _have_attributes(result: Any) -> bool:

@@ -112,6 +112,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Nothing is to be done, unless it is meant to choose: then take the topk of the scores and run these experts only.",
     ),
     (("some experts share a parameter",), "Give every expert a parameter of its own, or one to all of them."),
+    (("exchanges tensors with other processes",), "Put the router, with what it exchanges, into a module of its own."),
     (
         ("the code writes to a parameter",),
         "Change weights of experts where the block is called.",

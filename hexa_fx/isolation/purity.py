@@ -61,6 +61,7 @@ HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
 PAST = "past of a tensor"
 OF_PAST = dict.fromkeys("_version _base _is_view output_nr _backward_hooks retains_grad".split(), PAST)
 """What code asks of a tensor that no graph shows: what was done with it before, or is one with it in memory."""
+COLLECTIVE = "collective"
 SWITCH = "setting of a library"
 _SWITCHES = frozenset(
     "set_default_dtype set_default_device set_default_tensor_type set_num_threads use_deterministic_algorithms "

@@ -55,6 +55,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def processes() -> int:
+    """How many there are; 0 before they are told of each other."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 0
+
+
 def gradients_state() -> tuple[bool, bool]:
     """Whether gradients are on, and whether they are of no use all the same."""
     on = torch.is_grad_enabled()
@@ -85,6 +91,8 @@ STATE: Mapping[str, Callable[[], Any]] = {
     "get_autocast_dtype": autocast_state,
     "get_autocast_gpu_dtype": autocast_state,
     "get_autocast_cpu_dtype": autocast_state,
+    "is_initialized": processes,
+    "get_world_size": processes,
 }
 """By the name that code calls."""
 

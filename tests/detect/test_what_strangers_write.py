@@ -263,6 +263,58 @@ def test_a_mask_over_features_is_read_in_every_call(kind: type[nn.Module]) -> No
             each.keep.logical_not_()
 
 
+GIVEN: dict[str, Any] = {
+    "a layer": lambda block: block.scores,
+    "its forward": lambda block: block.scores.forward,
+    "a dict of layers": lambda block: block.by_name,
+    "a list of layers": lambda block: [block.scores],
+    "a function": lambda block: torch.tanh,
+    "a class": lambda block: nn.Linear,
+}
+
+
+class Given(nn.Module):
+    """Has one layer of its own, and works with what it is given besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+
+    def forward(self, given: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        given = given[0] if isinstance(given, list) else given["scores"] if isinstance(given, nn.ModuleDict) else given
+        logits = self.gate(x)
+        if given is torch.tanh:
+            logits = given(logits)
+        elif given is not nn.Linear:
+            logits = logits + given(x)
+        return logits.softmax(-1).topk(2, -1)
+
+
+class Giving(nn.Module):
+    """Its router is given a layer or a function of the block, as in public rewritings of DeepSeek-V3's gate."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.router, self.experts = what, Given(), experts(MLP)
+        self.scores = nn.Linear(D, E)
+        self.by_name = nn.ModuleDict({"scores": nn.Linear(D, E)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        weights, ids = self.router(GIVEN[self.what](self), flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_a_router_that_is_given_layers_and_functions(what: str) -> None:
+    """No graph can spell these: the generated code was no Python, or named what it did not know."""
+    rewritten(Giving(what).double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
+
+
 def test_a_result_inside_a_result_keeps_its_class() -> None:
     optimized = hexa_fx.optimize(Nested().double(), tokens(2, 7))
     inner = optimized(tokens(3, 5))["outputs"][1]

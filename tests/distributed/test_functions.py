@@ -1,14 +1,19 @@
 """Functions of several processes: seen through where there is nobody to talk to, and never tried where there is."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from harness import run
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hexa_fx
 from tests.zoo.common import MLP, Looped
+from tests.zoo.compare import operators_run
 
 GROUP: Any = None
 
@@ -52,3 +57,99 @@ def test_a_group_of_one_adds_nothing() -> None:
 
 def test_nobody_waits_for_a_function_that_is_tried() -> None:
     assert run(2, inside_experts, False) == ["refused", "refused"]
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Together(torch.autograd.Function):
+    """The sum over all processes. It stays a call, in which they meet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def added_up(load: torch.Tensor) -> torch.Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(load)
+    return load
+
+
+def of_all(load: torch.Tensor) -> torch.Tensor:
+    parts = [torch.zeros_like(load) for _ in range(2)]
+    torch.distributed.all_gather(parts, load)
+    return torch.stack(parts).sum(0)
+
+
+WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in place": added_up,
+    "gathered": of_all,
+    "by torch's functions": torch.distributed.nn.functional.all_reduce,
+    "by a function": lambda load: Together.apply(load),
+}
+
+
+class Balancing(nn.Module):
+    """Chooses with a bias that follows what all processes chose, as routers without a balance loss do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.gate, self.way = nn.Linear(8, 4), way
+        self.register_buffer("bias", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = (self.gate(x) + self.bias).softmax(-1).topk(2)
+        with torch.no_grad():
+            load = WAYS[self.way](torch.bincount(ids.flatten(), minlength=4).to(x.dtype))
+            self.bias.add_(torch.sign(load.mean() - load), alpha=0.01)
+        return weights, ids
+
+
+class Balanced(Looped):
+    """``apart``: the router is a module of its own, which stays a call; else its code is the block's."""
+
+    def __init__(self, way: str, apart: bool) -> None:
+        super().__init__(lambda: MLP(8, 12), 8)
+        self.balancing, self.apart = Balancing(way), apart
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.balancing(x) if self.apart else Balancing.forward(self.balancing, x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.route(x)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_processes_exchange_is_not_left_out(way: str, apart: bool, two_processes: None) -> None:
+    """One process alone shows no difference."""
+    (report,) = hexa_fx.explain(Balanced(way, apart), torch.randn(20, 8)).blocks
+    stays = apart or way == "by a function"
+    assert (report.status == "rewritten") == stays, report.reason
+    assert ("the code exchanges tensors with other processes (" in report.reason) != stays
+    assert stays or report.location is not None
+
+
+def test_processes_that_come_later() -> None:
+    block, x = Balanced("in place", apart=False), torch.randn(20, 8)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert operators_run(optimized, (x,))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    assert not operators_run(optimized, (x,))
+    dist.destroy_process_group()
