@@ -363,8 +363,8 @@ def find_mask(slots: Slots, search: Search) -> RoutingSource:
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
                 return RoutingSource((node,), reading, groups)
     raise Refuse(
-        "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
-        "the weights by a mask of those that are kept",
+        "some of the router's choices do not reach the result, and no tensor says which; where tokens are dropped on purpose, "
+        "multiply the weights by a mask of those that are kept; where experts write to the same rows, add up what they give",
         search.end,
     )
 

@@ -30,7 +30,7 @@ from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.decisions import is_count, sizes_asked
 from hexa_fx.passes.detect.explain import odd_expert
-from hexa_fx.passes.detect.graph import descendants, literals
+from hexa_fx.passes.detect.graph import ancestors, descendants, literals
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory import float64_copy_or_none
@@ -222,9 +222,11 @@ def why_refused(result: VerificationResult, match: MoEMatch) -> str:
 
 def _limited(graph: torch.fx.Graph) -> str:
     """The sentence on code that compares an expert's number of tokens with a limit: one run need not show what it does beyond."""
-    orders = (node for node in graph.nodes if ops.orders(node) and record_of(node).decision)
-    limits = (node for node in orders if {0.0, 1.0}.isdisjoint(literals([node])))
-    at = next((record_of(node).location for node in limits if any(map(is_count, sizes_asked(node)))), None)
+    decided = (node for node in graph.nodes if node.op != "output" and record_of(node).decision)
+    asked = (node.all_input_nodes[0] if operation(node) == "__bool__" else node for node in decided)
+    limits = (node for node in asked if ops.orders(node) and {0.0, 1.0}.isdisjoint(literals([node])))
+    counted = (node for node in limits if any(map(is_count, sizes_asked(node) or ancestors([node]))))
+    at = next((record_of(node).location for node in counted), None)
     if at is None:
         return ""
     return (

@@ -347,6 +347,26 @@ class PassesOn(Mixture):
         return out * weights[:, :1]
 
 
-def test_lists_of_dropped_tokens_are_refused_by_their_cause() -> None:
-    (report,) = hexa_fx.explain(PassesOn().double(), torch.randn(24, D).double()).blocks
+class Nudged(Mixture):
+    """Moves the bias of one expert after the other, as beginners' versions of balancing without a loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = (self.gate.weight(x) + self.bias).softmax(-1).topk(2, -1)
+        out, used = torch.zeros_like(x), torch.zeros(E)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            used[number] = (index == number).sum()
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        for number in range(E):
+            self.bias[number] += -0.5 if used[number] > used.mean() else 0.5
+        return out
+
+
+@pytest.mark.parametrize("kind", [PassesOn, Nudged])
+def test_what_is_decided_by_numbers_of_tokens_is_refused_by_its_cause(kind: type[nn.Module]) -> None:
+    (report,) = hexa_fx.explain(kind().double(), torch.randn(24, D).double()).blocks
     assert "by how many tokens an expert gets, and one run shows what it does" in report.reason
