@@ -421,6 +421,9 @@ def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable
     return leaf
 
 
+_OF_C = torch.Generator, torch.finfo, torch.iinfo
+
+
 def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
     """What the arguments of a call hold, to see whether it puts something into one; `MISSING` where that would not be seen.
 
@@ -433,7 +436,7 @@ def _held(value: Any, changeable: bool = False) -> Iterator[Any]:
             yield from _held(item, not isinstance(value, tuple))
     else:
         plain = changeable and type(value) in (bool, int, float, str)
-        unseen = callable(value) or (is_object(value) and not isinstance(value, CONSTANT))
+        unseen = callable(value) or isinstance(value, _OF_C) or (is_object(value) and not isinstance(value, CONSTANT))
         yield MISSING if plain or unseen else id(value)
 
 

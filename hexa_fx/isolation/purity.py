@@ -80,13 +80,16 @@ _KINDS = {
 _OF_MODULE = {module: kind for kind, modules in _KINDS.items() for module in modules.split()}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _SYSTEM = (hash, id, inspect.stack, inspect.currentframe)
+_FILES = "save savez savez_compressed savetxt load loadtxt genfromtxt fromfile memmap".split()
+"""Functions of numpy that write to files, or read them."""
 
 
 def hidden_source(value: Any) -> str:
     """What kind of source a function or class is that the code calls, in words; empty if it is none."""
     if value is datetime.datetime or value is datetime.date:
         return CLOCK
-    if any(value is each for each in _SYSTEM):  # no ==, which is recorded of a tensor
+    numpy = sys.modules.get("numpy")
+    if any(value is each for each in (*_SYSTEM, *(getattr(numpy, name, _SYSTEM) for name in _FILES))):  # == is recorded
         return SYSTEM
     is_method = type(value).__name__ in ("method", "builtin_function_or_method", "cython_function_or_method")
     if is_method and value.__name__ in _SEEDS and str(value.__module__ or "random").startswith(_OF_STREAMS):

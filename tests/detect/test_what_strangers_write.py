@@ -270,6 +270,7 @@ GIVEN: dict[str, Any] = {
     "a list of layers": lambda block: [block.scores],
     "a function": lambda block: torch.tanh,
     "a class": lambda block: nn.Linear,
+    "limits": lambda block: torch.finfo(torch.float32),
 }
 
 
@@ -283,9 +284,9 @@ class Given(nn.Module):
     def forward(self, given: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = given[0] if isinstance(given, list) else given["scores"] if isinstance(given, nn.ModuleDict) else given
         logits = self.gate(x)
-        if given is torch.tanh:
-            logits = given(logits)
-        elif given is not nn.Linear:
+        if given in (torch.tanh, nn.Linear):
+            logits = torch.tanh(logits)
+        elif callable(given):
             logits = logits + given(x)
         return logits.softmax(-1).topk(2, -1)
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -290,6 +291,10 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     ),
     "bytes": (on_choices(lambda self, index: 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0), "a digest"),
     "file": (on_choices(of_a_file), "reads open"),
+    "numpy's file": (
+        on_choices(lambda self, index: 1.0 if np.save(os.devnull, index.numpy()) is None else 0.5),
+        "reads save, a part of the system",
+    ),
     "dir": (on_choices(lambda self, index: 2.0 if "note" in dir(self) else 1.0), "reads dir"),
     "caller": (
         on_choices(lambda self, index: 1.0 + len(sys._getframe(1).f_code.co_name) * 0.0),
