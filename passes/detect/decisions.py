@@ -303,7 +303,7 @@ class Decisions:
                 raise Refuse(reason, node)
             if verdict is Verdict.CONDITION:
                 value = record_of(node).value
-                pieces = len(value) if counts_pieces(node) else None
+                pieces = len(value) if counts_pieces(node) or operation(node) == "tolist" else None
                 of_outputs = not self._sizes(node) and not self._inside(self._asked(node)) <= self.after
                 yield Condition(node, value if _is_number(node) else bool(value), of_outputs, pieces)
 
@@ -387,7 +387,8 @@ class Decisions:
     def _of_sizes(self, decision: Node, sizes: set[Node]) -> tuple[Verdict, str]:
         """What is counted in tokens or masks, before anything is chosen, is known in every call, and hardly varied."""
         if not isinstance(record_of(decision).value, bool) and not counts_pieces(decision):
-            return Verdict.VARIED, ""  # range(n): a loop over rows, which verification sees at other sizes
+            # range(n): a loop over rows, which verification sees at other sizes
+            return (Verdict.CONDITION if self._is_apart(decision) else Verdict.VARIED), ""
         strides = (size for size in sizes if operation(size) == "stride")
         if any(n.op.startswith("call") for size in strides for n in size.all_input_nodes):
             return Verdict.REFUSED, _STRIDE
@@ -410,6 +411,17 @@ class Decisions:
         of_weights = {n for n in sizes if is_width(n) and record_of(n).value in known}
         numbers = literals(ancestors([decision], stop=is_size) - sizes)
         return bool(sizes - of_weights) and (len(sizes) > 1 or set(numbers) != {0})
+
+    def _is_apart(self, decision: Node) -> bool:
+        """Whether it asks how many whole numbers are given beside the tokens, such as lengths of sequences: the code goes through
+        all, and verification has as many in each of its cases."""
+        given = {
+            n: record_of(n).value for n in self.captured.graph.find_nodes(op="placeholder", sort=False) if is_tensor(n)
+        }
+        tokens = [value.shape[:-1] for n, value in given.items() if is_float(n)]
+        asked = [value for n, value in given.items() if n in ancestors([decision])]
+        known = {*itertools.chain(*tokens), *(shape.numel() for shape in tokens)}
+        return bool(asked) and not any(v.is_floating_point() or not known.isdisjoint(v.shape) for v in asked)
 
     def _only_checks(self, decision: Node) -> bool:
         """Whether all that a decision asks about float tensors is if they are finite."""
@@ -447,5 +459,6 @@ class Decisions:
             return (Verdict.REFUSED, ON_DATA) if reads_inputs else (Verdict.VARIED, "")
         if reads_inputs and operation(decision) in _UNFOLLOWED:
             return Verdict.REFUSED, _LEFT
-        asked = reads_inputs and (is_bool or _is_number(decision)) and operation(decision) not in ops.SIZES
+        plain = is_bool or _is_number(decision) or operation(decision) == "tolist"
+        asked = reads_inputs and plain and operation(decision) not in ops.SIZES
         return (Verdict.CONDITION if asked else Verdict.VARIED), ""

@@ -46,6 +46,35 @@ class Positions(Mixture):
         return out * 3 if self.decide(positions) else out
 
 
+def by_list(m: Mixture, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.cat([m.mix(part)[2] for part in x.split(lengths.tolist())])
+
+
+def by_number(m: Mixture, x: Tensor, lengths: Tensor) -> Tensor:
+    ends = lengths.cumsum(0)
+    return torch.cat([m.mix(x[ends[i] - lengths[i] : ends[i]])[2] for i in range(len(lengths))])
+
+
+class Sequences(Mixture):
+    """One after another, of lengths that are given."""
+
+    def __init__(self, go_through: Callable[[Mixture, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.go_through = go_through
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.go_through(self, x, lengths)
+
+
+@pytest.mark.parametrize("go_through", [by_list, by_number])
+@pytest.mark.parametrize("first", [[12, 12], [1] * 24])
+def test_as_many_are_gone_through_as_the_call_gives(go_through: Callable[..., Tensor], first: list[int]) -> None:
+    block, x = Sequences(go_through).double(), torch.randn(24, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(block), (x, torch.tensor(first)))
+    for lengths in ([20, 4], [5, 7, 3, 9], [24], [1] * 24, [12, 0, 12]):
+        torch.testing.assert_close(opt(x, torch.tensor(lengths)), block(x, torch.tensor(lengths)))
+
+
 @pytest.mark.parametrize("way", ASKED)
 def test_the_branch_is_the_calls_own(way: str) -> None:
     block = Positions(ASKED[way]).double()
