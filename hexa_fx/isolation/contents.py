@@ -10,7 +10,7 @@ import operator
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -251,8 +251,10 @@ class Sandbox:
 
     def __init__(self, root: nn.Module) -> None:
         held, hooks = [*held_by_modules(root)], [*_hooks_of(root)]
-        self._numbers = [*_numbers_of(hooks)]
-        self._held = Contents([*held, *_kept_by(hooks), *_of_outside_modules(root, held)])
+        parts = {id(part): part for hook in hooks for part in _parts_of(hook)}
+        cells = (cell for hook in hooks for cell in _cells_of(hook))
+        self._numbers = [*_numbers_of([*parts.values(), *cells])]
+        self._held = Contents([*held, *_kept_by(parts.values()), *_of_outside_modules(root, held)])
         self._global = Contents(_behind_names(_all_namespaces(root, hooks)))
 
     def restore(self) -> None:
@@ -294,10 +296,10 @@ def _all_namespaces(root: nn.Module, hooks: Iterable[Any]) -> list[dict[str, Any
     return list({id(namespace): namespace for namespace in (*namespaces_of(root), *users)}.values())
 
 
-def _kept_by(hooks: Iterable[Any]) -> Iterator[Holder]:
+def _kept_by(parts: Iterable[Any]) -> Iterator[Holder]:
     """Hooks that are objects, those that they are methods of, what is in their closures, given to them and behind their global
     names, and the lists and dicts in these and in modules."""
-    for value in (value for hook in hooks for value in _parts_of(hook)):
+    for value in parts:
         if value is not None and is_object(value):
             yield Holder("a hook", value)
         for holder in modules_of(value) if isinstance(value, nn.Module) else [value] if is_object(value) else ():
@@ -305,15 +307,18 @@ def _kept_by(hooks: Iterable[Any]) -> Iterator[Holder]:
             yield from (Holder("a hook", inner) for key, inner in inside if key not in MODULE_STATE)
 
 
-def _numbers_of(hooks: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _numbers_of(parts: Iterable[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules, functions, classes and variables that hooks go by, and the numbers and tensors there, with which they may count."""
     found: dict[int, Any] = {}
-    for hook in hooks:
-        cells = getattr(getattr(hook, "__func__", hook), "__closure__", None) or ()
-        for holder in (*cells, *_parts_of(hook)):
+    for holder in parts:
+        if id(holder) not in found:
             inside = modules_of(holder) if isinstance(holder, nn.Module) else [holder]
             found |= {id(each): each for each in inside if isinstance(each, _COUNTING)}
     return ((holder, _plain_in(holder)) for holder in found.values())
+
+
+def _cells_of(hook: Any) -> Sequence[types.CellType]:
+    return [*(getattr(getattr(hook, "__func__", hook), "__closure__", None) or ())]
 
 
 def _plain_in(holder: Any) -> dict[str, Any]:
@@ -331,7 +336,7 @@ def _parts_of(hook: Any) -> Iterator[Any]:
         hook = hook.func
     function = getattr(hook, "__func__", hook)
     yield from (function, getattr(hook, "__self__", None))
-    yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY)
+    yield from (cell.cell_contents for cell in _cells_of(hook) if cell != _EMPTY)
     yield from (
         *(getattr(function, "__defaults__", None) or ()),
         *(getattr(function, "__kwdefaults__", None) or {}).values(),
