@@ -123,9 +123,8 @@ class Specialiser:
     ) -> str:
         first, left, analysis, reason = not forward.specialisations, bool(forward.refused), None, ""
         gradients, missed = torch.is_grad_enabled(), said_of_sizes(miss)
-        but = {
-            each.origin for each in forward.specialisations if missed
-        }  # a condition on what a module counts with, perhaps
+        # By sizes, or by what a module counts with: then the same would exclude this call again.
+        but = {each.origin for each in forward.specialisations if missed}
         try:
             with undisturbed():
                 for asked in _asked(forward, miss):
