@@ -299,7 +299,7 @@ class HexaForward(InPlace):
                 return self._own(SMALL, args, kwargs)
             expected = None if self.sampled is None else self.sampled.expected(self, args, kwargs)
             try:
-                result = self._first_of(self._in_order(), args, kwargs)
+                result = self.rewritten(*args, **kwargs)
                 self.ran += 1
                 if self.sampled is None or expected is None or not (why := self.sampled.differs(result, expected)):
                     return result
@@ -314,13 +314,10 @@ class HexaForward(InPlace):
         Raises:
             GuardMiss: there is none, or none was made for these inputs.
         """
-        return self._first_of(self._in_order(), args, kwargs)
-
-    def _in_order(self) -> Sequence[Specialisation]:
         latest, made = self._latest, self.specialisations
-        if latest is None or len(made) < 2 or saving_is_counted():  # which is always in one order
-            return made
-        return latest, *(each for each in made if each is not latest)
+        if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
+            made = (latest, *(each for each in made if each is not latest))
+        return self._first_of(made, args, kwargs)
 
     def _first_of(self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the first of some specialisations that takes a call.
