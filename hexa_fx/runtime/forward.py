@@ -309,7 +309,8 @@ class HexaForward(InPlace):
         return self._analysed(args, kwargs, miss, there)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the rewritten forward that a call is for, without falling back.
+        """Runs the rewritten forward that a call is for, without falling back. Calls of kinds that were seen go through here,
+        so that who wraps it from outside can count them.
 
         Raises:
             GuardMiss: there is none, or none was made for these inputs.

@@ -148,6 +148,14 @@ def test_forward_hooks_and_hooks_of_kept_submodules(pair):
     assert ran_rewritten(rewritten)
 
 
+def test_calls_are_counted_by_who_wraps_what_runs_them(pair, monkeypatch):
+    ran, run = [], HexaForward.rewritten
+    monkeypatch.setattr(HexaForward, "rewritten", lambda *args, **kwargs: (ran.append(1), run(*args, **kwargs))[1])
+    for _ in range(3):
+        pair[1](hidden(2, 5))
+    assert len(ran) == 3
+
+
 def test_what_was_exchanged_for_nothing_runs_no_more(pair):
     original, rewritten = pair
     forward, x = rewritten.forward, hidden(2, 5)
