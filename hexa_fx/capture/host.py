@@ -248,11 +248,8 @@ def visible_host(
         stack.enter_context(attributes_set(torch.autocast, __enter__=_noted_enter(recorder)))
         if torch.distributed.is_available():
             group = torch.distributed.ProcessGroup
-            told = {
-                name: _noted_exchange(recorder, ran, getattr(group, name))
-                for name in _EXCHANGES
-                if hasattr(group, name)
-            }
+            there = ((name, getattr(group, name, None)) for name in _EXCHANGES)
+            told = {name: _noted_exchange(recorder, ran, call) for name, call in there if call is not None}
             stack.enter_context(attributes_set(group, **told))
         yield
 
@@ -269,7 +266,7 @@ def _noted_exchange(recorder: Recorder, ran: RanCode, original: Callable[..., An
 
     def exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
         if group.size() > 1:
-            ran.hidden[recorder.scopes[-1]] = original.__name__, COLLECTIVE, user_location()
+            ran.hidden.setdefault(recorder.scopes[-1], (original.__name__, COLLECTIVE, user_location()))
         return original(group, *args, **kwargs)
 
     return exchange
@@ -329,7 +326,11 @@ def _noted_apply(recorder: Recorder, ran: RanCode) -> Callable[..., Any]:
                 after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
                 is_call = not kwargs and before == after and all(map(_is_value, args))
                 if is_call and isinstance(result, (torch.Tensor, tuple)):  # stays a call, which exchanges what it does
-                    ran.hidden = hidden if COLLECTIVE in {kind for _, kind, _ in ran.hidden.values()} else ran.hidden
+                    ran.hidden = {
+                        scope: noted
+                        for scope, noted in ran.hidden.items()
+                        if noted[1] != COLLECTIVE or hidden.get(scope) is noted
+                    }
                 same = _place_of(result, args) if is_call else None
                 does_nothing = same is not None and _does_nothing(ran, cls, original.__get__(None, cls), same, args)
                 if same is not None and not does_nothing:

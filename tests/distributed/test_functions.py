@@ -1,5 +1,6 @@
 """Functions of several processes: seen through where there is nobody to talk to, and never tried where there is."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_what_processes_exchange_is_not_left_out(way: str, apart: bool, two_proc
     assert (report.status == "rewritten") == stays, report.reason
     assert ("the code exchanges tensors with other processes (" in report.reason) != stays
     assert stays or report.location is not None
+
+
+class TogetherLater(Together):
+    """The same, of which nobody knows how long it took."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x + 0 * time.time()
+        dist.all_reduce(total)
+        return total
+
+
+def test_what_else_a_function_does_that_exchanges_is_not_left_out(
+    two_processes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(WAYS, "with a clock", lambda load: TogetherLater.apply(load))
+    (report,) = hexa_fx.explain(Balanced("with a clock", apart=False), torch.randn(20, 8)).blocks
+    assert report.status == "refused"
+    assert "clock" in report.reason, report.reason
 
 
 def test_processes_that_come_later() -> None:
