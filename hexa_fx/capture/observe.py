@@ -30,6 +30,7 @@ from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation.choices import numbers_intervals
 from hexa_fx.isolation.module_state import restored
 from hexa_fx.isolation.module_tree import modules_of, named_modules, with_ancestors
+from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import tensors_restored
 from hexa_fx.runtime.preflight import sharded_units
@@ -232,8 +233,8 @@ def observe(
                 for unit in sharded:
                     unit.reshard()  # type: ignore[operator]  # an outermost one leaves that to backward, and shards are put back here
             break
-        except RuntimeError:
-            if gradients or not torch.is_grad_enabled():
+        except RuntimeError as error:
+            if gradients or not torch.is_grad_enabled() or is_out_of_memory(error):
                 raise
     suspects = (suspects | numbered - mode.chained) - mode.giving_ids | suspects & {""}
     if most_tokens is not None:  # a call, of which others will follow

@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 _LOGGING = frozenset({"logging", "loguru", "structlog", "absl", "tqdm"})
@@ -81,15 +81,21 @@ _OF_MODULE = {module: kind for kind, modules in _KINDS.items() for module in mod
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _SYSTEM = (hash, id, inspect.stack, inspect.currentframe)
 _FILES = "save savez savez_compressed savetxt load loadtxt genfromtxt fromfile memmap".split()
-"""Functions of numpy that write to files, or read them."""
+
+
+@cache
+def _files(numpy: Any) -> tuple[Any, ...]:
+    """Functions of numpy that write to files, or read them."""
+    return tuple(getattr(numpy, name) for name in _FILES if hasattr(numpy, name))
 
 
 def hidden_source(value: Any) -> str:
     """What kind of source a function or class is that the code calls, in words; empty if it is none."""
     if value is datetime.datetime or value is datetime.date:
         return CLOCK
-    numpy = sys.modules.get("numpy")
-    if any(value is each for each in (*_SYSTEM, *(getattr(numpy, name, _SYSTEM) for name in _FILES))):  # == is recorded
+    if any(
+        value is each for each in (*_SYSTEM, *_files(sys.modules.get("numpy")))
+    ):  # no ==, which is recorded of a tensor
         return SYSTEM
     is_method = type(value).__name__ in ("method", "builtin_function_or_method", "cython_function_or_method")
     if is_method and value.__name__ in _SEEDS and str(value.__module__ or "random").startswith(_OF_STREAMS):

@@ -162,9 +162,8 @@ class Resolution:
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
             return
         if key == "__class__" and (own := class_of(holder)) is not type(holder) and alike(own, read.value):
-            self._holders[read.is_global, read.root, read.steps] = (
-                own  # what was read of the class is looked up in this one
-            )
+            # What was read of the class is looked up in this one.
+            self._holders[read.is_global, read.root, read.steps] = own
             return
         # Of a weight of a parametrized module (PEFT's adapters on parameters, say) the rewritten forward gets what is computed now.
         if has_parametrizations(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):

@@ -128,7 +128,7 @@ class Specialisation:
             GuardMiss: a condition does not hold in this call. Sizes are left to the program.
         """
         traced = is_compiling()
-        if self.training is not None and self.training is not bool(module.training):
+        if not self.holds_in(bool(module.training)):
             raise GuardMiss(
                 f"it was analysed in {'train' if self.training else 'eval'} mode; call it once in the other, untraced"
             )

@@ -135,10 +135,11 @@ def _find_routing(pairs: Pairs, search: Search, marks: bool = False) -> Routing:
         try:
             keep = (find_mask(absent, search),)
         except Refuse:
-            capacity = None if zeros else find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
-            if capacity is None and not zeros:
-                raise
-            slots = slots if zeros else slots.dropped_if(pairs, wanted=True)
+            if not zeros:
+                capacity = find_capacity(pairs, slots, end, lambda n: bool(search.tags[n].experts))
+                if capacity is None:
+                    raise
+                slots = slots.dropped_if(pairs, wanted=True)
     if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, search))
     return Routing(ids.shape[1], index, before, after, keep, zeros, capacity, constant)
