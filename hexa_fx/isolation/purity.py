@@ -93,9 +93,8 @@ def hidden_source(value: Any) -> str:
     """What kind of source a function or class is that the code calls, in words; empty if it is none."""
     if value is datetime.datetime or value is datetime.date:
         return CLOCK
-    if any(
-        value is each for each in (*_SYSTEM, *_files(sys.modules.get("numpy")))
-    ):  # no ==, which is recorded of a tensor
+    # No ==, which is recorded of a tensor.
+    if any(value is each for each in (*_SYSTEM, *_files(sys.modules.get("numpy")))):
         return SYSTEM
     is_method = type(value).__name__ in ("method", "builtin_function_or_method", "cython_function_or_method")
     if is_method and value.__name__ in _SEEDS and str(value.__module__ or "random").startswith(_OF_STREAMS):
