@@ -22,8 +22,11 @@ DECODES = ("8 tokens", "packed, 8 tokens")
 
 
 def use(folder: Path, name: str = USE) -> str:
-    """By cell and model: milliseconds of hexa_fx, how many times those ``grouped_mm`` takes, bold where hexa_fx is slower."""
-    rows = {(row["cell"], row["model"], row["impl"]): row for row in _read(folder / name)}
+    """By cell and model: milliseconds of hexa_fx, how many times those ``grouped_mm`` takes, bold where hexa_fx is slower.
+
+    Where neither can run, what it would need.
+    """
+    rows = {(row["cell"], row["model"], row.get("impl", "hexa")): row for row in _read(folder / name)}
     cells, models = (list(dict.fromkeys(key[part] for key in rows)) for part in (0, 1))
     return table(["set-up", *models], [[cell, *(_faster(rows, cell, model) for model in models)] for cell in cells])
 
@@ -31,7 +34,7 @@ def use(folder: Path, name: str = USE) -> str:
 def _faster(rows: dict[tuple[str, str, str], Any], cell: str, model: str) -> str:
     ours, theirs = (rows.get((cell, model, impl)) for impl in ("hexa", "grouped_mm"))
     if ours is None or theirs is None:
-        return "not run"
+        return ours["reason"] if ours and "reason" in ours else "not run"
     times = theirs["ms"] / ours["ms"]
     said = f"{ours['ms']:.1f} ms, {times:.2f}×"
     return f"**{said}**" if times < 1 else said
@@ -46,7 +49,7 @@ def use_in_short(folder: Path) -> str:
     slower = [f"{model}{' packed' * ('packed' in cell)}" for (model, cell), each in few.items() if each < 1]
     if any(each < 1 for key, each in times.items() if key not in few):
         raise ValueError("a set-up of many tokens is slower: say which")
-    ours = [row for row in rows if row["impl"] == "hexa"]
+    ours = [row for row in rows if row.get("impl") == "hexa"]
     ran, own = (sum(row[how] for row in ours) for how in ("rewritten", "own"))
     if own:
         raise ValueError("some timed calls ran the model's own code: say which")
@@ -72,7 +75,7 @@ def _said(item: tuple[tuple[str, str], float]) -> tuple[float, str]:
 def _times(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     """How many times as long ``grouped_mm`` takes, by model and cell."""
     ours, theirs = (
-        {(r["model"], r["cell"]): r["ms"] for r in rows if r["impl"] == impl} for impl in ("hexa", "grouped_mm")
+        {(r["model"], r["cell"]): r["ms"] for r in rows if r.get("impl") == impl} for impl in ("hexa", "grouped_mm")
     )
     return {key: theirs[key] / ms for key, ms in ours.items() if key in theirs}
 
