@@ -51,7 +51,7 @@ def kind_of(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
     for a in args:
         if type(a) in _CONSTANTS:
             kind.append(a)
-        elif type(a) is list and a:
+        elif type(a) is list and not _CONSTANTS.issuperset(map(type, a)):
             of_list, some, places = kind_of(a)
             kind.append(tuple(of_list))
             tensors += some

@@ -20,7 +20,7 @@ from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.gemm_sm90 import Maps, chunk_map, launch_persistent, rows_map, weight_map
+from hexa_fx.cuda.gemm_sm90 import FLOATS, Maps, chunk_map, launch_persistent, rows_map, weight_map
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows, divided_by
 from hexa_fx.cuda.places import listed, parts_of, places_of
@@ -28,6 +28,7 @@ from hexa_fx.cuda.planning import Operand, Piece, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
+from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops.table_fp8 import (
     CombineFp8,
     EsmmActBackwardFp8,
@@ -261,6 +262,25 @@ def why_not(o: MoeFfnFp8Forward) -> str:
     odd = next((size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16), 0)
     rows = f"rows of {odd} numbers; kernels write them in whole 16 bytes" if odd else ""
     return _no_products(card_of(o.x.device.index), o.w1.shape[0]) or rows
+
+
+_SAVED = 128 << 20
+"""Bytes of weights that FP8 has to save reading: its launches take about 31 us more than those of few tokens in 16 bits."""
+
+
+def is_few(o: MoeFfnFp8Forward) -> bool:
+    """Whether a call of ``hexa::moe_ffn_fp8`` without gradients is faster in the dtype of its tokens.
+
+    Packed weights are read in as many bytes either way, which takes as long with up to a row an expert. Of others FP8 saves half of
+    the bytes, of each expert that a slot may reach.
+    """
+    slots = o.top_k_index.numel()
+    if isinstance(o.w1, QuantizedWeight):
+        return slots <= o.w1.shape[0]
+    weights = [w for w in (o.w1, o.w3, o.w2) if w is not None]
+    if any(w.dtype != o.x.dtype for w in weights) or o.x.dtype not in FLOATS:
+        return False
+    return slots * sum(w.shape[1] * w.shape[2] for w in weights) < _SAVED
 
 
 def _no_products(card: Card, experts: int) -> str:

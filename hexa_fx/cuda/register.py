@@ -44,7 +44,7 @@ def register() -> None:
 
     for name in kernels():
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
-    moe_ffn_fp8.why_not_on["cuda"] = _why_not_fp8
+    moe_ffn_fp8.why_not_on["cuda"], moe_ffn_fp8.is_few_on["cuda"] = _why_not_fp8, _is_few_for_fp8
     readable_on["cuda"] = _readable
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
@@ -54,8 +54,18 @@ def register() -> None:
 
 def _why_not_fp8(arguments: Any) -> str:
     from hexa_fx.cuda.fp8 import why_not
+    from hexa_fx.ops import moe_ffn_fp8
 
+    moe_ffn_fp8.why_not_on["cuda"] = why_not
     return why_not(arguments)
+
+
+def _is_few_for_fp8(arguments: Any) -> bool:
+    from hexa_fx.cuda.fp8 import is_few
+    from hexa_fx.ops import moe_ffn_fp8
+
+    moe_ffn_fp8.is_few_on["cuda"] = is_few
+    return is_few(arguments)
 
 
 def _readable(operands: Any) -> Any:

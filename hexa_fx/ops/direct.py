@@ -21,6 +21,8 @@ from hexa_fx.ops.listed import Listed, dense
 from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
+from hexa_fx.ops.table_fp8 import MoeFfnFp8Forward
+from hexa_fx.ops.table_layers import MoeFfn
 from hexa_fx.torch_private import _AutoDispatchBelowAutograd, untraced
 
 _OPS = torch.ops.hexa
@@ -58,7 +60,13 @@ def moe_ffn_fp8(*args: Any) -> Any:
     if library.is_eager(args, cuda=True):
         return moe_ffn_fp8_layer.plain(*args)
     if any(map(sources.is_source, args)):
-        return moe_ffn_fp8_layer.with_sources(*map(dense, args))
+        o = MoeFfnFp8Forward._make(map(dense, args))
+        found = moe_ffn_fp8_layer.packed(o)
+        if found is None:
+            return _layer("moe_ffn", "moe_ffn_sources", tuple(o.to(MoeFfn)))
+        if library.is_eager((*found,), cuda=True):
+            return moe_ffn_fp8_layer.on_packed(found)
+        return _OPS.moe_ffn_fp8.default(*found)
     return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
 
 

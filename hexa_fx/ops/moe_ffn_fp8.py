@@ -21,11 +21,11 @@ from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
+from hexa_fx.ops import library, moe_ffn_autograd
 from hexa_fx.ops.activations import gate_and_up
 from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
 from hexa_fx.ops.library import Kernels
-from hexa_fx.ops.listed import Listed, dense
+from hexa_fx.ops.listed import Listed, dense, tensors_of
 from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
 from hexa_fx.ops.records import DENSE, Operands
 from hexa_fx.ops.rows import flip
@@ -276,6 +276,9 @@ def _on_cpu(o: MoeFfnFp8Forward) -> str:
 why_not_on: dict[str, Callable[[MoeFfnFp8Forward], str]] = {"cpu": _on_cpu}
 """By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
 
+is_few_on: dict[str, Callable[[MoeFfnFp8Forward], bool]] = {}
+"""By device type: whether a call without gradients has so few tokens that it is faster in the dtype of its tokens."""
+
 
 _NUMBERS = ("x", *PARAMETERS)
 _numbers = MoeFfnFp8Forward.pick(*_NUMBERS)
@@ -313,6 +316,7 @@ def _run(o: MoeFfnFp8Forward, training: bool) -> Any:
     """y, for training also tokens and h with their scales, and the routing."""
 
     def general(*args: Any) -> Any:
+        o.check("moe_ffn_fp8")  # a plan is of a kind of call that came here first
         return forward_on(o.x.device.type, training, QuantizedFfn._make(args))
 
     name = "quantized_ffn_forward" if training else "quantized_ffn"
@@ -371,27 +375,48 @@ def plain(*args: Any) -> Any:
     """The layer past torch's dispatcher, on weights that may be listed."""
     o = MoeFfnFp8Forward._make(args)
     instead = _exact_call(o)
-    if instead is None:
+    if instead is None and not _is_few(o):
         return moe_ffn_autograd.listed(LAYER, *o)
-    return listed_calls.layer("moe_ffn", *instead[1])
+    given = o.to(MoeFfn) if instead is None else instead[1]
+    return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *given)
+
+
+def _is_few(o: MoeFfnFp8Forward) -> bool:
+    ask = is_few_on.get(o.x.device.type)
+    return ask is not None and ask(o) and not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
 
 
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
 library.register_autograd_kernel("moe_ffn_fp8", _autograd)
+# On plain CUDA tensors; `why_not` was asked about them.
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(MoeFfnFp8(*args), False))
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_forward", lambda _, *args: _run(MoeFfnFp8Forward._make(args), True))
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backward(*args))
 
 
 # On weights that are packed: checkpoints in FP8 blocks of 128 x 128 hold what products in FP8 multiply by, so that inference reads
 # them as they lie. Other packed weights, and calls that need gradients, multiply in the dtype of the tokens.
 
 
-def with_sources(*args: Any) -> Any:
-    """The layer, of arguments of which some weights are packed."""
-    o = MoeFfnFp8Forward._make(args)
+def packed(o: MoeFfnFp8Forward) -> MoeFfnFp8 | None:
+    """The operands with packed weights as quantised ones; None if they are multiplied in the dtype of the tokens."""
+    if _is_few(o):
+        return None
     found = _as_they_lie(o)
     if isinstance(found, MoeFfnFp8):
-        return torch.ops.hexa.moe_ffn_fp8.default(*found)
+        return found
     say_once(f"compute='fp8_block' multiplies by packed weights in {o.x.dtype}: {found}")
-    return torch.ops.hexa.moe_ffn_sources.default(*sources.operands(tuple(o.to(MoeFfn))))
+    return None
+
+
+def on_packed(o: MoeFfnFp8) -> Any:
+    """The layer past torch's dispatcher, on weights that are quantised, without gradients."""
+    instead = _exact_call(o)
+    if instead is not None:
+        operator, given = instead
+        return operator(*given)
+    with _AutoDispatchBelowAutograd():
+        return moe_ffn_autograd.run("moe_ffn_fp8", *o)
 
 
 def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:

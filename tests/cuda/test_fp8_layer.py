@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
+from hexa_fx.cuda import fp8 as cuda_fp8
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.calls import kind_of
 from hexa_fx.errors import InputError
-from hexa_fx.ops import fp8_weights, moe_ffn_autograd
+from hexa_fx.ops import fp8_weights, moe_ffn_autograd, moe_ffn_fp8
 from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.moe_ffn_fp8 import plain
 from hexa_fx.ops.table_fp8 import QuantizedFfn, QuantizedFfnBackward
@@ -156,6 +157,27 @@ def test_launches_in_their_order(hopper: Cards, programs: Programs, planned: boo
         *("group_rows", "estmm", "estmm", "ess"),
         *("esmm", "combine", "esmm"),
     ]
+
+
+def test_few_tokens_run_in_their_dtype(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FP8 would save too little reading for its launches; with gradients, or 32 bits, nothing is few."""
+    monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cpu", cuda_fp8.is_few)
+
+    def run(most: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> str:
+        given = layer(GATED, dtype=dtype)
+        given["x"].requires_grad_(grad)
+        monkeypatch.setattr(cuda_fp8, "_SAVED", most)
+        programs.operands.clear()
+        y = plain(*(given[name] for name in layers.OPERANDS), *layers.static(GATED), True)
+        assert y.dtype == dtype
+        return " ".join(programs.operands)
+
+    a_slot = 3 * layers.D * layers.INNER
+    slots = layers.TOKENS * layers.K
+    assert run(slots * a_slot) == INFERENCE
+    assert run(slots * a_slot + 1) == ""
+    assert run(slots * a_slot + 1, grad=True) == TRAINING
+    assert run(slots * a_slot + 1, torch.float32) == INFERENCE
 
 
 @pytest.mark.usefixtures("apart")

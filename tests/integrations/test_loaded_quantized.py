@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.cuda.fp8 import is_few
 from hexa_fx.errors import InputError
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, moe_ffn_fp8
@@ -148,6 +149,11 @@ def test_fp8_experts_are_multiplied_in_fp8_as_they_lie(monkeypatch, caplog):
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setitem(moe_ffn_fp8.why_not_on, "cpu", lambda o: "it is one")
         torch.testing.assert_close(made(x), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setitem(moe_ffn_fp8.is_few_on, "cpu", is_few)
+        few = x[: E // 2]  # a row an expert
+        torch.testing.assert_close(made(few), by_their_weights(original, few), rtol=1e-3, atol=1e-3)
+        assert (made(x) - expected).norm() / (expected - x).norm() > 1e-3
     rows = x.clone().requires_grad_()
     moe_ffn_fp8._log_once.cache_clear()
     torch.testing.assert_close(made(rows), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
