@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.inspection.block_report import BlockReport
+from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import columns_of, flip
@@ -24,28 +25,35 @@ from hexa_fx.runtime.warmup import device_of
 Ranks = Mapping[tuple[int, str], int]
 
 
+USUAL_RANK = 16
+"""Adapters of this rank or a smaller one launch the same kernels."""
+
+
 def request_kernels_of_sources(blocks: Iterable[BlockReport], ranks: Ranks) -> None:
-    """Requests what blocks on a CUDA device launch for weights that are no plain tensors, at any number of tokens.
+    """Requests what blocks on a CUDA device launch for weights that are no plain tensors, at any number of tokens. Whoever trains
+    packed weights puts adapters on them: what those of a usual rank launch is requested after all else.
 
     Args:
         blocks: of a report of an installed model.
         ranks: of adapters, by the block's ``id`` and the parameter's name.
     """
     seen: set[tuple[object, ...]] = set()
-    for block in blocks:
-        if block.forward is not None and block.case is not None:
-            _request(block, block.forward, ranks, seen)
+    found = [(b.case, b.forward) for b in blocks if b.forward is not None and b.case is not None]
+    for case, forward in found:
+        _request(case, forward, _added(forward, ranks), seen)
+    for case, forward in found:
+        if packed_weights(forward.module) and not _added(forward, ranks):
+            _request(case, forward, {name: USUAL_RANK for name in ("w1", "w3", "w2") if name in case.operands}, seen)
 
 
-def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[tuple[object, ...]]) -> None:
-    module = forward.module
-    device, packed, added = device_of(module), packed_weights(module), _added(forward, ranks)
-    if device is None or block.case is None or not (packed or added):
+def _request(case: FfnCase, forward: HexaForward, added: Mapping[str, int], seen: set[tuple[object, ...]]) -> None:
+    device, packed = device_of(forward.module), packed_weights(forward.module)
+    if device is None or not (packed or added):
         return
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
     from hexa_fx.cuda.kernel_set import frozen, kind_of_layer, request_now
 
-    layer = layer_of(block.case.spec, block.case.operands, packed, added)
+    layer = layer_of(case.spec, case.operands, packed, added)
     kind = device.index, *kind_of_layer(layer)
     if kind not in seen:  # blocks of a kind launch the same
         seen.add(kind)

@@ -23,6 +23,8 @@ from hexa_fx.source_kernels import layer_of as sources_layer_of
 from tests.api.test_quantize import D, Model
 
 MOST = 300
+ADAPTED = ("low_rank_gradients", "low_rank_parts", "estmm")
+"""Operators of kernels that only gradients of adapters launch."""
 GPT_OSS = FfnSpec("swiglu_oai", "interleaved", "kn", "kn", params=(1.702, 7.0))
 
 
@@ -89,7 +91,8 @@ def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed
     hexa_fx.quantize_experts_(model, "nf4")
     packed = set(requested)
     assert {"unpack", "packed_gemm"} <= {spec.family for spec in packed}
-    assert not {"estmm", "esfk"} & {spec.op for spec in packed}
+    # Only what adapters launch, which comes last, has gradients of weights.
+    assert [spec.op for spec in requested].index("estmm") > [spec.family for spec in requested].index("low_rank")
     requested.clear()
     hexa_fx.optimize_(hexa_fx.undo_(model), x)
     assert set(requested) == packed
@@ -131,13 +134,32 @@ def listed(weight: Tensor) -> Listed:
 
 
 def test_those_of_adapters_are_requested_as_soon_as_these_are_put_on(requested: list[KernelSpec]) -> None:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = hexa_fx.optimize_(Model().bfloat16(), torch.randn(20, D).bfloat16())
     requested.clear()
-    peft.get_peft_model(model, peft.LoraConfig(r=8, target_parameters=["blocks.0.first", "blocks.0.second"]))
+    adapt(model, 8)
     assert any(spec.option("low_rank") for spec in requested if spec.family == "gather_gemm_sm90")
     assert any(spec.op == "low_rank_gradients" for spec in requested)
+
+
+def adapt(model: torch.nn.Module, rank: int) -> None:
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(model, peft.LoraConfig(r=rank, target_parameters=["blocks.0.first", "blocks.0.second"]))
+
+
+@pytest.mark.parametrize(("rank", "new"), [(8, False), (16, False), (64, True)])
+def test_those_of_adapters_of_a_usual_rank_are_requested_with_packed_weights(
+    rank: int, new: bool, requested: list[KernelSpec]
+) -> None:
+    """Last: the first calls need others."""
+    model = hexa_fx.optimize_(Model().bfloat16(), torch.randn(20, D).bfloat16())
+    requested.clear()
+    hexa_fx.quantize_experts_(model, "nf4")
+    before = [*requested]
+    assert before[-1].op in ADAPTED
+    assert before[0].op not in ADAPTED
+    adapt(model, rank)
+    assert (set(requested) > set(before)) == new
 
 
 def test_those_of_adapters_that_are_there_are_requested(requested: list[KernelSpec]) -> None:
