@@ -1,6 +1,6 @@
 """A checkpoint with experts in FP8 blocks, of real size: loaded, optimized, run and adapted, beside the dequantised model.
 
-    python benchmarks/bench_fp8_checkpoint.py [--model qwen3-30b] [--layers 48] [--json FILE]
+    python benchmarks/bench_fp8_checkpoint.py [--model qwen3-30b] [--layers 48] [--json FILE] [--few 1,8,32]
 
 The checkpoint is made and saved by the script (30 GiB for Qwen3-30B, in memory where there is /dev/shm): random codes and scales of
 128 x 128 for experts, bf16 for the rest. It comes from ``from_pretrained`` once as it is, and once dequantised by transformers.
@@ -13,6 +13,9 @@ The checkpoint is made and saved by the script (30 GiB for Qwen3-30B, in memory 
 ``apart`` is how far logits are from those of the dequantised model by ``grouped_mm``, relative to them, and ``same_first`` how
 often both find the same token likeliest. *Prefill* is a forward of `--tokens` without a cache, *decoding* greedy `generate`;
 ``rewritten`` and ``own`` count the calls of blocks that a row took.
+
+`--few TOKENS` times one layer without gradients in place of all this, by tokens: ``device_us`` of a call in a captured CUDA graph,
+and ``host_us`` of one that is launched, of checkpoints in FP8 and in bf16, each with and without ``compute="fp8_block"``.
 `--shrink 32 --device cpu --layers 2 --tokens 64 --new 4` tries the script without a GPU.
 """
 
@@ -25,7 +28,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,67 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
         }
 
 
+def few_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """A row for a way and a number of tokens."""
+    options.layers = 1
+    ids = tokens_of(options.device, 64).view(1, -1)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        save(folder, options)
+        for stored in ("fp8", "bf16"):
+            dense = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if stored == "bf16" else {}
+            for compute in ("native", "fp8_block"):
+                model = load(folder, options, **dense)
+                hexa_fx.optimize_(model, {"input_ids": ids}, hexa_fx.HexaConfig(compute=compute))
+                wait_for_kernels()
+                for tokens in map(int, options.few.split(",")):
+                    call = call_of(model, tokens, options.device)
+                    with torch.no_grad():
+                        times = {"device_us": device_us(call), "host_us": host_us(call)}
+                    yield {"stored": stored, "compute": compute, "tokens": tokens} | times
+
+
+def call_of(model: Any, tokens: int, device: str) -> Callable[[], Any]:
+    """Its layer's experts on random tokens, and experts chosen at random."""
+    experts, random = model.model.layers[0].mlp.experts, torch.Generator(device=device).manual_seed(tokens)
+    x = torch.randn(tokens, model.config.hidden_size, device=device, dtype=torch.bfloat16, generator=random)
+    scores = torch.rand(tokens, model.config.num_experts, device=device, generator=random)
+    weights, index = scores.topk(model.config.num_experts_per_tok)
+    return lambda: experts(x, index, weights.bfloat16())
+
+
+def device_us(call: Callable[[], Any], calls: int = 10, replays: int = 20) -> float:
+    """Of a call, the mean of many in a row; 0 without a GPU."""
+    if not torch.cuda.is_initialized():
+        return 0.0
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            call()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    synchronize()
+    return round(begin.elapsed_time(end) * 1e3 / (calls * replays), 1)
+
+
+def host_us(call: Callable[[], Any], calls: int = 20, rounds: int = 20) -> float:
+    """Of a call, the least mean of some in a row that start on an idle device: fewer than its queue holds."""
+    found = []
+    for _ in range(rounds):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        found.append((time.perf_counter() - began) * 1e6 / calls)
+    return round(min(found), 1)
+
+
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
     parser = options_of(__doc__)
@@ -204,9 +268,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
+    parser.add_argument("--few", default="", help="numbers of tokens")
     options = parser.parse_args()
     found: list[Row] = []
-    for row in rows(options):
+    for row in few_rows(options) if options.few else rows(options):
         print(json.dumps(row), flush=True)
         found.append(row)
         keep(found, options.json, options.device)

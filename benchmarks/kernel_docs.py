@@ -18,6 +18,7 @@ from benchmarks.use_docs import (
     WIDE,
     WIDE_BATCHES,
     checkpoint,
+    few_in_fp8,
     graphed,
     on_a_cpu,
     trained,
@@ -281,6 +282,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "wide": partial(trained, name=WIDE),
         "wide in batches": partial(trained, name=WIDE_BATCHES),
         "checkpoint": checkpoint,
+        "few tokens in FP8": few_in_fp8,
     },
     ROOT / "docs" / "training.md": {"graphed": graphed},
     ROOT / "docs" / "fine_tuning.md": {

@@ -18,6 +18,7 @@ WIDE = "train_wide_moe_h200.json"
 WIDE_BATCHES = "train_wide_moe_batches_h200.json"
 GRAPHED = "graphed_h200.json"
 CHECKPOINT = "fp8_checkpoint_h200.json"
+FEW_IN_FP8 = "fp8_few_tokens_h200.json"
 DECODES = ("8 tokens", "packed, 8 tokens")
 
 
@@ -145,6 +146,16 @@ def checkpoint(folder: Path) -> str:
             if "prefill_tokens_s" in row
         ],
     )
+
+
+def few_in_fp8(folder: Path) -> str:
+    """Few tokens without gradients: microseconds of a GPU, by how experts are stored and what they multiply in."""
+    rows = _read(folder / FEW_IN_FP8)
+    ways = list(dict.fromkeys((row["stored"], row["compute"]) for row in rows))
+    times = {(row["stored"], row["compute"], row["tokens"]): row["device_us"] for row in rows}
+    head = ["tokens", *(f"{stored}, {compute}" for stored, compute in ways)]
+    tokens = dict.fromkeys(row["tokens"] for row in rows)
+    return table(head, [[str(count), *(times[*way, count] for way in ways)] for count in tokens])
 
 
 def graphed(folder: Path) -> str:
