@@ -294,6 +294,34 @@ def test_accelerate_after_optimize(mixtral: nn.Module) -> None:
         assert counts(model) == {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_parameters_without_elements_between_calls(mixtral: nn.Module, given: bool) -> None:
+    """As DeepSpeed's ZeRO-3 has them where blocks are leaves to it. Its hooks know the user's parameters, not copies."""
+    whole = {id(p): p.data for p in mixtral.parameters()}
+    expected = torch.autograd.grad(mixtral(input_ids=IDS).logits.square().sum(), [*mixtral.parameters()])
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = whole[id(p)]
+
+    def release(module: nn.Module, *_: Any) -> None:
+        for p in module.parameters(recurse=False):
+            p.data = torch.empty(0)
+
+    for module in mixtral.modules():
+        if not [*module.parameters(recurse=False)]:
+            continue
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        module.register_full_backward_pre_hook(gather)
+        release(module)
+    model: Any = hexa_fx.optimize_(mixtral, {"input_ids": IDS} if given else None, config=CONFIG)
+    for _ in range(2):
+        found = torch.autograd.grad(model(input_ids=IDS).logits.square().sum(), [*model.parameters()])
+    torch.testing.assert_close(found, expected)
+    assert counts(model) == {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_model_that_is_compiled_before_its_first_call(fullgraph: bool) -> None:
     """The first call is analysed outside of graphs, and the second compiles what is there then. One graph cannot hold that."""
