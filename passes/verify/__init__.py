@@ -105,7 +105,7 @@ class _Verification:
         """Of all cases. ``started``: when, by `time.perf_counter`."""
         block, rewritten, settings = self.block, self.rewritten, self.settings
         cases: tuple[VerificationCase, ...] = ()
-        for subject in _subjects(block, settings):
+        for subject in self._subjects():
             dtype = subject.dtype
             with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
                 experts = _expert_weights(subject.module, rewritten)
@@ -124,6 +124,23 @@ class _Verification:
         if not reason and not all_reached:
             reason = odd_expert(block)
         return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, all_reached)
+
+    def _subjects(self) -> Iterator[Subject]:
+        """What to compare on: a float64 copy, or the block itself if there can be none."""
+        copied = self._copied()
+        if copied is not None:
+            yield Subject(copied, torch.float64, self.own)
+        yield Subject(self.block, self.own, self.own)
+
+    def _copied(self, as_it_is: bool = False) -> nn.Module | None:
+        """The float64 copy, in which a parameter wants no gradient if the code asks whether it does, and it does not."""
+        copied = float64_copy_or_none(self.block, self.settings.analysis_bytes, as_it_is)
+        for read in self.rewritten.reads:
+            if copied and read.steps[1:] == ("requires_grad",) and read.value is False and not read.is_global:
+                parameter = copied.get_submodule(read.root)._parameters.get(read.steps[0])
+                if parameter is not None:
+                    parameter.requires_grad_(False)
+        return copied
 
     def _asked(self) -> AskedGradients:
         without = {guard.name for guard in self.rewritten.guards if guard.requires_grad is False}
@@ -145,7 +162,7 @@ class _Verification:
 
     def _exactly(self) -> Outcome | None:
         """What the block gives of the example in float64, or None if there can be no copy of it in float64."""
-        copied = float64_copy_or_none(self.block, self.settings.analysis_bytes, as_it_is=True)
+        copied = self._copied(as_it_is=True)
         if copied is None:
             return None
         subject = Subject(copied, torch.float64, self.own)
@@ -168,15 +185,6 @@ def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
     exact = dtype != torch.float64
     guards = (replace(g, exact_dtype=g.exact_dtype and exact) for g in rewritten.guards)
     return replace(rewritten, guards=tuple(guards), autocast=rewritten.autocast if exact else None)
-
-
-def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
-    """What to compare on: a float64 copy, or the block itself if there can be none."""
-    own = _own_dtype(block)
-    copied = float64_copy_or_none(block, settings.analysis_bytes)
-    if copied is not None:
-        yield Subject(copied, torch.float64, own)
-    yield Subject(block, own, own)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.mixture import D, E, Mixture
+from tests.zoo.compare import operators_run
 
 
 class Flagged(Mixture):
@@ -111,3 +112,24 @@ def test_a_case_for_one_token_after_random_numbers_draws_them_once() -> None:
             torch.manual_seed(3)
             results.append((module(x[:rows]), torch.rand(1)))
         torch.testing.assert_close(*results)
+
+
+class AsksForGradients(Mixture):
+    """Has a loss for its router only if that is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mix(x)[2]
+        return out + out.square().mean() if self.router.weight.requires_grad else out
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_that_wants_no_gradient_is_seen_as_it_is(frozen: bool) -> None:
+    block, x = AsksForGradients(), torch.randn(12, D)
+    block.router.requires_grad_(not frozen)
+    opt = hexa_fx.optimize(block, x)
+    assert opt.report.rewritten, opt.report
+    for wanted in (not frozen, frozen):
+        for model in (block, opt):
+            model.router.requires_grad_(wanted)
+        torch.testing.assert_close(opt(x), block(x))
+        assert operators_run(opt, (x,)), opt.report
