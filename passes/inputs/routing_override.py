@@ -77,13 +77,30 @@ def in_turns(candidates: int, k: int, rows: int) -> Iterator[ForcedRouting]:
         yield ForcedRouting(name, partial(_one_unused, first_row=first))
 
 
+def under_other_numbers(experts: int) -> ForcedRouting:
+    """Numbers that lie as far apart as there are experts, for routers that have several numbers for each."""
+
+    def choose(rows: int, candidates: int, k: int) -> torch.Tensor:
+        apart = experts * torch.arange(k, device="cpu") % candidates
+        if len(apart.unique()) < k:
+            return _first(rows, candidates, k)
+        return (torch.arange(rows, device="cpu")[:, None] + apart) % candidates
+
+    return ForcedRouting("one expert under several numbers", choose)
+
+
 class ChoiceSpy(TorchFunctionMode):
     """Notes how many experts a router picks for a token: the largest top-k, or the number of argmax calls."""
 
     def __init__(self, num_experts: int | None) -> None:
         super().__init__()
         self._num_experts = num_experts
-        self._largest, self._single = 0, 0
+        self._largest, self._single, self._among = 0, 0, 0
+
+    @property
+    def has_more_numbers(self) -> bool:
+        """Whether a top-k is among more numbers than there are experts, and nothing is chosen among as many."""
+        return self._num_experts is not None and self._among > self._num_experts and not self._largest + self._single
 
     @property
     def top_k(self) -> int:
@@ -94,7 +111,10 @@ class ChoiceSpy(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in ("topk", "argmax") or not args or self._num_experts not in args[0].shape:
+        if name not in ("topk", "argmax") or not args:
+            return result
+        self._among = max(self._among, args[0].shape[-1] if name == "topk" and args[0].dim() else 0)
+        if self._num_experts not in args[0].shape:
             return result
         if name == "argmax":
             self._single += 1

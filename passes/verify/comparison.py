@@ -27,6 +27,7 @@ from hexa_fx.passes.inputs.routing_override import (
     RoutingOverride,
     in_turns,
     rows_for_all,
+    under_other_numbers,
 )
 from hexa_fx.passes.verify.cases import (
     NO_ROUTER,
@@ -167,6 +168,9 @@ class Comparison:
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
+        if self.inputs.num_experts is not None and spy.has_more_numbers:
+            routing = under_other_numbers(self.inputs.num_experts)
+            yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, gradients=False)
         top_k = self.inputs.given_top_k or spy.top_k
         yield from self._all_reached(top_k)
         yield from self._reached_otherwise(top_k)

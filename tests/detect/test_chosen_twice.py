@@ -77,3 +77,39 @@ def test_what_one_run_does_not_show_is_refused(way: str) -> None:
     block, opt = _both(REFUSED[way])
     assert "two may be the same" in opt.report.blocks[0].reason
     assert compare(block, opt, (1e5 * torch.randn(50, D, dtype=torch.float64),)).within(0.0)
+
+
+class SeveralNumbers(nn.Module):
+    """Chooses among twice as many numbers as there are experts: those of the second half take off what their expert gives.
+
+    They are rarely chosen. Rows are added to by ``+=``, which keeps one of the rows of a token that names an expert twice.
+    """
+
+    def __init__(self, added: bool) -> None:
+        super().__init__()
+        self.gate, self.added = nn.Linear(D, 2 * E, bias=False), added
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, D)) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        less = 4.0 * (torch.arange(2 * E) >= E)
+        weights, ids = (self.gate(x) - less).softmax(-1).topk(2)
+        weights, out = torch.where(ids < E, weights, -weights), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids % E == number)
+            rows = weights[token, slot, None] * expert(x[token])
+            if self.added:
+                out = out.index_add(0, token, rows)
+            else:
+                out[token] += rows
+        return out
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_an_expert_of_several_numbers_may_be_chosen_twice(added: bool) -> None:
+    torch.manual_seed(0)
+    block = SeveralNumbers(added).double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), torch.randn(24, D, dtype=torch.float64))
+    assert bool(opt.report.rewritten) == added, opt.report
+    assert added or "one expert under several numbers" in opt.report.blocks[0].reason
+    x = 40 * torch.randn(50, D, dtype=torch.float64)
+    assert compare(block, opt, (x,)).within(1e-10 if added else 0.0)
