@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -162,7 +163,8 @@ class FreshInputs:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._seed = seed
         self.sizes = ExampleSizes.of(self._leaves, widths)
-        self._made: dict[tuple[tuple[tuple[int, ...], ...], str], list[Any]] = {}  # the same every time
+        self._made: dict[tuple[tuple[tuple[int, ...], ...], str, bool], list[Any]] = {}  # the same every time
+        self._keeps = False
         self.num_experts = num_experts
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
         rows = self._rows(_shapes(self._leaves))
@@ -194,6 +196,15 @@ class FreshInputs:
     def like_example(self, dtype: torch.dtype, routing: ForcedRouting | None = None) -> tuple[Any, Any]:
         """(args, kwargs) of the example's shapes; floating tensors in ``dtype``."""
         return self._make(_shapes(self._leaves), dtype, routing)
+
+    @contextmanager
+    def integers_kept(self) -> Iterator[None]:
+        """A context in which integers and masks, but for a routing, are those of the example, repeated to other sizes."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
 
     def sized_like_example(self, inputs: tuple[Any, Any]) -> bool:
         """Whether (args, kwargs) have the example's shapes."""
@@ -299,7 +310,7 @@ class FreshInputs:
     def _make(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: ForcedRouting | None
     ) -> tuple[Any, Any]:
-        key = tuple(shapes), "" if routing is None else routing.name
+        key = tuple(shapes), "" if routing is None else routing.name, self._keeps
         if key not in self._made:
             draw = _Draw(torch.Generator().manual_seed(self._seed), routing, self._rows(shapes))
             self._made[key] = [
@@ -312,6 +323,8 @@ class FreshInputs:
 
     def _fill(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
         generator, numbers = draw.generator, torch.empty(shape, dtype=torch.float64, device="cpu")
+        if kind in ("integer", "bool") and self._keeps:
+            return _repeated_to(leaf, shape)
         if kind == "scores":
             scores = numbers.normal_(generator=generator)
             return scores if draw.routing is None else raised(scores, draw.routing, self._experts_a_token(scores, kind))

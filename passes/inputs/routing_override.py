@@ -89,6 +89,11 @@ def under_other_numbers(experts: int) -> ForcedRouting:
     return ForcedRouting("one expert under several numbers", choose)
 
 
+def _is_routers(call: ChoosingCall, num_experts: int | None) -> bool:
+    """Whether a router may choose so among so many experts, if it is known how many."""
+    return call.name == "topk" or (call.name != "multinomial" and num_experts in (None, call.size))
+
+
 class ChoiceSpy(TorchFunctionMode):
     """Notes how many experts a router picks for a token: the largest top-k, or the number of argmax calls."""
 
@@ -96,6 +101,8 @@ class ChoiceSpy(TorchFunctionMode):
         super().__init__()
         self._num_experts = num_experts
         self._largest, self._single, self._among = 0, 0, 0
+        self.chooses = False
+        """Whether something is chosen that a `RoutingOverride` may choose otherwise."""
 
     @property
     def has_more_numbers(self) -> bool:
@@ -111,6 +118,8 @@ class ChoiceSpy(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        call = choosing_call(func, args, kwargs or {})
+        self.chooses = self.chooses or (call is not None and _is_routers(call, self._num_experts))
         if name not in ("topk", "argmax") or not args:
             return result
         self._among = max(self._among, args[0].shape[-1] if name == "topk" and args[0].dim() else 0)
@@ -212,13 +221,10 @@ class RoutingOverride(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         call = choosing_call(func, args, kwargs or {})
-        if call is None or not self._forces(call):
+        if call is None or not _is_routers(call, self.num_experts):
             return func(*args, **(kwargs or {}))
         self.forced += 1
         return call.forced(self._choice(call))
-
-    def _forces(self, call: ChoosingCall) -> bool:
-        return call.name == "topk" or (call.name != "multinomial" and self.num_experts in (None, call.size))
 
     def _choice(self, call: ChoosingCall) -> torch.Tensor:
         """(rows, k) forced places; of a sort all of them, the others following the forced one in order.

@@ -136,7 +136,12 @@ class _Verification:
         """The float64 copy, in which a parameter wants no gradient if the code asks whether it does, and it does not."""
         copied = float64_copy_or_none(self.block, self.settings.analysis_bytes, as_it_is)
         for read in self.rewritten.reads:
-            if copied and read.steps[1:] == ("requires_grad",) and read.value is False and not read.is_global:
+            if (
+                copied is not None
+                and read.steps[1:] == ("requires_grad",)
+                and read.value is False
+                and not read.is_global
+            ):
                 parameter = copied.get_submodule(read.root)._parameters.get(read.steps[0])
                 if parameter is not None:
                     parameter.requires_grad_(False)

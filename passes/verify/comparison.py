@@ -135,6 +135,7 @@ class Comparison:
         (made,) = forward.specialisations
         self.state = results.state_of(subject.module, made.stored, made.changed)
         self.tolerance = tolerance_of(subject.dtype)
+        self._chooses = False
 
     def cases(self) -> tuple[VerificationCase, ...]:
         """Up to the first that differs: it is reason enough."""
@@ -158,6 +159,7 @@ class Comparison:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self.case("the example", Call(self.inputs.example(self.subject.dtype), spy))
+        self._chooses = spy.chooses
         if self.settings.given is not None:
             given = pytree.tree_map_only(torch.Tensor, self._cast, self.settings.given)
             yield self.case("the example as it was given", Call(given))
@@ -185,14 +187,28 @@ class Comparison:
         """At the sizes of the settings; where the original takes no other sequences or batches, each on its own."""
         dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
         for number, (batch, sequence) in enumerate(self.settings.sizes):
-            given = self.inputs.at(batch, sequence, dtype)
-            case = self.case(size(batch, sequence), Call(given, gradients=number == 0 and not large))
+            make = partial(self.inputs.at, batch, sequence, dtype)
+            case = self._made(size(batch, sequence), make, gradients=number == 0 and not large)
             alone |= {(batch, None): None, (None, sequence): None} if case.raised else {}
             yield case
         for batch_or_none, sequence_or_none in alone:
             name = f"batch {batch_or_none}" if sequence_or_none is None else f"sequence {sequence_or_none}"
-            given = self.inputs.at(batch_or_none, sequence_or_none, dtype)
-            yield self.case(f"{name} alone", Call(given, gradients=False))
+            make = partial(self.inputs.at, batch_or_none, sequence_or_none, dtype)
+            yield self._made(f"{name} alone", make, gradients=False)
+
+    def _made(
+        self,
+        name: str,
+        make: Callable[[], tuple[Any, Any]],
+        override: TorchFunctionMode | None = None,
+        gradients: bool = True,
+    ) -> VerificationCase:
+        """A case on fresh inputs; on ones with the example's integers, if those of others do not keep the example's conditions."""
+        case = self.case(name, Call(make(), override, gradients))
+        if case.outcome != "skipped" or case.changed or not case.detail.startswith(LEFT):
+            return case
+        with self.inputs.integers_kept():
+            return self.case(name, Call(make(), override, gradients))
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
@@ -237,18 +253,19 @@ class Comparison:
     def _forced(
         self, name: str, routing: ForcedRouting, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
     ) -> VerificationCase:
-        """Forces a routing: through the inputs if they contain it, else in the router inside the block."""
-        if self.inputs.given_routing:
-            return self.case(name, Call(make(self.subject.dtype, routing=routing), gradients=gradients))
-        inputs = make(self.subject.dtype)
+        """Forces a routing: through the inputs if they seem to contain it, and in the router inside the block if there is one."""
+        given = self.inputs.given_routing
+        inputs = partial(make, self.subject.dtype, routing=routing if given else None)
+        if given and not self._chooses:
+            return self._made(name, inputs, gradients=gradients)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
             overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self._no_router))
         for override in overrides:
-            case = self.case(name, Call(inputs, override, gradients))
+            case = self._made(name, inputs, override, gradients)
             if override.forced:
                 return case
-        return VerificationCase(name, "skipped", detail=NO_ROUTER)
+        return case if given else VerificationCase(name, "skipped", detail=NO_ROUTER)
 
     def case(self, name: str, call: Call) -> VerificationCase:
         """Compares what both do in a call."""

@@ -84,3 +84,37 @@ def test_the_branch_is_the_calls_own(way: str) -> None:
     opt = hexa_fx.optimize(copy.deepcopy(block), (x, near))
     for positions in (near, far):
         torch.testing.assert_close(opt(x, positions), block(x, positions))
+
+
+class OfThoseThatHaveAny(Mixture):
+    """A loss of the means of tokens by expert, of many tokens only those of experts that have any. Of the labels that are given one
+    may be a certain one.
+    """
+
+    def __init__(self, certain: bool) -> None:
+        super().__init__()
+        self.certain = certain
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        probs, _, out, _ = self.mix(x)
+        if self.certain and (labels == 1000).any():
+            out = out + 1
+        marks = torch.zeros_like(probs).scatter(1, probs.topk(2)[1], 1.0) > 0
+        means = [x[mark].mean(0) for mark in marks.unbind(1) if len(x) < 6 or mark.sum() > 0]
+        return out, torch.stack(means).nan_to_num(0.0).sum() if len(x) < 6 else torch.stack(means).sum()
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_what_routers_choose_is_varied_beside_labels(certain: bool) -> None:
+    """Labels below the number of experts look like a routing that is given; others, drawn anew, may not hold a certain one."""
+    torch.manual_seed(0)
+    block = OfThoseThatHaveAny(certain).double()
+    labels = torch.arange(24) % 4
+    if certain:
+        labels = labels * 100
+        labels[3] = 1000
+    opt = hexa_fx.optimize(copy.deepcopy(block), (torch.randn(24, D, dtype=torch.float64), labels))
+    for rows in (1, 6, 24):
+        x = torch.randn(1, D, dtype=torch.float64).expand(rows, D)  # all to the same
+        torch.testing.assert_close(opt(x, labels[:rows]), block(x, labels[:rows]))
+    assert not opt.report.rewritten, opt.report
