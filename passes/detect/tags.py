@@ -180,17 +180,19 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
 
 
 def without_lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str] | None:
-    """The parameters and groups that may be experts', if others are stacks of which the code itself picks one part.
+    """The parameters and groups that may be experts', if others are stacks or lists of which the code itself picks one part.
 
-    As it picks the gate of a task by the task's number. None if there are no such stacks, or nothing else that may be experts.
+    As it picks the gate of a task by the task's number. None if there are none, or nothing else that may be experts.
     """
     read = [n for n in captured.graph.find_nodes(op="get_attr", sort=False) if n.target not in captured.constants]
+    names_read = {str(n.target) for n in read}
+    listed = {base for base, names in groups.members.items() if len(names_read.intersection(names)) == 1 < len(names)}
     grouped = {name for names in groups.members.values() for name in names}
     lone = {str(n.target) for n in read if str(n.target) not in grouped and is_stack(n) and _reads_one_part(n)}
     others = {str(n.target) for n in read if is_stack(n)} - lone
-    if not lone or not (others or groups.members):
+    if not (lone or listed) or not (others or groups.members.keys() - listed):
         return None
-    return frozenset(groups.members) | {str(n.target) for n in read} - grouped - lone
+    return frozenset(groups.members) - listed | names_read - grouped - lone
 
 
 def _reads_one_part(stack: Node) -> bool:

@@ -1,5 +1,6 @@
 """Parts of stacked weights along the experts: slices, pieces and parts of parts are of the experts that lie there."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -131,3 +132,33 @@ def test_other_experts_second_matrix() -> None:
     (found,) = hexa_fx.optimize(LocalExperts(off=1), torch.randn(14, D)).report.blocks
     assert found.status == "refused"
     assert found.reason == "an expert's second projection does not read its first"
+
+
+class GateOfATask(nn.Module):
+    """Stacked experts, and a list of gates of which the task's is picked."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.w1, self.w2, self.task = weight(E, D, I), weight(E, I, D), 1
+        wide = [nn.Linear(D, D), nn.GELU()] * (layers - 1)
+        self.gates = nn.ModuleList(nn.Sequential(*copy.deepcopy(wide), nn.Linear(D, E)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gates[self.task](x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            out.index_add_(0, token, F.gelu(x[token] @ self.w1[e]) @ self.w2[e] * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("layers", [2, 1])
+def test_gates_of_tasks_are_no_experts(layers: int) -> None:
+    torch.manual_seed(0)
+    block, x = GateOfATask(layers).double(), torch.randn(24, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x)
+    assert opt.report.rewritten, opt.report
+    for task in (1, 2):
+        block.task = opt.task = task
+        assert compare(block, opt, (x,)).within(1e-10)
+        assert operators_run(opt, (x,))
