@@ -286,6 +286,7 @@ class RewrittenBlock:
         training: the mode that it was recorded in, if its code asks for it; None if it holds in both.
         in_trace: what counts besides ``reads`` where a compiler traces the graph.
         changed: names of parameters that the graph, or submodules which it calls, write to.
+        dtypes: of parameters and buffers at the end of the recorded run, which may convert a router in its forward.
         path: the block's path in the model.
     """
 
@@ -301,3 +302,4 @@ class RewrittenBlock:
     in_trace: tuple[PythonRead, ...] = ()
     changed: tuple[str, ...] = ()
     training: bool | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

@@ -390,3 +390,26 @@ def test_experts_that_are_exchanged_again_and_again_are_read_anew() -> None:
         torch.testing.assert_close(opt(tokens()), model(tokens()))
     calls = opt.report.blocks[0].calls
     assert (calls.rewritten, calls.kinds, calls.own) == (CONFIG.specialisations + 3, 1, {})
+
+
+class Converts(Mixture):
+    """Routes in float32, whatever the model was cast to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.float()
+        weights, ids = self.router(x.float()).softmax(-1).topk(2)
+        return self.chosen(x, weights.to(x.dtype), ids)
+
+
+def test_a_router_that_the_code_converts_in_its_first_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Converts(), Converts())  # the second takes over the first one's analysis
+    x = torch.randn(24, D)
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x, config=CONFIG)
+    optimized(x)
+    for each in (model, optimized):
+        each.bfloat16()
+    for _ in range(2):
+        torch.testing.assert_close(optimized(x.bfloat16()), model(x.bfloat16()), rtol=0.05, atol=0.02)
+    assert [block.forward.ran for block in optimized.report.blocks] == [2, 2], optimized.report
+    assert optimized[0].router.weight.dtype == torch.float32

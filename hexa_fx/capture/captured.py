@@ -48,6 +48,7 @@ class CapturedBlock:
             they held before.
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         numbers: what stands in for numbers that modules keep and every call asks for, by name.
+        dtypes: of parameters and buffers at the end of the run, which may convert a router in its forward.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.
         written_later: whether what the block was given is written to after its call.
@@ -75,6 +76,7 @@ class CapturedBlock:
     changed_parameters: Mapping[tuple[str, str], SourceLocation | None] = field(default_factory=dict)
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     numbers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
     written_later: bool = False

@@ -30,7 +30,7 @@ from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, number_at, put_number, step, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
-from hexa_fx.isolation.module_tree import inside, kept_tensors
+from hexa_fx.isolation.module_tree import inside, kept_tensors, tensors_by_name
 from hexa_fx.isolation.read_values import Code
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
@@ -170,6 +170,7 @@ def _capture(
             _ask_for_numbers(block, recorder, replacements.numbers)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
         recorder.told.leave("")
+        dtypes = {name: tensor.dtype for name, tensor in tensors_by_name(block).items()}
         output = recorder.lift_result(result)
         stored = _stored(block, snapshot, recorder, reads)
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
@@ -199,6 +200,7 @@ def _capture(
         changed_parameters=reads.ran.changed,
         replaced=replaced,
         numbers={name: recorder.parameters[name] for name in replacements.numbers},
+        dtypes=dtypes,
     )
 
 

@@ -246,15 +246,16 @@ def _is_weight(read: PythonRead, weights: Collection[str]) -> bool:
 
 
 def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:
-    """Of the floating parameters and buffers that a graph, the modules that it calls and the code read, by path; of those side by
-    side the first."""
+    """Of the floating parameters and buffers that a graph, the modules that it calls and the code read, by path, as they were read;
+    of those side by side the first."""
     parts = [part for weight in rewritten.packed for part in weight.parts]
     read = _names(rewritten.reads).difference(*parts) | {part[0] for part in parts}
     read.update(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))
     called = called_in(rewritten.graph, always=False)
     named = tensors_by_name(block) | kept_tensors(block)
     floating = ((path, tensor) for path, tensor in named.items() if tensor.is_floating_point())
-    return {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
+    found = {path: tensor.dtype for path, tensor in floating if path in read or is_within(path, called)}
+    return {path: rewritten.dtypes.get(path, dtype) for path, dtype in found.items()}
 
 
 def _names(reads: Iterable[PythonRead]) -> set[str]:

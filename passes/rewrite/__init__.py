@@ -221,7 +221,8 @@ class _Rewriter:
         small = own_code_limit(self.match, removed, self._added(), len(packed))
         guards, experts = input_guards(captured, self.graph, self.new, by_rows), self.match.num_experts
         of_python = routers.reads, None, routers.in_trace
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, *of_python)
+        given_for = captured.path, self.graph, packed, guards, stored, small, experts
+        return RewrittenBlock(*given_for, *of_python, dtypes=captured.dtypes)
 
     def _asked_first(self, kept: KeptNodes) -> set[Node]:
         """Conditions on what is there before anything is drawn, written or called, which are checked first."""
