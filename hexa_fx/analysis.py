@@ -32,7 +32,7 @@ from hexa_fx.passes import NotRecorded, analyse
 from hexa_fx.passes.block_analysis import BlockAnalysis, Mode, StructureCache, mode_of, moved_to, refused
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.preconditions import is_elsewhere, why_hidden
+from hexa_fx.passes.preconditions import is_elsewhere, why_hidden, why_partitioned
 from hexa_fx.passes.rewrite.autocast import under_any_autocast, under_this_autocast
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
@@ -152,7 +152,8 @@ def _analyse_model(
             if made
             else "the example inputs"
         )
-        candidates = _observe(model, args, kwargs, what, effects, most_tokens)
+        unseen = why_partitioned(model)
+        candidates = [] if unseen else _observe(model, args, kwargs, what, effects, most_tokens)
         bar.total = len(candidates)
         for candidate in candidates:
             block = candidate.levels[0]
@@ -178,7 +179,7 @@ def _analyse_model(
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
             bar.advance()
     cache.forget_runs()
-    report = OptimizationReport(tuple(reports), time.perf_counter() - started)
+    report = OptimizationReport(tuple(reports), time.perf_counter() - started, unseen=unseen)
     return ModelAnalysis(tuple(analyses), report, examples, calls, around, effects, waiting, frozenset(written), forms)
 
 

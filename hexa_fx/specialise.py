@@ -38,6 +38,7 @@ from hexa_fx.isolation.written_tensors import gradients_kept
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache, moved_to
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.memory import NO_MEMORY
+from hexa_fx.passes.preconditions import why_partitioned
 from hexa_fx.runtime.call_kinds import RefusedKind, said_of_sizes, why_not_analysed
 from hexa_fx.runtime.forward import FORWARD, PUT_ON, HexaForward
 from hexa_fx.runtime.guards import GuardMiss, ReadMiss
@@ -99,7 +100,7 @@ class Specialiser:
         module = forward.module
         if forward.exhausted:
             return forward.exhausted
-        if reason := why_not_analysed():
+        if reason := why_not_analysed() or why_partitioned(module):
             return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
         with _analysing:
             known = forward.refusal_of(args, kwargs, miss)

@@ -45,6 +45,10 @@ SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
     "one as it is written (functions that torch.jit.script compiled are no hindrance)"
 )
+PARTITIONED = (
+    "DeepSpeed's ZeRO-3 partitions its parameters, and keeps a record of every call of a module, which an analysis would add to: "
+    "give hexa_fx.optimize_ an example before deepspeed.initialize"
+)
 NOT_FINITE = "{} holds NaN or infinity, which may be what hides it: give it numbers before the block is analysed"
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
@@ -67,6 +71,11 @@ def why_unreadable(block: nn.Module) -> str:
     if quantised:
         return QUANTISED.format(quantised)
     return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
+
+
+def why_partitioned(model: nn.Module) -> str:
+    """A sentence if ZeRO-3 has a model's parameters; else empty."""
+    return PARTITIONED if any(hasattr(parameter, "ds_status") for parameter in model.parameters()) else ""
 
 
 def is_elsewhere(block: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx import optimizing
 from hexa_fx.first_call import waiting_of
+from hexa_fx.passes.preconditions import PARTITIONED
 from tests.zoo.loops import WherePlusAssign as Block
 from tests.zoo.variant import D
 
@@ -320,6 +321,24 @@ def test_parameters_without_elements_between_calls(mixtral: nn.Module, given: bo
         found = torch.autograd.grad(model(input_ids=IDS).logits.square().sum(), [*model.parameters()])
     torch.testing.assert_close(found, expected)
     assert counts(model) == {MIXTRAL.format(layer): (2, 0) for layer in range(2)}
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_model_that_zero_3_has_is_not_analysed(given: bool) -> None:
+    """An analysis calls modules, which DeepSpeed counts: its step then raised an error. What was analysed before runs."""
+    torch.manual_seed(0)
+    calls, x, now, before = list[int](), torch.randn(6, D), Branches(), Branches()
+    hexa_fx.optimize_(before, x, config=CONFIG)
+    for parameter in (*now.parameters(), *before.parameters()):
+        parameter.ds_status = "here"  # type: ignore[attr-defined]
+    for model in (now, before):
+        model.left[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    hexa_fx.optimize_(now, x if given else None)
+    for model in (now, before, now, before):
+        model(x)
+    assert len(calls) == 4
+    assert str(now.report) == PARTITIONED
+    assert counts(before)["left.1"] == (2, 0)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
