@@ -144,7 +144,9 @@ class Specialiser:
                     self._add(forward, analysis.rewritten)
                     is_said = len(forward.specialisations) == 1
                 if is_said:
-                    report = describe(analysis.placed_in(module), same_as, self._inspector)
+                    effects = Sandbox(module if analysis.captured is None else analysis.captured.block)
+                    report = describe(analysis.placed_in(module), same_as, self._inspector)  # runs the code once more
+                    effects.restore()
                     self.reports[forward.path] = replace(report, forward=forward)
                 if analysis.rewritten is not None:
                     return ""

@@ -36,7 +36,7 @@ from hexa_fx.isolation.module_tree import inside, named_modules
 UNKNOWN = object()
 """Stands for a stored value that is neither a literal nor made of tensors of the run."""
 
-_LITERAL = (bool, int, float, NoneType)
+_LITERAL = (bool, int, float, NoneType, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,8 @@ class Kept:
                     edges.hold(met.value, name, new, scopes)
                     continue
                 value, found = lifted(new, recorder), tuple(ways[identity])
-                if value is not UNKNOWN or of_the_run(new) or not all(way.is_global for way in found):
+                told = value is not UNKNOWN or of_the_run(new) or isinstance(new, str)
+                if told or not all(way.is_global for way in found):
                     yield StoredValue(ObjectAttribute(found, name), value, scopes)  # of globals, the rest is a cache
 
     def changed(self, edges: ReadEdges) -> Iterator[ChangedInPlace]:

@@ -76,7 +76,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "gives them.",
     ),
     (
-        ("keeps a result on the module", "compute on the module"),
+        ("keeps a result on ", "compute on the module"),
         "Return the value, or keep what the router computes instead of what the experts do; do not assign it "
         "to self in forward. A counter that the router alone reads can be one of the router's module.",
     ),

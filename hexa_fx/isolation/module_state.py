@@ -217,7 +217,9 @@ class ModuleState:
     def __init__(self, module: nn.Module, shared: Iterable[Holder] = (), changed: Sequence[str] = ()) -> None:
         self._module, self._named = module, named_modules(module)
         self._snapshot = ModuleSnapshot(module)
-        self._contents = Contents([*held_by_modules(module), *shared])
+        # These are listed always: in its own dtype one run may set to what it was what another one changes.
+        self._shared = [*shared]
+        self._contents = Contents([*held_by_modules(module), *self._shared])
         kinds = {kind for kind in {*map(type, self._snapshot.values())} if issubclass(kind, torch.Tensor)}
         self._with_tensors = {
             id(child) for _, child in self._named if not kinds.isdisjoint(map(type, child.__dict__.values()))
@@ -270,7 +272,8 @@ class ModuleState:
             for name in before if id(child) in changed else ():
                 if isinstance(before[name], _PLAIN) and not isinstance(child.__dict__.get(name), _PLAIN):
                     yield path, f"{name}, which is gone", True
-        for holder, _ in self._contents.changed():
+        found = [*self._shared, *(holder for holder, _ in self._contents.changed())]
+        for holder in {id(holder.value): holder for holder in found}.values():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from hexa_fx.capture import UNKNOWN, CapturedBlock, ModuleCall, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.records import nodes_by_call
-from hexa_fx.ir import Container, ContainerItem
+from hexa_fx.ir import Container, ContainerItem, ObjectAttribute
 from hexa_fx.isolation.lookup import LITERALS
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, nodes_in
@@ -88,14 +88,15 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> t
     check_added(captured.stored, live)
     for item in found:
         behind = ancestors(nodes_in(item.value))
+        holder = "an object" if isinstance(item.place, ObjectAttribute) else "the module"
         if item.value is UNKNOWN:
             raise Refuse(
-                f"the code keeps a result on the module ({item}), which the rewritten block would not update; tensors, their "
-                "sizes, numbers and lists, tuples and dicts of these are set",
+                f"the code keeps a result on {holder} ({item}), which the rewritten block would not update; tensors, their "
+                "sizes, dtypes and devices, numbers and lists, tuples and dicts of these are set",
                 item.location,
             )
         if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
-            raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
+            raise Refuse(f"the code keeps a result on {holder} ({item}), which the rewritten block would not update")
     return found
 
 

@@ -394,3 +394,43 @@ def test_what_an_opened_router_adds() -> None:
 def test_an_opened_router_that_takes_away_is_refused() -> None:
     optimized = hexa_fx.optimize(Gated(Forgetful()).double(), tokens())
     assert "the code reads router.losses" in optimized.report.blocks[0].reason
+
+
+class Routed(nn.Module):
+    """A router that adds to a global list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, E)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        probs = self.linear(x).softmax(-1)
+        LOSSES.append(probs.square().sum())
+        return probs.topk(K)
+
+
+class DroppingOut(nn.Module):
+    """Slot by slot, where dropout is random by the order in which experts run: refused in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Routed()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.Linear(8, D), nn.Dropout()) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weights, ids), out = self.router(x), torch.zeros_like(x)
+        for slot in range(K):
+            for number, expert in enumerate(self.experts):
+                chosen = ids[:, slot] == number
+                out[chosen] += expert(x[chosen]) * weights[chosen, slot, None]
+        return out
+
+
+def test_a_report_that_is_first_made_in_a_call_adds_nothing() -> None:
+    """What a block keeps for backward is measured by running it: the router's loss was counted three times in that call."""
+    optimized = hexa_fx.optimize(DroppingOut().double(), tokens()).eval()
+    assert not optimized.report.rewritten
+    LOSSES.clear()
+    optimized(tokens(5))
+    assert optimized.report.rewritten
+    assert len(LOSSES) == 1

@@ -1,5 +1,6 @@
 """What blocks keep on plain objects during a call and leave there: dispatchers, dataclasses, slots, dicts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,3 +186,48 @@ def test_an_object_that_is_an_argument_is_not_left_as_it_was() -> None:
 
     (report,) = hexa_fx.explain(Given().double(), (tokens(3, 7), Dispatcher())).blocks
     assert "the code changes the argument 'dispatcher' in place" in report.reason
+
+
+class Manager:
+    """Is told where and as what a result was computed."""
+
+    said: Any = None
+
+
+MANAGER = Manager()
+SAID: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dtype": lambda out: out.dtype,
+    "device": lambda out: out.device,
+    "tuple": lambda out: (1, 2),
+    "text": lambda out: "of the block",
+}
+
+
+class Managed(Block):
+    """Tells a manager, its own or a global one."""
+
+    def __init__(self, own: bool, what: str) -> None:
+        super().__init__()
+        self.manager, self.what = Manager() if own else None, what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, manager = super().forward(x), self.manager or MANAGER
+        manager.said = SAID[self.what](out)
+        return out
+
+
+@pytest.mark.parametrize("what", SAID)
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_no_number_is_set_too(own: bool, what: str) -> None:
+    """On a global object it was lost in silence."""
+    block = Managed(own, what)
+    opt = hexa_fx.optimize(block, torch.randn(3, 7, D))
+    for value in (None, None, "else"):
+        found = []
+        for each in (block, opt):
+            manager = each.manager or MANAGER
+            manager.said = value
+            each(torch.randn(2, 5, D))
+            found.append(manager.said)
+        assert found[0] == found[1] is not value
+    assert ("own code" in str(opt.report)) == (what == "text")  # which may be made of numbers
