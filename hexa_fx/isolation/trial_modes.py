@@ -3,6 +3,7 @@ and with the parts of stacked weights as leaves of their own."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hexa_fx.contexts import attributes_set
 from hexa_fx.torch_private import (
     DisableTorchFunction,
     DispatchMode,
@@ -56,6 +58,7 @@ _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 _UPCAST = frozenset({torch.dtype, tuple, list, dict})
 GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
+FINFO = torch.finfo
 
 
 class InFloat64(TorchFunctionMode):
@@ -63,12 +66,26 @@ class InFloat64(TorchFunctionMode):
 
     Args:
         own: dtype that the tensors had originally. A cast of them to another dtype gives a copy here too, since code may write
-            to it.
+            to it. What code asks of its numbers (``torch.finfo(x.dtype).eps``) is told of this one, since a recorded run holds it.
     """
 
     def __init__(self, own: torch.dtype) -> None:
         super().__init__()
-        self._own = own
+        self._own, self._thread = own, threading.get_ident()
+        self._limits = attributes_set(torch, finfo=self._finfo)
+
+    def _finfo(self, *dtype: torch.dtype) -> torch.finfo:
+        here = dtype == (torch.float64,) and threading.get_ident() == self._thread
+        return FINFO(self._own) if here else FINFO(*dtype)
+
+    def __enter__(self) -> InFloat64:
+        self._limits.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._limits.__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -198,3 +198,34 @@ class InOneMatrix(nn.Module):
 
 def test_stacks_that_lie_in_matrices() -> None:
     rewritten(InOneMatrix().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
+
+
+class Guarded(nn.Module):
+    """Keeps a sum off zero by the smallest step of its dtype, which is another one where it is compared in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, E, bias=False), experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat).softmax(-1).topk(K)
+        weights = weights / (weights.sum(-1, keepdim=True) + torch.finfo(x.dtype).eps)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out[token] += expert(flat[token]) * weights[token, slot, None]
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_limits_of_a_dtype(dtype: torch.dtype) -> None:
+    block = Guarded().to(dtype)
+    optimized = rewritten(block, tokens(2, 7, dtype=dtype), tolerance=1e-5 if dtype == torch.float32 else 2e-2)
+    agree(
+        block,
+        optimized,
+        tokens(3, 5, dtype=dtype),
+        tolerance={torch.float32: 1e-5, torch.float64: 1e-10}.get(dtype, 3e-2),
+    )
+    assert torch.finfo(torch.float64).eps < 1e-15
