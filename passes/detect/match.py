@@ -45,6 +45,7 @@ class MoEMatch:
         constant: whether the code lets no gradient through the region.
         stored: results that the code keeps beside its output, which the rewritten block has to leave there.
         instances: the runs of the experts.
+        decisions: what judged the host decisions, which leaves to submodule calls what these decide again.
         others: further regions of the same block.
     """
 
@@ -62,6 +63,7 @@ class MoEMatch:
     detached: bool = False
     constant: bool = False
     instances: tuple[Instance, ...] = ()
+    decisions: Decisions | None = None
     others: tuple[MoEMatch, ...] = ()
 
     @property
@@ -170,7 +172,8 @@ class Family:
         anew = decided_anew(self.captured, inside, end, roots)
         # Stacks that the family leaves out are a router's: what is computed with them is not of the experts.
         of_all = tag(self.captured, self.groups, self.members and self.members | frozenset(self.groups.members))
-        conditions = Decisions(self.captured, of_all, set(routing.index.nodes), last, [end], anew).conditions()
+        decisions = Decisions(self.captured, of_all, set(routing.index.nodes), last, [end], anew)
+        conditions = decisions.conditions()
         refuse_stored_intermediates(stored, self.tags, end)
         refuse_own_backward(end, self.tags, last)
         return MoEMatch(
@@ -187,4 +190,5 @@ class Family:
             base=routed.base,
             constant=is_constant(end),
             instances=tuple(instances),
+            decisions=decisions,
         )

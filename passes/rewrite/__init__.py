@@ -25,6 +25,7 @@ from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
     Form,
     KeptNodes,
+    conditions_of_opened,
     keep,
     kept_routers,
     left_by_opened,
@@ -181,13 +182,16 @@ class _Rewriter:
         called = {call.path for call in kept.calls.values() if call.function is None}
         self.opened = left_by_opened(captured, called, self._stored())
         kept = keep(captured, self._roots(), [*regions]) if self.opened else kept
+        while conditions := conditions_of_opened(self.match, kept):
+            self.match = replace(self.match, conditions=(*self.match.conditions, *conditions))
+            kept = keep(captured, self._roots(), [*regions])
         cut = (Condition(n, True, pieces=len(record_of(n).value)) for n in kept.order if cuts_rows(n))
         self.match = replace(self.match, conditions=(*self.match.conditions, *cut))
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first(kept).__contains__, reverse=True)
-        conditions = {condition.node for match in self.match.regions for condition in match.early_conditions}
-        refuse_late_conditions(conditions, order, kept)
+        early = {condition.node for match in self.match.regions for condition in match.early_conditions}
+        refuse_late_conditions(early, order, kept)
         self.elsewhere = replaced(captured, kept)
         routers = kept_routers(captured, kept, order, self.match.regions, self.elsewhere)
         self.elsewhere |= routers.unasked

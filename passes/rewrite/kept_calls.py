@@ -8,7 +8,7 @@ form of what it gives tells the two apart.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import NoneType
 from typing import Any
@@ -23,7 +23,7 @@ from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.decisions import ON_DATA, depends_on_data, is_size
+from hexa_fx.passes.detect.decisions import ON_DATA, Condition, depends_on_data, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
@@ -82,6 +82,26 @@ def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]
         if not unseen:
             return KeptNodes(tuple(sorted(needed, key=position.__getitem__)), by_result, stand_ins)
         wanted += unseen
+
+
+def conditions_of_opened(match: MoEMatch, kept: KeptNodes) -> tuple[Condition, ...]:
+    """Of decisions that were left to submodule calls, of which the rewritten graph makes none.
+
+    Raises:
+        Refuse: what such a decision hinges on cannot be asked.
+    """
+    by_call, known = (
+        nodes_by_call(match.captured.graph),
+        {each.node for one in match.regions for each in one.conditions},
+    )
+    called = {node for call in kept.calls.values() for node in by_call[call.number]}
+    found: list[Condition] = []
+    for judge in (one.decisions for one in match.regions if one.decisions is not None):
+        if any(record_of(node).decision for node in judge.opaque - called):
+            found += (
+                each for each in replace(judge, opaque=judge.opaque & called).conditions() if each.node not in known
+            )
+    return tuple(found)
 
 
 def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], kept: KeptNodes) -> None:
