@@ -99,6 +99,7 @@ class InputGuard:
         contiguous: whether the tensor was, if the recorded code asks how tensors lie in memory.
         requires_grad: whether the tensor did, if the recorded code asks which tensors do.
         last: size of the last dimension, if the rewritten block reads rows of that many numbers.
+        filled: whether there has to be something in the tensor: of no tokens the recorded code gives something else.
     """
 
     name: str
@@ -111,6 +112,7 @@ class InputGuard:
     contiguous: bool | None = None
     requires_grad: bool | None = None
     last: int | None = None
+    filled: bool = False
 
 
 @dataclass(frozen=True)

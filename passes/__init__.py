@@ -54,10 +54,10 @@ from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory import check_recorded, with_few_enough_tokens
 from hexa_fx.passes.preconditions import depends_on_mode, refusal_of_host, why_not_finite, why_packed, why_unreadable
-from hexa_fx.passes.rewrite import rewrite_block
+from hexa_fx.passes.rewrite import not_on_nothing, rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
 from hexa_fx.passes.verify import VerificationResult, verify_block, why_refused
-from hexa_fx.passes.verify.cases import changes_itself, settings_of, unlike
+from hexa_fx.passes.verify.cases import changes_itself, differs_on_nothing, settings_of, unlike
 from hexa_fx.runtime.attribute_guards import called_in
 
 log = logging.getLogger(__name__)
@@ -295,10 +295,13 @@ def _checked(
     settings = settings_of(match.captured, config, unlike(observation.given, example))
     with announced("verify", rewritten.graph) as done, muted(), torch_operators():
         check = verify_block(block, rewritten, *example, settings)
+        if differs_on_nothing(check.cases):  # 0 / 0 where the code leaves out an expert without tokens, say
+            rewritten = not_on_nothing(rewritten)
+            check = verify_block(block, rewritten, *example, settings)
         if check.ok and observation.numbers:
             check = _with_other_numbers(partial(verify_block, block, rewritten, *example, settings), observation)
         done.note = check.reason or "equal"
     if check.ok:
-        return replace(found, check=check)
+        return replace(found, check=check, rewritten=rewritten)
     refusal = Refusal(observation.path, why_refused(check, match), settled=changes_itself(check.cases))
     return replace(found, check=check, rewritten=None, refusal=refusal)

@@ -284,6 +284,8 @@ def check_input(guard: InputGuard, value: Any) -> None:
             f"the input {guard.name!r} has {value.shape[-1]} in a row; the block was recorded with {guard.last}, and "
             "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
         )
+    if guard.filled and value.numel() == 0:
+        raise SizeMiss(f"the input {guard.name!r} is empty, of which the block's code gives something else")
 
 
 def _check_constant(guard: InputGuard, value: Any) -> None:

@@ -480,7 +480,8 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     clauses += [f"{x}.is_contiguous() is {guard.contiguous}"] if guard.contiguous is not None else []
     clauses += [f"{x}.requires_grad is {guard.requires_grad}"] if guard.requires_grad is not None else []
     clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
-    return clauses + ([f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else [])
+    clauses += [f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else []
+    return clauses + ([f"{x}.numel() != 0"] if guard.filled else [])
 
 
 _Entries = list[tuple[Any, Any, Any]]

@@ -72,6 +72,12 @@ def input_guards(
     return tuple(result)
 
 
+def not_on_nothing(rewritten: RewrittenBlock) -> RewrittenBlock:
+    """The block for calls with tokens: others run its own code."""
+    floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}
+    return replace(rewritten, guards=tuple(replace(g, filled=g.name in floating) for g in rewritten.guards))
+
+
 def in_own_dtypes(rewritten: RewrittenBlock) -> RewrittenBlock:
     """The block for floating-point inputs and weights in the dtypes that it was recorded with, and no others."""
     floating = {guard.name for guard in rewritten.guards if guard.dtype is not None and guard.dtype.is_floating_point}

@@ -198,6 +198,15 @@ def changes_itself(cases: Sequence[VerificationCase]) -> bool:
     return bool(cases) and all(case.outcome == "skipped" and case.changed for case in cases)
 
 
+def differs_on_nothing(cases: Sequence[VerificationCase]) -> bool:
+    """Whether what differs first, having been equal on the example, is that there are no tokens at all."""
+    different = next((case.name for case in cases if case.outcome == "different"), "")
+    return cases[:1] != () and cases[0].outcome == "equal" and different.startswith(NOTHING)
+
+
+NOTHING = "batch 0,"
+
+
 def size(batch: int, sequence: int) -> str:
     """The name of a case at that size."""
     return f"batch {batch}, sequence {sequence}"

@@ -229,3 +229,31 @@ def test_limits_of_a_dtype(dtype: torch.dtype) -> None:
         tolerance={torch.float32: 1e-5, torch.float64: 1e-10}.get(dtype, 3e-2),
     )
     assert torch.finfo(torch.float64).eps < 1e-15
+
+
+class Shares(Guarded):
+    """Counts which share of the tokens every expert got, but for those without tokens: of no tokens that would be 0 / 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.zeros(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat).softmax(-1).topk(K)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            chosen = (index == number).any(-1)
+            if chosen.any():
+                self.share[number] += chosen.sum() / len(flat)
+                token, slot = torch.where(index == number)
+                out[token] += expert(flat[token]) * weights[token, slot, None]
+        return out.view_as(x)
+
+
+def test_shares_of_no_tokens() -> None:
+    block = Shares().double()
+    optimized = rewritten(block, tokens(2, 7), tokens(3, 5), tokens(1, 1))
+    block(tokens(0, 4)), optimized(tokens(0, 4))
+    assert not optimized.share.isnan().any()
+    agree(block, optimized, tokens(3, 5))
