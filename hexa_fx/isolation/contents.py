@@ -233,7 +233,7 @@ def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
 
 
 _LISTS = (list, dict, set, deque)
-_MOST_ITEMS = 256
+_MOST_ITEMS, _DEEPEST_KEPT = 256, 6
 _EMPTY = types.CellType()
 _COUNTING = (nn.Module, types.FunctionType, types.CellType, type)
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -344,7 +344,7 @@ def _parts_of(hook: Any) -> Iterator[Any]:
 
 
 def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
-    """The namespaces, the lists, dicts, classes of the user's and their objects in them, and the lists and dicts in these."""
+    """The namespaces, the lists, dicts, classes of the user's and their objects in them, and all but classes inside these."""
     seen: set[int] = set()
     for namespace in namespaces:
         yield Holder(f"the globals of {module_name(namespace).rpartition('.')[2]}", namespace)
@@ -352,15 +352,23 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             kind = value if isinstance(value, type) else type(value)
             if name.startswith("__") or id(value) in seen or not (kind is value or is_object(value)):
                 continue
-            if not (isinstance(value, _LISTS) or is_users(kind.__module__)):
-                continue
-            seen.add(id(value))
-            yield Holder(name, value)
-            held = contents(value)
-            inside = [(key, inner) for key, inner in held if type(inner) in _LISTS and id(inner) not in seen]
-            for key, inner in inside if len(held) <= _MOST_ITEMS else ():
-                seen.add(id(inner))
-                yield Holder(f"{name}.{key}", inner)
+            if isinstance(value, _LISTS) or is_users(kind.__module__):
+                yield from _kept_inside(name, value, seen)
+
+
+def _kept_inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:
+    """The value, the lists, dicts and the user's objects in it, and those in these."""
+    left: deque[tuple[int, str, Any]] = deque([(1, name, value)])
+    seen.add(id(value))
+    while left:
+        depth, label, holder = left.popleft()
+        yield Holder(label, holder)
+        held = contents(holder)
+        new = [(key, inner) for key, inner in held if is_object(inner) and id(inner) not in seen]
+        inside = [(key, inner) for key, inner in new if type(inner) in _LISTS or is_users(type(inner).__module__)]
+        if depth < _DEEPEST_KEPT and len(held) <= _MOST_ITEMS:
+            seen.update(id(inner) for _, inner in inside)
+            left.extend((depth + 1, f"{label}.{key}", inner) for key, inner in inside)
 
 
 def _of_outside_modules(root: nn.Module, held: Iterable[Holder]) -> Iterator[Holder]:
