@@ -30,8 +30,10 @@ from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.operations import operation
 from hexa_fx.passes.detect.decisions import is_count, sizes_asked
 from hexa_fx.passes.detect.explain import odd_expert
+from hexa_fx.passes.detect.free import INSIDE
 from hexa_fx.passes.detect.graph import ancestors, descendants, literals
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.memory import float64_copy_or_none
 from hexa_fx.passes.verify.cases import (
@@ -229,7 +231,7 @@ def why_refused(result: VerificationResult, match: MoEMatch) -> str:
     different = next((case for case in result.cases if case.outcome == "different"), None)
     if different is None:
         return result.reason
-    said = odd_expert(captured.block) or _kept(different) or _limited(captured.graph)
+    said = odd_expert(captured.block) or _kept(different) or _limited(captured.graph) or _drawn(result, match)
     return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
 
 
@@ -246,6 +248,12 @@ def _limited(graph: torch.fx.Graph) -> str:
         f"the code decides at {at} by how many tokens an expert gets, and one run shows what it does with them as it went there; "
         "done for all tokens at once, by a mask of those that are kept (torch.where), it can be rewritten"
     )
+
+
+def _drawn(result: VerificationResult, match: MoEMatch) -> str:
+    """The sentence on dropout that is equal on the example alone: the code's order of experts is another one elsewhere."""
+    drops = isinstance(match.body, FreeBody) and bool(match.body.dropouts)
+    return INSIDE if drops and result.cases[0].outcome == "equal" else ""
 
 
 def _kept(different: VerificationCase) -> str:

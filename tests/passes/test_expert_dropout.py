@@ -119,3 +119,27 @@ def test_kept_rows(p: float, slots_first: bool) -> None:
         expected = F.dropout(torch.ones(len(rows), 5), p)
         torch.testing.assert_close(dropped[inv[rows]], expected)
     assert kept[offs[-1] :].all()
+
+
+class SlotAfterSlot(Mixture):
+    """Goes through all experts for the first choices, and then for the second ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).sigmoid().topk(K, -1)
+        out = torch.zeros_like(x)
+        for slot in range(K):
+            for number, expert in enumerate(self.experts):
+                mask = ids[:, slot] == number
+                if mask.any():
+                    out.index_add_(0, torch.where(mask)[0], expert(x[mask]) * weights[:, slot, None][mask])
+        return out
+
+
+def test_an_order_that_the_example_does_not_show_is_the_reason() -> None:
+    torch.manual_seed(0)
+    block = SlotAfterSlot("").train()
+    nn.init.normal_(block.router.weight, std=0.005)  # as many routers start
+    nn.init.zeros_(block.router.bias)
+    report = hexa_fx.explain(block, torch.randn(14, D))
+    assert not report.rewritten
+    assert "its random numbers depend on the order experts run in" in report.blocks[0].reason
