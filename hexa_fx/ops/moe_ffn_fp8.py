@@ -312,11 +312,12 @@ def _exact_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     return _OPS.moe_ffn.default, o.to(MoeFfn, **weights)
 
 
-def _run(o: MoeFfnFp8Forward, training: bool) -> Any:
-    """y, for training also tokens and h with their scales, and the routing."""
+def _run(o: MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
+    """y, for training also tokens and h with their scales, and the routing. checked: whether operands were."""
 
     def general(*args: Any) -> Any:
-        o.check("moe_ffn_fp8")  # a plan is of a kind of call that came here first
+        if not checked:  # a plan is of a kind of call that came here first
+            o.check("moe_ffn_fp8")
         return forward_on(o.x.device.type, training, QuantizedFfn._make(args))
 
     name = "quantized_ffn_forward" if training else "quantized_ffn"
@@ -389,8 +390,10 @@ def _is_few(o: MoeFfnFp8Forward) -> bool:
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
 library.register_autograd_kernel("moe_ffn_fp8", _autograd)
 # On plain CUDA tensors; `why_not` was asked about them.
-moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(MoeFfnFp8(*args), False))
-moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_forward", lambda _, *args: _run(MoeFfnFp8Forward._make(args), True))
+moe_ffn_autograd.register_on_cuda("moe_ffn_fp8", lambda _, *args: _run(MoeFfnFp8(*args), False, checked=False))
+moe_ffn_autograd.register_on_cuda(
+    "moe_ffn_fp8_forward", lambda _, *args: _run(MoeFfnFp8Forward._make(args), True, checked=False)
+)
 moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backward(*args))
 
 

@@ -159,6 +159,16 @@ def test_launches_in_their_order(hopper: Cards, programs: Programs, planned: boo
     ]
 
 
+@pytest.mark.usefixtures("programs")
+def test_calls_past_the_dispatcher_are_checked_where_their_kind_is_new() -> None:
+    given, run = layer(GATED, False), moe_ffn_autograd._on_cuda["moe_ffn_fp8"]
+    args = *(given[name] for name in layers.OPERANDS), *layers.static(GATED), True
+    torch.testing.assert_close(run(None, *args), torch.ops.hexa.moe_ffn_fp8(*args), rtol=0, atol=0)
+    x, index, weights, *others = args
+    with pytest.raises(InputError, match="hexa::moe_ffn_fp8: "):
+        run(None, x, index, weights[:-1], *others)
+
+
 def test_few_tokens_run_in_their_dtype(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where FP8 would save too little reading for its launches; with gradients, or 32 bits, nothing is few."""
     monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cpu", cuda_fp8.is_few)
