@@ -38,11 +38,13 @@ def request_kernels_of_sources(blocks: Iterable[BlockReport], ranks: Ranks) -> N
         ranks: of adapters, by the block's ``id`` and the parameter's name.
     """
     seen: set[tuple[object, ...]] = set()
-    found = [(b.case, b.forward) for b in blocks if b.forward is not None and b.case is not None]
-    for case, forward in found:
-        _request(case, forward, _added(forward, ranks), seen)
-    for case, forward in found:
-        if packed_weights(forward.module) and not _added(forward, ranks):
+    found = [
+        (b.case, b.forward, _added(b.forward, ranks)) for b in blocks if b.forward is not None and b.case is not None
+    ]
+    for case, forward, added in found:
+        _request(case, forward, added, seen)
+    for case, forward, added in found:
+        if packed_weights(forward.module) and not added:
             _request(case, forward, {name: USUAL_RANK for name in ("w1", "w3", "w2") if name in case.operands}, seen)
 
 

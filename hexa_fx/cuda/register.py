@@ -44,7 +44,8 @@ def register() -> None:
 
     for name in kernels():
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
-    moe_ffn_fp8.why_not_on["cuda"], moe_ffn_fp8.is_few_on["cuda"] = _why_not_fp8, _is_few_for_fp8
+    for asked, name in ((moe_ffn_fp8.why_not_on, "why_not"), (moe_ffn_fp8.is_few_on, "is_few")):
+        _ask_fp8_kernels(asked, name)
     readable_on["cuda"] = _readable
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
@@ -52,20 +53,16 @@ def register() -> None:
         library.register_kernel(name, "cuda", partial(moe_ffn_autograd.run, name))
 
 
-def _why_not_fp8(arguments: Any) -> str:
-    from hexa_fx.cuda.fp8 import why_not
-    from hexa_fx.ops import moe_ffn_fp8
+def _ask_fp8_kernels(asked: dict[str, Callable[[Any], Any]], name: str) -> None:
+    """Has the kernels' function of that name be asked, which is imported when the first call asks."""
 
-    moe_ffn_fp8.why_not_on["cuda"] = why_not
-    return why_not(arguments)
+    def first(arguments: Any) -> Any:
+        from hexa_fx.cuda import fp8
 
+        asked["cuda"] = getattr(fp8, name)
+        return asked["cuda"](arguments)
 
-def _is_few_for_fp8(arguments: Any) -> bool:
-    from hexa_fx.cuda.fp8 import is_few
-    from hexa_fx.ops import moe_ffn_fp8
-
-    moe_ffn_fp8.is_few_on["cuda"] = is_few
-    return is_few(arguments)
+    asked["cuda"] = first
 
 
 def _readable(operands: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import dropwhile
 from types import NoneType
 from typing import Any
 
@@ -87,20 +88,21 @@ def keep(captured: CapturedBlock, roots: Iterable[Node], outputs: Sequence[Node]
 def conditions_of_opened(match: MoEMatch, kept: KeptNodes) -> tuple[Condition, ...]:
     """Of decisions that were left to submodule calls, of which the rewritten graph makes none.
 
+    Asserts on sizes after random numbers, where it is too late to run the original, are no reason to refuse, and are left out.
+
     Raises:
         Refuse: what such a decision hinges on cannot be asked.
     """
-    by_call, known = (
-        nodes_by_call(match.captured.graph),
-        {each.node for one in match.regions for each in one.conditions},
-    )
+    by_call = nodes_by_call(match.captured.graph)
+    after_draws = dropwhile(lambda node: not draws(node), match.captured.graph.nodes)
+    late = {node for node in after_draws if record_of(node).only_raises and _compares_with_limit(node)}
+    known = {each.node for one in match.regions for each in one.conditions}
     called = {node for call in kept.calls.values() for node in by_call[call.number]}
     found: list[Condition] = []
     for judge in (one.decisions for one in match.regions if one.decisions is not None):
         if any(record_of(node).decision for node in judge.opaque - called):
-            found += (
-                each for each in replace(judge, opaque=judge.opaque & called).conditions() if each.node not in known
-            )
+            asked = replace(judge, opaque=judge.opaque & called).conditions()
+            found += [each for each in asked if each.node not in known | late]
     return tuple(found)
 
 
