@@ -43,6 +43,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import hexa_fx
 from benchmarks.bench_qlora import DEPTH, HEADS
 from benchmarks.bench_whole_models import decoding, timed
+from benchmarks.common import captured
 from benchmarks.kept_rows import Row, calls_of, keep, options_of, synchronize, wait_for_kernels
 from benchmarks.mesh_set_ups import adapt
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
@@ -53,6 +54,11 @@ BLOCK, ELEMENT, STD = 128, torch.float8_e4m3fn, 0.02
 SEQUENCE, STEPS = 2048, 4
 PEER = "grouped_mm"
 ELSEWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate", "lm_head"]
+
+
+def in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the checkpoint, in memory where there is /dev/shm."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 def save(folder: str, options: argparse.Namespace) -> None:
@@ -165,7 +171,7 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
             found[way] = model(input_ids=ids[:1], use_cache=False).logits.float().cpu()
         return {"way": way} | speeds(model, ids, options) | calls_of(model)
 
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with in_memory() as folder:
         began = time.perf_counter()
         save(folder, options)
         saved = time.perf_counter()
@@ -200,7 +206,7 @@ def few_rows(options: argparse.Namespace) -> Iterator[Row]:
     """A row for a way and a number of tokens."""
     options.layers = 1
     ids = tokens_of(options.device, 64).view(1, -1)
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with in_memory() as folder:
         save(folder, options)
         for stored in ("fp8", "bf16"):
             dense = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if stored == "bf16" else {}
@@ -228,18 +234,12 @@ def device_us(call: Callable[[], Any], calls: int = 10, replays: int = 20) -> fl
     """Of a call, the mean of many in a row; 0 without a GPU."""
     if not torch.cuda.is_initialized():
         return 0.0
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for _ in range(5):
-            call()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                call()
+    replay = captured(lambda: [call() for _ in range(calls)])
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
+    replay()
     begin.record()
     for _ in range(replays):
-        graph.replay()
+        replay()
     end.record()
     synchronize()
     return round(begin.elapsed_time(end) * 1e3 / (calls * replays), 1)

@@ -137,16 +137,13 @@ class _Verification:
     def _copied(self, as_it_is: bool = False) -> nn.Module | None:
         """The float64 copy, in which a parameter wants no gradient if the code asks whether it does, and it does not."""
         copied = float64_copy_or_none(self.block, self.settings.analysis_bytes, as_it_is)
-        for read in self.rewritten.reads:
-            if (
-                copied is not None
-                and read.steps[1:] == ("requires_grad",)
-                and read.value is False
-                and not read.is_global
-            ):
-                parameter = copied.get_submodule(read.root)._parameters.get(read.steps[0])
-                if parameter is not None:
-                    parameter.requires_grad_(False)
+        if copied is None:
+            return None
+        asked = (read for read in self.rewritten.reads if not read.is_global and read.steps[1:] == ("requires_grad",))
+        for read in asked:
+            parameter = copied.get_submodule(read.root)._parameters.get(read.steps[0])
+            if parameter is not None and read.value is False:
+                parameter.requires_grad_(False)
         return copied
 
     def _asked(self) -> AskedGradients:
