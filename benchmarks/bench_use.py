@@ -1,12 +1,12 @@
 """Loaded models in the set-ups that people use: what ran, how fast beside transformers' ``grouped_mm``, what a first call takes.
 
-    python benchmarks/bench_use.py [--models olmoe,qwen3-30b,...] [--cells "bf16;prefill"] [--json FILE]
+    python benchmarks/bench_use.py [--models olmoe,qwen3-30b,...] [--cells "bf16;prefill"] [--impls hexa,hexa-fp8] [--json FILE]
 
 Models of `benchmarks/real_blocks.py`: published widths, `--layers` layers, a vocabulary of 1024. Each is saved to a folder once
 and comes from ``from_pretrained`` in every cell, which is a set-up. ``hexa`` is `hexa_fx.optimize_` without an example, except
-where a cell says so. ``ms`` is the mean of calls that follow each other without end, ``first_s`` what the first call takes with
-all analysis, while kernels build. ``rewritten`` and ``own`` count calls of blocks while they are timed; compiled ones are not
-counted. `--shrink 32 --device cpu` tries the script without a GPU.
+where a cell says so; ``hexa-fp8`` is the same with ``compute="fp8_block"``. ``ms`` is the mean of calls that follow each other
+without end, ``first_s`` what the first call takes with all analysis, while kernels build. ``rewritten`` and ``own`` count calls of
+blocks while they are timed; compiled ones are not counted. `--shrink 32 --device cpu` tries the script without a GPU.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
             if weights * cell.dense_bytes > room:
                 yield {"model": name, "cell": kind, "reason": f"needs {weights * cell.dense_bytes / GIB:.0f} GiB"}
                 continue
-            both = [["hexa", "grouped_mm"]] if cell.tokens else [["hexa"], ["grouped_mm"]]
-            for implementations in both:
+            every = options.impls.split(",")
+            for implementations in [every] if cell.tokens else [[one] for one in every]:
                 yield from _measured(name, kind, implementations, folder, options)
 
 
@@ -189,7 +189,7 @@ def _measured(
             found.append(timed(each.call, options.seconds))
     for each, counts, found in zip(ready, before, times, strict=True):
         each.row["ms"] = round(1e3 * statistics.mean(found), 3)
-        if each.row["impl"] == "hexa":
+        if each.row["impl"] != "grouped_mm":
             each.row |= {how: after - counts[how] for how, after in calls_of(each.owner).items()}
         yield each.row
     del each
@@ -211,11 +211,12 @@ def prepared(folder: str, cell: Cell, implementation: str, row: Row, options: ar
     beside = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=cell.weights, device_map=None).to(options.device)
     model.train(not cell.inference)
-    hexa, owner = implementation == "hexa", model
+    hexa, owner = implementation != "grouped_mm", model
     began = time.perf_counter()
     if hexa:
         example = {"input_ids": ids[:, :64]} if cell.example else None
-        config = hexa_fx.HexaConfig.from_environment(own_code_when_small=False)
+        compute = "fp8_block" if implementation == "hexa-fp8" else "native"
+        config = hexa_fx.HexaConfig.from_environment(own_code_when_small=False, compute=compute)
         model = hexa_fx.optimize_(model, example, config)
         model = cell.only_hexa(model) if cell.only_hexa else model
     else:
@@ -293,6 +294,7 @@ def main() -> None:
         "--models", default="olmoe,qwen3-30b,mixtral-8x7b,gpt-oss-20b,deepseek-v2-lite,glm-4.5,deepseek-v3"
     )
     parser.add_argument("--cells", default="", help=f"some of: {'; '.join(CELLS)}")
+    parser.add_argument("--impls", default="hexa,grouped_mm", help="of hexa, hexa-fp8 and grouped_mm")
     size_options(parser, layers=1)
     options = parser.parse_args()
     assert set(options.models.split(",")) <= set(REAL_BLOCKS)
