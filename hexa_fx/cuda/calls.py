@@ -24,13 +24,14 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.listed import Listed, dense
+from hexa_fx.ops.table_fp8 import Replaced
 
 R = TypeVar("R")
 TileOf = Callable[[ProductKey], AnyTile]
 Given = tuple[ProductKey | None, AnyTile | None]
 Kind = tuple[Any, ...]
 
-_CONSTANTS = frozenset({type(None), str, bool, int, float, tuple, torch.dtype})
+_CONSTANTS = frozenset({type(None), str, bool, int, float, tuple, torch.dtype, Replaced})
 _MOST = 4096
 """Most plans to keep."""
 _plans: dict[Kind, CallPlan] = {}

@@ -266,21 +266,29 @@ def why_not(o: MoeFfnFp8Forward) -> str:
 
 _SAVED = 128 << 20
 """Bytes of weights that FP8 has to save reading: its launches take about 31 us more than those of few tokens in 16 bits."""
+_WORK = 1 << 36
+"""Multiply-adds that keep a device busy for longer than a host takes for a layer of an eager model. Its host takes 30 to 60 us
+longer for a layer in FP8; replays of a CUDA graph take none.
+"""
 
 
-def is_few(o: MoeFfnFp8Forward) -> bool:
+def is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
     """Whether a call of ``hexa::moe_ffn_fp8`` without gradients is faster in the dtype of its tokens.
 
     Packed weights are read in as many bytes either way, which takes as long with up to a row an expert. Of others FP8 saves half of
     the bytes, of each expert that a slot may reach.
+
+    Args:
+        captured: whether a CUDA graph has the call, so that no host is waited for.
     """
-    slots = o.top_k_index.numel()
-    if isinstance(o.w1, QuantizedWeight):
-        return slots <= o.w1.shape[0]
-    weights = [w for w in (o.w1, o.w3, o.w2) if w is not None]
-    if any(w.dtype != o.x.dtype for w in weights) or o.x.dtype not in FLOATS:
+    slots, w1, w3, w2 = o.top_k_index.numel(), o.w1, o.w3, o.w2
+    if isinstance(w1, QuantizedWeight):
+        return slots <= w1.shape[0]
+    dtype = o.x.dtype
+    if not w1.dtype == w2.dtype == dtype or (w3 is not None and w3.dtype != dtype) or dtype not in FLOATS:
         return False
-    return slots * sum(w.shape[1] * w.shape[2] for w in weights) < _SAVED
+    numbers = w1.numel() + w2.numel() + (0 if w3 is None else w3.numel())
+    return slots * numbers < (_SAVED if captured else _WORK) * w1.shape[0]
 
 
 def _no_products(card: Card, experts: int) -> str:

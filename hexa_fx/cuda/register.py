@@ -53,14 +53,14 @@ def register() -> None:
         library.register_kernel(name, "cuda", partial(moe_ffn_autograd.run, name))
 
 
-def _ask_fp8_kernels(asked: dict[str, Callable[[Any], Any]], name: str) -> None:
+def _ask_fp8_kernels(asked: dict[str, Callable[..., Any]], name: str) -> None:
     """Has the kernels' function of that name be asked, which is imported when the first call asks."""
 
-    def first(arguments: Any) -> Any:
+    def first(*arguments: Any) -> Any:
         from hexa_fx.cuda import fp8
 
         asked["cuda"] = getattr(fp8, name)
-        return asked["cuda"](arguments)
+        return asked["cuda"](*arguments)
 
     asked["cuda"] = first
 

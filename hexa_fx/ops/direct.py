@@ -17,7 +17,7 @@ from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.fixed_order import fixed_order
-from hexa_fx.ops.listed import Listed, dense
+from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
@@ -60,8 +60,8 @@ def moe_ffn_fp8(*args: Any) -> Any:
     if library.is_eager(args, cuda=True):
         return moe_ffn_fp8_layer.plain(*args)
     if any(map(sources.is_source, args)):
-        o = MoeFfnFp8Forward._make(map(dense, args))
-        found = moe_ffn_fp8_layer.packed(o)
+        o = MoeFfnFp8Forward._make(args)
+        found = moe_ffn_fp8_layer.from_sources(o)
         if found is None:
             return _layer("moe_ffn", "moe_ffn_sources", tuple(o.to(MoeFfn)))
         if library.is_eager((*found,), cuda=True):

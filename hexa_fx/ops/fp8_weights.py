@@ -10,7 +10,6 @@ training, weights are quantised as a part of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -51,8 +50,7 @@ class _Copy:
 
 
 _copies: dict[tuple[Any, ...], _Copy] = {}
-_storage, _offset, _strides = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
-_address, _version = attrgetter("_cdata"), attrgetter("_version")
+_version = attrgetter("_version")
 _lock = Lock()
 _keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
 _steps: list[int] = []
@@ -72,12 +70,9 @@ def quantized(
     """
     if not (cached and _keeps.get()):
         return _written(empty(w, layout, glu, transposed), w, w3, layout, glu)
-    parts: list[Any] = [*tensors_of((w, w3)), *[each for each in (w, w3) if isinstance(each, Tensor)]]
-    storages = [*map(_storage, parts)]  # of lists there are hundreds
-    whole = [None if each is None else (each.shape, each.dtype, _is_turned(each)) for each in (w, w3)]
-    key = (layout, glu, *whole, *map(_address, storages), *map(_offset, parts), *map(_strides, parts))
+    key = layout, glu, _place(w), None if w3 is None else _place(w3)
     capturing = transposed and w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    state = _state(parts)
+    state = _state(w, w3)
     with _lock:
         found = _copies.get(key)
         complete = found is not None and (not transposed or found.weight.q_t is not None)
@@ -85,7 +80,8 @@ def quantized(
             return found.weight
         if found is None:
             _forget()
-            found = _Copy(empty(w, layout, glu, transposed), tuple(map(StorageWeakRef, storages)), None)
+            storages = tuple([StorageWeakRef(t.untyped_storage()) for t in _tensors(w, w3)])
+            found = _Copy(empty(w, layout, glu, transposed), storages, None)
             _copies[key] = found
         elif not complete:
             found.weight = _with_transposed(found.weight)
@@ -94,8 +90,16 @@ def quantized(
         return found.weight
 
 
-def _is_turned(weight: Weight) -> bool:
-    return isinstance(weight, Listed) and weight.turned
+def _place(weight: Weight) -> tuple[Any, ...]:
+    """Where a weight lies, and how."""
+    if isinstance(weight, Listed):
+        return weight.turned, *map(_place, weight.tensors)
+    storage = weight.untyped_storage()._cdata
+    return storage, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+
+
+def _tensors(w: Weight, w3: Weight | None) -> list[Tensor]:
+    return [*tensors_of((w, w3)), *[each for each in (w, w3) if isinstance(each, Tensor)]]
 
 
 def nothing_kept() -> AbstractContextManager[None]:
@@ -109,11 +113,13 @@ def clear() -> None:
         _copies.clear()
 
 
-def _state(parts: Sequence[Tensor]) -> tuple[int, ...]:
+def _state(w: Weight, w3: Weight | None) -> tuple[int, ...]:
     try:
-        return *map(_version, parts), _optimizer_steps()
+        if w3 is None and isinstance(w, Tensor):
+            return w._version, _optimizer_steps()
+        return *map(_version, _tensors(w, w3)), _optimizer_steps()
     except RuntimeError:  # an inference tensor has none
-        return *[0 if t.is_inference() else t._version for t in parts], _optimizer_steps()
+        return *[0 if t.is_inference() else t._version for t in _tensors(w, w3)], _optimizer_steps()
 
 
 def _optimizer_steps() -> int:

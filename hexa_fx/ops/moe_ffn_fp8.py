@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import InputError
+from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
@@ -83,9 +84,11 @@ def of_backward(o: MoeFfnFp8Backward, w1: Fp8Weight | None, w2: Fp8Weight) -> Qu
 
 
 def _replaced(o: Call) -> dict[str, Any]:
-    """Weights and biases as a program takes them."""
-    biases = {"b1": dense(o.b1), "b3": dense(o.b3), "b2": dense(o.b2)}
-    return {"w1": Replaced.of(o.w1), "w3": Replaced.of(o.w3), "w2": Replaced.of(o.w2), **biases}
+    """Weights, and biases that are listed, as a program takes them."""
+    weights = {"w1": Replaced.of(o.w1), "w3": Replaced.of(o.w3), "w2": Replaced.of(o.w2)}
+    if Listed in map(type, (o.b1, o.b3, o.b2)):
+        weights |= {"b1": dense(o.b1), "b3": dense(o.b3), "b2": dense(o.b2)}
+    return weights
 
 
 def steps(o: Program) -> tuple[str, bool, Sequence[float]]:
@@ -276,8 +279,10 @@ def _on_cpu(o: MoeFfnFp8Forward) -> str:
 why_not_on: dict[str, Callable[[MoeFfnFp8Forward], str]] = {"cpu": _on_cpu}
 """By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
 
-is_few_on: dict[str, Callable[[MoeFfnFp8Forward], bool]] = {}
-"""By device type: whether a call without gradients has so few tokens that it is faster in the dtype of its tokens."""
+is_few_on: dict[str, Callable[[MoeFfnFp8Forward, bool], bool]] = {}
+"""By device type: whether a call without gradients has so few tokens that it is faster in the dtype of its tokens, and whether it
+would be if a CUDA graph had it.
+"""
 
 
 _NUMBERS = ("x", *PARAMETERS)
@@ -327,7 +332,7 @@ def _run(o: MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
 @library.kernel("moe_ffn_fp8", "any")
 def _inference(o: MoeFfnFp8) -> Tensor:
     """Kernel for any device."""
-    instead = _exact_call(o)
+    instead = _exact_call(o) or _few_call(o)
     if instead is None:
         return _run(o, False)  # type: ignore[no-any-return]
     operator, given = instead
@@ -375,16 +380,25 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
 def plain(*args: Any) -> Any:
     """The layer past torch's dispatcher, on weights that may be listed."""
     o = MoeFfnFp8Forward._make(args)
-    instead = _exact_call(o)
-    if instead is None and not _is_few(o):
+    instead = _exact_call(o) or _few_call(o)
+    if instead is None:
         return moe_ffn_autograd.listed(LAYER, *o)
-    given = o.to(MoeFfn) if instead is None else instead[1]
-    return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *given)
+    return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *instead[1])
 
 
-def _is_few(o: MoeFfnFp8Forward) -> bool:
+def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
+    """As `_exact_call`, for few tokens. What a CUDA graph of such calls would read, which may be captured later, is made."""
+    captured = o.x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not _is_few(o, captured):
+        return None
+    if o.cached and not captured and not _is_few(o, True):
+        first(o, False), second(o, False)
+    return _OPS.moe_ffn.default, o.to(MoeFfn)
+
+
+def _is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
     ask = is_few_on.get(o.x.device.type)
-    return ask is not None and ask(o) and not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
+    return ask is not None and ask(o, captured) and not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
 
 
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)
@@ -401,14 +415,12 @@ moe_ffn_autograd.register_on_cuda("moe_ffn_fp8_backward", lambda _, *args: backw
 # them as they lie. Other packed weights, and calls that need gradients, multiply in the dtype of the tokens.
 
 
-def packed(o: MoeFfnFp8Forward) -> MoeFfnFp8 | None:
+def from_sources(o: MoeFfnFp8Forward) -> MoeFfnFp8 | None:
     """The operands with packed weights as quantised ones; None if they are multiplied in the dtype of the tokens."""
-    if _is_few(o):
-        return None
     found = _as_they_lie(o)
     if isinstance(found, MoeFfnFp8):
-        return found
-    say_once(f"compute='fp8_block' multiplies by packed weights in {o.x.dtype}: {found}")
+        return None if _is_few(o, False) else found
+    say_once(f"compute='fp8_block' multiplies in {o.x.dtype} by weights that are packed or have adapters: {found}")
     return None
 
 
@@ -425,6 +437,8 @@ def on_packed(o: MoeFfnFp8) -> Any:
 def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
     """The operands with packed weights as quantised ones; or why that cannot be."""
     both = (o.w1, o.w2)
+    if AdaptedWeight in map(type, (*both, o.w3)):
+        return "products add what adapters add to a weight that stays as it is"
     if o.w3 is not None or not all(isinstance(w, QuantizedWeight) and w.format == FP8_BLOCK.name for w in both):
         return "they are not all in FP8 blocks, with gate and up in one"
     if is_grad_enabled() and _any_requires_grad(*o):
@@ -438,4 +452,5 @@ def _as_they_lie(o: MoeFfnFp8Forward) -> MoeFfnFp8 | str:
     if not is_whole(w1, w2, o.glu, *layouts):
         return "gate, up and down do not lie as blocks that products read"
     s1, s2 = (weight.scales[0] for weight in packed)
-    return o.to(MoeFfnFp8, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)
+    biases = {"b1": dense(o.b1), "b2": dense(o.b2)}
+    return o.to(MoeFfnFp8, **biases, w1=w1, w2=w2, layout1=layouts[0], layout2=layouts[1], s1=s1, s2=s2)

@@ -365,7 +365,10 @@ class Operands(metaclass=_Record):
 
     def to(self, record: type[R], **more: Any) -> R:
         """Another operator's operands, of this one's by name and of others; None where there is neither."""
-        return record._make(map({**dict(zip(self._fields, self)), **more}.get, record._fields))
+        kind = type(self), record, *more
+        places = _places.get(kind) or _places.setdefault(kind, _places_of(self._fields, more, record._fields))
+        values = *self, *more.values(), None
+        return record._make([values[place] for place in places])
 
     def results(self) -> Any:
         """The results, empty; None if the operator only writes to operands."""
@@ -383,6 +386,15 @@ class Operands(metaclass=_Record):
 
 
 _checks: dict[type[Operands], Callable[[Any, str], None]] = {}
+_places: dict[tuple[Any, ...], list[int]] = {}
+"""Of `Operands.to`, by the records and the names of other operands: a layer of a few microseconds waits for it."""
+
+
+def _places_of(own: Sequence[str], more: Iterable[str], wanted: Sequence[str]) -> list[int]:
+    """Places of the wanted ones among operands, others, which are preferred, and None."""
+    found = {name: place for place, name in enumerate((*own, *more))}
+    none = len(own) + len([*more])
+    return [found.get(name, none) for name in wanted]
 
 
 def schema(record: type[Operands], name: str) -> str:

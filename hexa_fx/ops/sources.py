@@ -21,7 +21,7 @@ from hexa_fx.ops.table_layers import MoeFfn, MoeFfnSources
 _OPS = torch.ops.hexa
 
 _PACKED, _SOURCES = (QuantizedWeight, PackedStack), (QuantizedWeight, Formed)
-TAKE_SOURCES = ("moe_ffn", "moe_ffn_fixed")
+TAKE_SOURCES = ("moe_ffn", "moe_ffn_fixed", "moe_ffn_fp8")
 """Operators of rewritten graphs that take sources in place of weights."""
 
 

@@ -170,16 +170,18 @@ def test_calls_past_the_dispatcher_are_checked_where_their_kind_is_new() -> None
 
 
 def test_few_tokens_run_in_their_dtype(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where FP8 would save too little reading for its launches; with gradients, or 32 bits, nothing is few."""
+    """Where a host is waited for; with gradients, or 32 bits, nothing is few."""
     monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cpu", cuda_fp8.is_few)
+    monkeypatch.setattr(cuda_fp8, "_SAVED", 0)
 
     def run(most: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> str:
         given = layer(GATED, dtype=dtype)
         given["x"].requires_grad_(grad)
-        monkeypatch.setattr(cuda_fp8, "_SAVED", most)
-        programs.operands.clear()
-        y = plain(*(given[name] for name in layers.OPERANDS), *layers.static(GATED), True)
-        assert y.dtype == dtype
+        monkeypatch.setattr(cuda_fp8, "_WORK", most)
+        args = *(given[name] for name in layers.OPERANDS), *layers.static(GATED), True
+        for call in (plain, torch.ops.hexa.moe_ffn_fp8):
+            programs.operands.clear()
+            assert call(*args).dtype == dtype
         return " ".join(programs.operands)
 
     a_slot = 3 * layers.D * layers.INNER
@@ -188,6 +190,16 @@ def test_few_tokens_run_in_their_dtype(programs: Programs, monkeypatch: pytest.M
     assert run(slots * a_slot + 1) == ""
     assert run(slots * a_slot + 1, grad=True) == TRAINING
     assert run(slots * a_slot + 1, torch.float32) == INFERENCE
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize(("saved", "copies"), [(0, 2), (1 << 40, 0)], ids=["read in a graph", "not in a graph either"])
+def test_few_tokens_make_what_a_graph_would_read(saved: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cpu", cuda_fp8.is_few)
+    monkeypatch.setattr(cuda_fp8, "_SAVED", saved)
+    given = layer(GATED)
+    plain(*(given[name] for name in layers.OPERANDS), *layers.static(GATED), True)
+    assert len(fp8_weights._copies) == copies
 
 
 @pytest.mark.usefixtures("apart")

@@ -24,7 +24,8 @@ Results = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Skips where the layer would run in 16 bits."""
+    """Skips where the layer would run in 16 bits. Few tokens run in FP8, too."""
+    monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cuda", lambda o, captured: False)
     layer = Layer(GATED)
     if reason := moe_ffn_fp8.why_not(MoeFfnFp8(*layer.args())):
         pytest.skip(reason)
@@ -157,6 +158,21 @@ def test_without_gradients(bias: bool, poison: bool, monkeypatch: pytest.MonkeyP
             {name: torch.randn_like(layer.given[name]) for name in cases.NAMES if layer.given[name] is not None}
         )
     assert len(calls) == 5
+
+
+def test_a_graph_of_few_tokens_reads_what_calls_outside_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(GATED)
+    with torch.no_grad():
+        in_fp8 = layer.call()
+        fp8_weights.clear()
+        monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cuda", lambda o, captured: not captured)
+        exact = direct.moe_ffn(*layer.args()[:-1])
+        for call in (layer.call, lambda: torch.ops.hexa.moe_ffn_fp8(*layer.args())):
+            assert torch.equal(call(), exact)
+        graph, y = graph_of(layer.call)
+        graph.replay()
+        assert torch.equal(y, in_fp8)
+        assert torch.equal(layer.call(), exact)
 
 
 def test_weights_that_are_quantised_already(monkeypatch: pytest.MonkeyPatch) -> None:

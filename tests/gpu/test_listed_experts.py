@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hexa_fx
 from hexa_fx.cuda import fallback, places
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import direct, fp8_weights
+from hexa_fx.ops import direct, fp8_weights, moe_ffn_fp8
 from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.table_layers import static_of
 from tests.gpu.cases import graph_of, make_routing, randn
@@ -150,6 +150,7 @@ def test_bits_are_those_of_stacks(case: Sequence[Any], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("glu", "parts"), [("concat", 2), ("concat", 1), ("none", 1), ("split", 1)])
 def test_fp8(glu: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits; weights are quantised once, and again once one was written to."""
+    monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cuda", lambda o, captured: False)
     layer = Layer("clusters, experts of 128 rows", glu, torch.bfloat16, parts=parts, fp8=True)
     expected = layer.step(stacked)
     monkeypatch.setattr(Listed, "stack", lambda self, *args: pytest.fail("a weight was copied"))

@@ -78,6 +78,22 @@ def test_a_batch_is_learnt_as_with_dequantised_weights(optimized, order, caplog)
         assert "unpacked" not in caplog.text
 
 
+@pytest.mark.parametrize("format", [None, "nf4", "fp8_block"], ids=["16 bits", "nf4", "fp8"])
+def test_adapters_in_a_model_that_computes_in_fp8(optimized, format):
+    """Low-rank products beside a weight that is kept as it is, as without FP8: quantising the sum in every step would cost more."""
+    model, ids = copy.deepcopy(optimized[0]), optimized[1]
+    in_fp8 = hexa_fx.optimize_(hexa_fx.undo_(copy.deepcopy(model)), ids, hexa_fx.HexaConfig(compute="fp8_block"))
+    if format is not None:
+        model, in_fp8 = (hexa_fx.quantize_experts_(each, format) for each in (model, in_fp8))
+    model, in_fp8 = with_adapters(model), with_adapters(in_fp8)
+    with Launches() as launches:
+        found = losses(in_fp8, ids, 3)
+    assert found == losses(model, ids, 3)
+    assert {name for name in launches.names_seen() if "moe_ffn" in name and "backward" not in name} == {
+        "hexa::moe_ffn_sources_forward"
+    }
+
+
 @pytest.mark.parametrize("format", ["nf4_double", "int8_rows"])
 def test_gradient_checkpointing(optimized, format):
     packed, dense, ids = pair(optimized, format)
