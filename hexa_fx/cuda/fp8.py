@@ -43,6 +43,7 @@ from hexa_fx.ops.table_fp8 import (
     QuantizeWeightFp8,
     glu_of,
 )
+from hexa_fx.ops.table_layers import parameters
 
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
@@ -279,16 +280,19 @@ def is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
     the bytes, of each expert that a slot may reach.
 
     Args:
-        captured: whether a CUDA graph has the call, so that no host is waited for.
+        captured: whether a CUDA graph has the call, so that no host is waited for. Of listed experts it would quantise all in every
+            replay.
     """
-    slots, w1, w3, w2 = o.top_k_index.numel(), o.w1, o.w3, o.w2
+    slots, w1, w3, dtype = o.top_k_index.numel(), o.w1, o.w3, o.x.dtype
     if isinstance(w1, QuantizedWeight):
         return slots <= w1.shape[0]
-    dtype = o.x.dtype
-    if not w1.dtype == w2.dtype == dtype or (w3 is not None and w3.dtype != dtype) or dtype not in FLOATS:
+    if dtype not in FLOATS:
         return False
-    numbers = w1.numel() + w2.numel() + (0 if w3 is None else w3.numel())
-    return slots * numbers < (_SAVED if captured else _WORK) * w1.shape[0]
+    for each in parameters(o):
+        if each is not None and each.dtype != dtype:
+            return False
+    numbers = w1.numel() + o.w2.numel() + (0 if w3 is None else w3.numel())
+    return slots * numbers < (_SAVED if captured and isinstance(w1, Tensor) else _WORK) * w1.shape[0]
 
 
 def _no_products(card: Card, experts: int) -> str:

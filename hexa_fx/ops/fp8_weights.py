@@ -53,6 +53,9 @@ _copies: dict[tuple[Any, ...], _Copy] = {}
 _version = attrgetter("_version")
 _lock = Lock()
 _keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
+_seen: dict[int, tuple[int, ...]] = {}
+"""The state in which a weight was asked about last. If another takes its place in memory, a graph quantises in replays."""
+_MOST = 4096
 _steps: list[int] = []
 """How many steps optimizers have made, once somebody counts them."""
 
@@ -71,12 +74,12 @@ def quantized(
     if not (cached and _keeps.get()):
         return _written(empty(w, layout, glu, transposed), w, w3, layout, glu)
     key = layout, glu, _place(w), None if w3 is None else _place(w3)
-    capturing = transposed and w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = w.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     state = _state(w, w3)
     with _lock:
         found = _copies.get(key)
         complete = found is not None and (not transposed or found.weight.q_t is not None)
-        if found is not None and complete and (not forward if capturing else found.state == state):
+        if found is not None and complete and (not forward if capturing and transposed else found.state == state):
             return found.weight
         if found is None:
             _forget()
@@ -98,8 +101,8 @@ def _place(weight: Weight) -> tuple[Any, ...]:
     return storage, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
-def _tensors(w: Weight, w3: Weight | None) -> list[Tensor]:
-    return [*tensors_of((w, w3)), *[each for each in (w, w3) if isinstance(each, Tensor)]]
+def _tensors(*weights: Weight | None) -> list[Tensor]:
+    return [*tensors_of(weights), *[each for each in weights if isinstance(each, Tensor)]]
 
 
 def nothing_kept() -> AbstractContextManager[None]:
@@ -111,15 +114,27 @@ def clear() -> None:
     """Forgets all copies."""
     with _lock:
         _copies.clear()
+        _seen.clear()
 
 
-def _state(w: Weight, w3: Weight | None) -> tuple[int, ...]:
+def is_new(w: Weight, other: Weight) -> bool:
+    """Whether weights were not asked about in their state."""
+    state = _state(w, other)
+    if _seen.get(id(w)) == state:
+        return False
+    if len(_seen) >= _MOST:
+        _seen.clear()
+    _seen[id(w)] = state
+    return True
+
+
+def _state(w: Weight, other: Weight | None) -> tuple[int, ...]:
     try:
-        if w3 is None and isinstance(w, Tensor):
+        if other is None and isinstance(w, Tensor):
             return w._version, _optimizer_steps()
-        return *map(_version, _tensors(w, w3)), _optimizer_steps()
+        return *map(_version, _tensors(w, other)), _optimizer_steps()
     except RuntimeError:  # an inference tensor has none
-        return *[0 if t.is_inference() else t._version for t in _tensors(w, w3)], _optimizer_steps()
+        return *[0 if t.is_inference() else t._version for t in _tensors(w, other)], _optimizer_steps()
 
 
 def _optimizer_steps() -> int:

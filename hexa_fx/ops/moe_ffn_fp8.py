@@ -24,7 +24,7 @@ from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
 from hexa_fx.formats.quantized_weight import QuantizedWeight
 from hexa_fx.ops import library, moe_ffn_autograd
 from hexa_fx.ops.activations import gate_and_up
-from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
+from hexa_fx.ops.fp8_weights import Fp8Weight, is_new, quantized
 from hexa_fx.ops.library import Kernels
 from hexa_fx.ops.listed import Listed, dense, tensors_of
 from hexa_fx.ops.moe_ffn_autograd import Layer, LayerFunction
@@ -332,7 +332,7 @@ def _run(o: MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
 @library.kernel("moe_ffn_fp8", "any")
 def _inference(o: MoeFfnFp8) -> Tensor:
     """Kernel for any device."""
-    instead = _exact_call(o) or _few_call(o)
+    instead = _few_call(o) or _exact_call(o)
     if instead is None:
         return _run(o, False)  # type: ignore[no-any-return]
     operator, given = instead
@@ -380,7 +380,7 @@ def _autograd(keyset: DispatchKeySet, *args: Any) -> Any:
 def plain(*args: Any) -> Any:
     """The layer past torch's dispatcher, on weights that may be listed."""
     o = MoeFfnFp8Forward._make(args)
-    instead = _exact_call(o) or _few_call(o)
+    instead = _few_call(o) or _exact_call(o)
     if instead is None:
         return moe_ffn_autograd.listed(LAYER, *o)
     return moe_ffn_autograd.listed(moe_ffn_autograd.LAYERS["moe_ffn"], *instead[1])
@@ -391,7 +391,13 @@ def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     captured = o.x.is_cuda and torch.cuda.is_current_stream_capturing()
     if not _is_few(o, captured):
         return None
-    if o.cached and not captured and not _is_few(o, True):
+    if (
+        o.cached
+        and not captured
+        and isinstance(o.w1, Tensor)
+        and is_new(o.w1, o.w2)
+        and not (_is_few(o, True) or why_not(o))
+    ):
         first(o, False), second(o, False)
     return _OPS.moe_ffn.default, o.to(MoeFfn)
 
