@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.outcome import observe
+from hexa_fx.ops import fp8_weights, moe_ffn_fp8
 from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
 from hexa_fx.ops.moe_ffn import backward_on
 from hexa_fx.ops.moe_ffn_autograd import LAYERS, LayerFunction
@@ -231,7 +232,8 @@ def added_error(
         example: arguments of a call.
     """
     try:
-        expected, found = (_outputs(block, form, example) for form in (exact, finished))
+        with moe_ffn_fp8.always(), fp8_weights.nothing_kept():
+            expected, found = (_outputs(block, form, example) for form in (exact, finished))
     except (GuardMiss, RuntimeError) as error:
         log.warning("%s: the error of FP8 could not be measured: %s", block_name(exact), error)
         return f"multiplies in FP8; the error that this adds could not be measured ({error})"

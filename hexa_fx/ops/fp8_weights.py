@@ -10,6 +10,7 @@ training, weights are quantised as a part of it.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ _copies: dict[tuple[Any, ...], _Copy] = {}
 _version = attrgetter("_version")
 _lock = Lock()
 _keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
-_seen: dict[int, tuple[int, ...]] = {}
-"""The state in which a weight was asked about last. If another takes its place in memory, a graph quantises in replays."""
+_seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
+"""Weights that were asked about, and their state then."""
 _MOST = 4096
 _steps: list[int] = []
 """How many steps optimizers have made, once somebody counts them."""
@@ -117,14 +118,16 @@ def clear() -> None:
         _seen.clear()
 
 
-def is_new(w: Weight, other: Weight) -> bool:
-    """Whether weights were not asked about in their state."""
-    state = _state(w, other)
-    if _seen.get(id(w)) == state:
+def is_new(w: Tensor) -> bool:
+    """Whether nobody asked about a weight in its state before, where copies are kept."""
+    if not _keeps.get():
+        return False
+    state, before = _state(w, None), _seen.get(id(w))
+    if before is not None and before[0]() is w and before[1] == state:
         return False
     if len(_seen) >= _MOST:
         _seen.clear()
-    _seen[id(w)] = state
+    _seen[id(w)] = weakref.ref(w), state
     return True
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from hexa_fx.contexts import set_to
 from hexa_fx.errors import InputError
 from hexa_fx.formats.adapted_weight import AdaptedWeight
 from hexa_fx.formats.blocks import FP8_BLOCK
@@ -391,20 +394,24 @@ def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
     captured = o.x.is_cuda and torch.cuda.is_current_stream_capturing()
     if not _is_few(o, captured):
         return None
-    if (
-        o.cached
-        and not captured
-        and isinstance(o.w1, Tensor)
-        and is_new(o.w1, o.w2)
-        and not (_is_few(o, True) or why_not(o))
-    ):
+    if o.cached and not captured and isinstance(o.w1, Tensor) and is_new(o.w1) and not (_is_few(o, True) or why_not(o)):
         first(o, False), second(o, False)
-    return _OPS.moe_ffn.default, o.to(MoeFfn)
+    return _OPS.moe_ffn.default, MoeFfn.split((*o,))[0]
 
 
 def _is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
     ask = is_few_on.get(o.x.device.type)
-    return ask is not None and ask(o, captured) and not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
+    if ask is None or _always.get() or not ask(o, captured):
+        return False
+    return not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
+
+
+_always: ContextVar[bool] = ContextVar("few_tokens_in_fp8", default=False)
+
+
+def always() -> AbstractContextManager[None]:
+    """A context in which this thread's calls of few tokens run in FP8, too."""
+    return set_to(_always, True)
 
 
 library.register_kernel("moe_ffn_fp8_backward", "any", backward)

@@ -92,6 +92,15 @@ def test_blocks_run_in_fp8_and_the_report_says_by_how_much_that_differs(kind, mo
         assert cosine > 0.99, name
 
 
+def test_what_fp8_adds_is_measured_where_few_tokens_run_in_their_dtype(monkeypatch):
+    monkeypatch.setitem(moe_ffn_fp8.is_few_on, "cpu", lambda o, captured: True)
+    _, fast, x = made(Stacked, mode="eval")
+    assert "multiplies in FP8: outputs differ by" in str(fast.report)
+    assert not fp8_weights._copies  # adapters may come, with which none is read
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), made(Stacked, HexaConfig(), "eval")[1](x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [Listed, Stacked])
 @pytest.mark.parametrize("change", ["an optimizer", "a fused optimizer", "in place", "load_state_dict"])
 def test_weights_that_change_count(kind, change):
