@@ -401,7 +401,7 @@ def _few_call(o: MoeFfnFp8Forward) -> tuple[Any, Operands] | None:
 
 def _is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
     ask = is_few_on.get(o.x.device.type)
-    if ask is None or _always.get() or not ask(o, captured):
+    if ask is None or not ask(o, captured) or (not torch.compiler.is_dynamo_compiling() and _always.get()):
         return False
     return not (is_grad_enabled() and _any_requires_grad(*o, *tensors_of(o)))
 

@@ -145,6 +145,10 @@ def test_fp8_experts_are_multiplied_in_fp8_as_they_lie(monkeypatch, caplog):
     compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), made(x))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setitem(moe_ffn_fp8.is_few_on, "cpu", is_few)
+        torch._dynamo.reset()
+        torch.testing.assert_close(compiled(x), made(x))
     assert "weights that are packed" not in caplog.text
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setitem(moe_ffn_fp8.why_not_on, "cpu", lambda o: "it is one")
