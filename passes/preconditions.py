@@ -9,14 +9,13 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.overlooked import INTEGERS, packed_experts
 from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
-from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, PAST, RANDOM, SWITCH
+from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, RANDOM
 from hexa_fx.isolation.read_values import Unreadable
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
@@ -161,10 +160,6 @@ _TENSOR_HOOKS = (
     "the code puts hooks on gradients ({}), which one run does not show at work; an autograd.Function around the "
     "experts can stay"
 )
-_PAST = (
-    "the code asks what was done with a tensor before ({}), which no graph shows; what it asks of shapes, dtypes and requires_grad "
-    "is checked in every call, and in the router's module it can stay"
-)
 _DATA = (
     "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
@@ -181,22 +176,12 @@ _WEIGHT_TOO = (
     "the code reads a parameter ({}) that a submodule writes to in its call, so that it matters which comes first; a block is "
     "rewritten if that submodule alone reads it"
 )
-_SWITCHED = (
-    "the code switches what holds for all code after it ({}), which the rewritten block would not; around the block, or for a part "
-    "of it in a context (with torch.no_grad():), it can stay"
-)
-_IDENTITY = (
-    "the code compares two of its variables by `is`, and which of the arguments, or of what a submodule gives, are one tensor no "
-    "graph shows; an argument that is None, or a flag, can be asked for"
-)
 
 _SAID = {
     RANDOM: _DRAWS,
     HOOK: _TENSOR_HOOKS,
     DATA: _DATA,
     ATTRIBUTE: _ATTRIBUTE,
-    PAST: _PAST,
-    SWITCH: _SWITCHED,
     COLLECTIVE: _COLLECTIVE,
 }
 """By the kind of what leaves no trace."""
@@ -205,7 +190,7 @@ _SAID = {
 def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
     """A refusal if code that the rewritten graph replaces depends on what no guard can check; else None.
 
-    Around the block it would be replaced just as well, so that these are settled, but for what depends on the arguments.
+    Around the block it would be replaced just as well, so that these are settled.
     """
     inside = hooked(block, rewritten.graph)
     if inside:
@@ -217,11 +202,6 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     if captured.changed_parameters and (refusal := _of_written(captured, rewritten)):
         return refusal
     called = called_in(rewritten.graph)
-    given = [tree_leaves(call.output) for call in captured.calls if call.path in called]
-    given.append(captured.graph.find_nodes(op="placeholder", sort=False))
-    several = any(len(tensors) > 1 for tensors in given)
-    if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
-        return Refusal(captured.path, _IDENTITY)
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None

@@ -62,9 +62,8 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-OF_ALL = frozenset({"vars", "__dict__"})
-BY_TEXT = OF_ALL | {"getattr", "hasattr", "attrgetter"}
-"""What takes names of attributes as texts, after what gives all of them."""
+BY_TEXT = frozenset({"vars", "__dict__", "getattr", "hasattr", "attrgetter"})
+"""What takes names of attributes as texts."""
 
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})
 
@@ -77,15 +76,13 @@ class CodeReads:
         chains: a global name and the attributes that are taken of it, or set: ``("config", "scales", "first")``. What it sets
             counts as read, so that the same value lying there is a condition: the rewritten block sets none.
         imports: the same of Python modules that the code imports.
-        sets: a global name and the attributes up to one that the code sets: ``("torch", "backends", "cudnn", "benchmark")``.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; all of these if it catches errors of operations, but only the
-            first two if these are `TypeError`; ``identity`` if it asks of two variables whether they hold one object.
+            first two if these are `TypeError`.
     """
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
-    sets: tuple[tuple[str, ...], ...]
     asks: frozenset[str]
 
     @property
@@ -98,7 +95,7 @@ class CodeReads:
 @functools.lru_cache(maxsize=4096)
 def code_reads(code: types.CodeType) -> CodeReads:
     """Reads the instructions of ``code``, without those of functions inside it."""
-    instructions, sets = list(instructions_of(code)), list[tuple[str, ...]]()
+    instructions = list(instructions_of(code))
     chains, imports, imported = dict[tuple[str, ...], None](), dict[tuple[str, ...], None](), dict[str, str]()
     for at, instruction in enumerate(instructions):
         name, following = str(instruction.argval), instructions[at + 1 :]
@@ -106,14 +103,13 @@ def code_reads(code: types.CodeType) -> CodeReads:
             chains[name,] = None
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             chains[name, *_attributes(following)] = None
-            sets += [(name, *found)] if (found := _set_of(following)) else []
         elif instruction.opname == "IMPORT_NAME":
             imports |= {(name, str(i.argval)): None for i in following[:16] if i.opname == "IMPORT_FROM"}
             if following and following[0].opname == "STORE_FAST":
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
-    return CodeReads(tuple(chains), tuple(imports), tuple(sets), frozenset(_asked(instructions)))
+    return CodeReads(tuple(chains), tuple(imports), frozenset(_asked(instructions)))
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:
@@ -126,14 +122,6 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
         yield "device"
     if any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
         yield "layout"
-    if any(
-        i.opname == "IS_OP" and _are_variables(instructions[max(at - 2, 0) : at]) for at, i in enumerate(instructions)
-    ):
-        yield "identity"
-
-
-def _are_variables(operands: list[Instruction]) -> bool:
-    return len(operands) == 2 and all(i.opname.startswith("LOAD_FAST") for i in operands)
 
 
 def _caught(instructions: list[Instruction]) -> Iterator[str]:
@@ -151,20 +139,6 @@ def _attributes(following: list[Instruction]) -> Iterator[str]:
             yield str(instruction.argval)
         if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD", "COPY"):  # the last of ``Config.calls += 1``
             return
-
-
-def _set_of(following: list[Instruction]) -> list[str]:
-    """The attributes up to one that is set, also by ``+=``; empty if none is."""
-    names: list[str] = []
-    for at, instruction in enumerate(following):
-        if instruction.opname == "COPY":
-            return [*names, str(following[at + 1].argval)]
-        if instruction.opname not in ("LOAD_ATTR", "STORE_ATTR"):
-            return []
-        names.append(str(instruction.argval))
-        if instruction.opname == "STORE_ATTR":
-            return names
-    return []
 
 
 def _decides_on_dtype(instructions: list[Instruction]) -> bool:

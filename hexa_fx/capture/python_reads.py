@@ -22,21 +22,19 @@ from torch import nn
 
 from hexa_fx.capture.calls import SETS_DATA, user_location
 from hexa_fx.capture.kept import Kept, Settings
-from hexa_fx.capture.ran_code import RanCode, items_of, untold, words
+from hexa_fx.capture.ran_code import RanCode, untold
 from hexa_fx.capture.read_edges import Edge, ReadEdges
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, OF_PAST, is_users, logs, module_name
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (
-    CACHED,
     IsA,
     Keys,
     Names,
     Unreadable,
-    caches_collections,
     is_unreadable,
     keys_inside,
     snapshot,
@@ -44,8 +42,8 @@ from hexa_fx.isolation.read_values import (
 
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE, **OF_PAST}
-"""What is done to a tensor, or asked of it, and no condition."""
+_CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE}
+"""What is done to a tensor, and no condition."""
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
@@ -81,8 +79,8 @@ class PythonReads:
         self._patched: dict[type, dict[str, Any]] = {}
         self._busy, self._running, self._thread = False, False, 0
         self.ran = RanCode(self.read, recorder.scopes)
-        self._classes: dict[type, bool] = {}
-        """Classes of objects that the code came to, and whether it came to the class itself."""
+        self._classes: dict[type, None] = {}
+        """Those that the code came to, and of the objects that it came to."""
         self._made: set[int] = set()  # an id may come back, but only of another one that is made
 
     @property
@@ -160,16 +158,16 @@ class PythonReads:
         self._met[id(value)] = value
         outside = isinstance(value, nn.Module) and id(value) not in self.edges.modules
         self.objects.meet(edge.holder, value, edge.own, outside)
-        self._meet_class(value if isinstance(value, type) else type(value), isinstance(value, type))
+        self._meet_class(value if isinstance(value, type) else type(value))
         for key in keys_inside(value, noted):
             self._edge(value, key).inside = True
         if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
             self._patch(type(value))
 
-    def _meet_class(self, cls: type, is_value: bool = False) -> None:
+    def _meet_class(self, cls: type) -> None:
         """Sees to it that what is read of a class of the user's is noted, also by way of objects that the run makes."""
         if is_users(cls.__module__) and not issubclass(cls, _NEVER):
-            self._classes[cls] = is_value or self._classes.get(cls, False)
+            self._classes[cls] = None
             self._patch(cls)
 
     def _patch(self, cls: type) -> None:
@@ -302,27 +300,19 @@ class PythonReads:
 
     def _anchor(self) -> None:
         """Notes what classes gave without being asked by way of an object, and attributes of tensors that code names."""
-        self.ran.texts = {word for edge in self.edges for word in words(items_of(edge.noted))}
-        bases = dict[type, bool]()
-        for cls, is_value in self._classes.items():
-            for base in [*cls.__mro__, *type.mro(type(cls))]:
-                if is_users(base.__module__):
-                    bases[base] = bases.get(base, False) or is_value
         for module in modules_of(self._block):
             called = self.edges.get(module, "forward")
             for scope in called.scopes if called and is_users(type(module).__module__) else ():
                 self.read(type(module), "__call__", scope)
-        for base, is_value in bases.items():
+        bases = dict.fromkeys(base for cls in self._classes for base in cls.__mro__ if is_users(base.__module__))
+        for base in bases:
             for name, member in list(vars(base).items()):
                 runs = isinstance(member, _IN_CLASSES)
-                for scope in self.ran.scopes_of(member) if runs else self.ran.mention(name, by_text=is_value):
+                for scope in self.ran.scopes_of(member) if runs else self.ran.mention(name):
                     self.read(base, name, scope)
-        for edge in self.edges:
-            if isinstance(edge.value, CACHED) and caches_collections(edge.value):
-                edge.noted = Unreadable("function that caches collections")
         for tensor in [value for value in self._met.values() if isinstance(value, torch.Tensor)]:
             for name in vars(tensor):
-                for scope in self.ran.mention(name, by_text=False):
+                for scope in self.ran.mention(name):
                     self.read(tensor, name, scope)
 
 

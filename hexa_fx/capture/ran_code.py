@@ -14,14 +14,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-import torch
-
-from hexa_fx.capture.bytecode import BY_TEXT, OF_ALL, code_reads, only_adds
+from hexa_fx.capture.bytecode import code_reads, only_adds
 from hexa_fx.contexts import items_set
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import CALLED, is_object
-from hexa_fx.isolation.purity import LOOK_UP, SWITCH, hidden_source, is_of_users, is_stream, is_users, module_name
+from hexa_fx.isolation.purity import LOOK_UP, hidden_source, is_of_users, is_stream, is_users, module_name
 from hexa_fx.isolation.read_values import CACHED
 
 Wanted: TypeAlias = Callable[[types.FrameType], bool]
@@ -109,7 +107,7 @@ def _taken_tool(monitoring: Any) -> int | None:
 
 _GENERATED = "<eval_with_key>"
 _WORD = re.compile(r"[^\W\d]\w*")
-_ENVIRONMENT = tuple(getattr(os, name) for name in ("environ", "getenv", "environb", "getenvb") if hasattr(os, name))
+_ENVIRONMENT = (os.environ, os.getenv)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _OF_FRAMES = frozenset({"sys", "inspect", "traceback"})
 """Whose functions ask who calls them."""
@@ -137,35 +135,16 @@ class RanCode:
         if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace, or does what no graph shows: by which function, what that is, and where."""
-        self._switched: list[SourceLocation] | None = None
-        """Where an operator's code, while it runs, asks for deterministic algorithms, or for others."""
         self._told = ExitStack()
         """Ends that something tells of calls of functions in their place."""
         self.changed: dict[tuple[str, str], SourceLocation | None] = {}
         """Parameters that it writes to, by name and scope, and where it does so last."""
-        self.texts: set[str] = set()
-        """Names of attributes that code may have by way of texts that it reads."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
-        gradients = torch.is_grad_enabled()
         with self._told, told_of_starts(self._starts):
             yield
-        if torch.is_grad_enabled() != gradients:
-            self.hidden[""] = "set_grad_enabled", SWITCH, None
-
-    @contextmanager
-    def operator(self) -> Iterator[None]:
-        """A context for an operator's code, which may ask for deterministic algorithms if it takes that back."""
-        before, around = torch.are_deterministic_algorithms_enabled(), self._switched
-        self._switched = switched = list[SourceLocation]()
-        try:
-            yield
-        finally:
-            self._switched = around
-        if switched and (len(switched) == 1 or torch.are_deterministic_algorithms_enabled() != before):
-            self.hidden[self._scopes[-1]] = "use_deterministic_algorithms", SWITCH, switched[0]
 
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
@@ -177,26 +156,13 @@ class RanCode:
         codes = [code for code, by, names in self._ran.values() if scope in by and name in names]
         return any(name in code.co_names for code in codes) and all(only_adds(code, name) for code in codes)
 
-    def mention(self, name: str, by_text: bool) -> set[str]:
-        """Of an attribute, the modules whose code has its name in it.
-
-        Args:
-            by_text: whether code counts that takes all attributes of something, or one by a text that it reads.
-        """
-        if name.startswith("__"):
-            return set()
-        found = self._mentioned().get(name, set())
-        for word in (*OF_ALL, *(BY_TEXT if name in self.texts else ())) if by_text else ():
-            found = found | self._mentioned().get(word, set())
-        return found
-
-    def _mentioned(self) -> dict[str, set[str]]:
-        """The modules whose code has a name in it, by name, once the run is over."""
+    def mention(self, name: str) -> set[str]:
+        """Of an attribute, the modules whose code has its name in it, once the run is over."""
         if not self._names:
             for _, scopes, names in self._ran.values():
-                for name in names:
-                    self._names.setdefault(name, set()).update(scopes)
-        return self._names
+                for mentioned in names:
+                    self._names.setdefault(mentioned, set()).update(scopes)
+        return set() if name.startswith("__") else self._names.get(name, set())
 
     def _starts(self, frame: types.FrameType) -> bool:
         if not self.hears:
@@ -224,11 +190,6 @@ class RanCode:
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
             self.hidden[scope] = found.hidden, LOOK_UP, self._location
-        if "tobytes" in code.co_names:
-            self.hidden[scope] = "tobytes", "digest", self._location
-        for names in found.sets:
-            if _is_of_library(namespace.get(names[0]), names[1:-1]):
-                self.hidden[scope] = ".".join(names), SWITCH, self._location
         for first, *rest in found.chains:
             if not rest and self._tell_of_calls(namespace, first):
                 continue
@@ -279,11 +240,7 @@ class RanCode:
             return function(*args, **kwargs)
 
         def note(place: SourceLocation) -> None:
-            if get_ident() != thread:
-                return
-            if self._switched is not None and function.__name__ == "use_deterministic_algorithms":
-                self._switched.append(place)
-            else:
+            if get_ident() == thread:
                 self.hidden[self._scopes[-1]] = function.__name__, kind, place
 
         self._told.enter_context(items_set([(namespace, name, told)]))
@@ -302,26 +259,10 @@ class RanCode:
             self._read(torch_state.STATE[name], CALLED, scope)
 
 
-def items_of(noted: Any) -> tuple[Any, ...]:
-    """What was read itself, or items, keys and values in it."""
-    if type(noted) is dict:
-        return *noted, *noted.values()
-    return tuple(noted) if type(noted) in (list, tuple, set, frozenset) else (noted,)
-
-
 def words(values: Iterable[Any]) -> Iterator[str]:
     """What may be names of attributes in the texts among ``values``."""
     for value in values:
         yield from _WORD.findall(value) if isinstance(value, str) else ()
-
-
-def _is_of_library(holder: Any, names: Iterable[str]) -> bool:
-    """Whether what lies there is a Python module that is not the user's, or holds switches of torch's."""
-    for name in names:
-        holder = getattr(holder, name, None)
-    if isinstance(holder, types.ModuleType):
-        return not is_users(holder.__name__)
-    return type(holder).__module__.startswith("torch.backends")
 
 
 def is_ours(value: Any) -> bool:

@@ -216,9 +216,7 @@ def _readers(block: nn.Module, recorder: Recorder) -> Iterator[PythonReads]:
     reads = PythonReads(block, recorder)
     note_write = functools.partial(_note_write, recorder, reads.ran)
     with reads.objects.restored(), parameters_restored(block, note_write) as before_call:
-        recorder.told = Listeners(
-            reads.objects.leave, reads.asked, reads.asked_gradients, before_call, reads.ran.operator
-        )
+        recorder.told = Listeners(reads.objects.leave, reads.asked, reads.asked_gradients, before_call)
         yield reads
 
 

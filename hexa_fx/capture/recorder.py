@@ -346,7 +346,7 @@ class Recorder(TorchFunctionMode):
         apart = self.functions_running if torch.is_grad_enabled() else []
         apart.append(asked := set[str]())
         watched = items_set((kernels, kind, self._watched(code)) for kind, code in kernels.items())
-        with self.call() as place, self.told.operator(), watched:
+        with self.call() as place, watched:
             try:
                 result = func(*plain_args, **plain_kwargs)
             finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,5 +147,3 @@ class Listeners:
     """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
     before_call: Callable[[str, Any, Any], None] = _nobody
     """Of every call, by name and arguments."""
-    operator: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context for an operator that is Python code."""

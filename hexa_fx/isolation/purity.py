@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 _LOGGING = frozenset({"logging", "loguru", "structlog", "absl", "tqdm"})
@@ -58,19 +58,7 @@ CLOCK, SYSTEM, RANDOM = "clock", "part of the system", "stream of random numbers
 LOOK_UP = "look-up of names"
 HOOK, DATA, ATTRIBUTE = "hook", "memory of a tensor", "attribute of a tensor"
 """What code does to tensors that no graph shows."""
-PAST = "past of a tensor"
-OF_PAST = dict.fromkeys("_version _base _is_view output_nr _backward_hooks retains_grad".split(), PAST)
-"""What code asks of a tensor that no graph shows: what was done with it before, or is one with it in memory."""
 COLLECTIVE = "collective"
-SWITCH = "setting of a library"
-_SWITCHES = frozenset(
-    "set_default_dtype set_default_device set_default_tensor_type set_num_threads use_deterministic_algorithms "
-    "set_deterministic_debug_mode set_float32_matmul_precision set_autocast_enabled set_autocast_dtype set_printoptions "
-    "set_flush_denormal".split()
-)
-"""Functions of torch after whose call something else holds for all code, and no context ends it."""
-_SEEDS, _OF_STREAMS = frozenset({"seed", "setstate", "set_state"}), ("random", "numpy.random")
-"""Those of Python's random numbers and of numpy's; torch's are drawn in every call, so that it shows."""
 _KINDS = {
     CLOCK: "time",
     SYSTEM: "posix nt _io io genericpath pathlib glob shutil tempfile subprocess socket _socket uuid secrets platform resource sys "
@@ -80,13 +68,6 @@ _KINDS = {
 _OF_MODULE = {module: kind for kind, modules in _KINDS.items() for module in modules.split()}
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _SYSTEM = (hash, id, inspect.stack, inspect.currentframe)
-_FILES = "save savez savez_compressed savetxt load loadtxt genfromtxt fromfile memmap".split()
-
-
-@cache
-def _files(numpy: Any) -> tuple[Any, ...]:
-    """Functions of numpy that write to files, or read them."""
-    return tuple(getattr(numpy, name) for name in _FILES if hasattr(numpy, name))
 
 
 def hidden_source(value: Any) -> str:
@@ -94,17 +75,12 @@ def hidden_source(value: Any) -> str:
     if value is datetime.datetime or value is datetime.date:
         return CLOCK
     # No ==, which is recorded of a tensor.
-    if any(value is each for each in (*_SYSTEM, *_files(sys.modules.get("numpy")))):
+    if any(value is each for each in _SYSTEM):
         return SYSTEM
-    is_method = type(value).__name__ in ("method", "builtin_function_or_method", "cython_function_or_method")
-    if is_method and value.__name__ in _SEEDS and str(value.__module__ or "random").startswith(_OF_STREAMS):
-        return SWITCH
     if is_stream(getattr(value, "__self__", None)) if callable(value) and not isinstance(value, type) else False:
         return RANDOM
     if not isinstance(value, _FUNCTIONS) or (value.__module__ == "time" and isinstance(value, type)):
         return ""
-    if value.__name__ in _SWITCHES and str(value.__module__ or "torch").startswith("torch"):
-        return SWITCH
     return _OF_MODULE.get(str(value.__module__), "")
 
 

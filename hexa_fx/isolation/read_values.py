@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import gc
 import pathlib
 import re
 import sys
@@ -163,13 +162,6 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
 
 
 _MADE_BY_DEF = (types.FunctionType, functools.partial)
-
-
-def caches_collections(cached: Any) -> bool:
-    """Whether results that a function of `functools.lru_cache` keeps are lists, dicts and the like, which code may change."""
-    kept = [found for found in gc.get_referents(cached) if type(found) is dict and found is not vars(cached)]
-    given = [key if type(key) is tuple else (key,) for entries in kept for key in entries]
-    return any(_all_constant(args) and is_collection(result := cached(*args)) and result for args in given)
 
 
 def _is_number_of_numpy(value: Any) -> bool:

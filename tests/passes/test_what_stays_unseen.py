@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,12 +288,7 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
         on_choices(lambda self, index: 2.0 if hashlib.md5(index.numpy().tobytes()).digest()[0] < 3 else 1.0),
         "a part of the system",
     ),
-    "bytes": (on_choices(lambda self, index: 2.0 if index.numpy().tobytes()[:8] == bytes(8) else 1.0), "a digest"),
     "file": (on_choices(of_a_file), "reads open"),
-    "numpy's file": (
-        on_choices(lambda self, index: 1.0 if np.save(os.devnull, index.numpy()) is None else 0.5),
-        "reads save, a part of the system",
-    ),
     "dir": (on_choices(lambda self, index: 2.0 if "note" in dir(self) else 1.0), "reads dir"),
     "caller": (
         on_choices(lambda self, index: 1.0 + len(sys._getframe(1).f_code.co_name) * 0.0),
@@ -322,18 +316,6 @@ REFUSED: dict[str, tuple[type[nn.Module], str]] = {
     "written to the thread": (
         around(lambda self, x: plain(self, setattr(LOCAL, "last", x.sum()) or x)),
         "the code changes",
-    ),
-    "version": (
-        around(lambda self, x: plain(self, x) * (1.0 if x._version == 0 else 0.5)),
-        "what was done with a tensor before (_version)",
-    ),
-    "base": (
-        around(lambda self, x: plain(self, x) * (1.0 if x._base is None else 0.5)),
-        "what was done with a tensor before (_base)",
-    ),
-    "its hooks": (
-        around(lambda self, x: plain(self, x) * (0.5 if x._backward_hooks else 1.0)),
-        "what was done with a tensor before (_backward_hooks)",
     ),
     "array": (WithArray, "without a trace"),
 }
