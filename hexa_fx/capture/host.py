@@ -41,7 +41,6 @@ def builtin_shims(recorder: Recorder, kept: Collection[type]) -> dict[str, Any]:
     numbers = {int: _int_shim(recorder), float: _float_shim()}
     known = {kind: shim for kind, shim in numbers.items() if kind not in kept}
     return {kind.__name__: shim for kind, shim in known.items()} | {
-        "type": _type_shim(known),
         "len": _len_shim(recorder),
         "range": _range_shim(recorder),
         "divmod": _divmod_shim,
@@ -91,26 +90,6 @@ def _number_shim(kind: type, symbolic: type, made: Callable[..., Any]) -> type:
 
     name = kind.__name__
     return NumberMeta(name, (kind,), {"__new__": lambda cls, *args: made(*args), "__qualname__": name})
-
-
-def _type_shim(known: dict[type, type]) -> type:
-    """``type(n)`` of a number is what the code knows by the name ``int`` or ``float``."""
-
-    class TypeMeta(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, type)
-
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, type)
-
-    class Type(type, metaclass=TypeMeta):
-        def __new__(cls, value: Any, *bases_and_body: Any, **options: Any) -> Any:
-            if bases_and_body:
-                return type(value, *bases_and_body, **options)
-            kind = torch.Size if isinstance(value, SymbolicSize) else type(plain(value))
-            return known.get(kind, kind) if kind in (int, float) else kind
-
-    return Type
 
 
 def _range_shim(recorder: Recorder) -> type:

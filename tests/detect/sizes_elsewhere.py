@@ -7,9 +7,5 @@ def is_long(x: torch.Tensor) -> bool:
     return isinstance(x.shape, torch.Size) and isinstance(x.shape[0], int) and x.shape[0] > 5000
 
 
-def is_long_by_type(x: torch.Tensor) -> bool:
-    return type(x.shape[0]) is int and type(x.shape[0]) in {int: 1} and x.shape[0] > 5000
-
-
 def is_long_by_length(x: torch.Tensor) -> bool:
     return len(x) > 5000

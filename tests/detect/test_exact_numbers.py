@@ -20,10 +20,7 @@ CERTAIN_COUNTS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
     "in a queue": lambda block, x, ids: (ids == 1).cumsum(0).max().item() == 97,
 }
 LONG: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
-    "of this type": lambda block, x, ids: type(x.shape[0]) is int and x.shape[0] > 5000,
-    "of these types": lambda block, x, ids: type(x.shape[0]) in (int, float) and x.shape[0] > 5000,
     "instance": lambda block, x, ids: sizes_elsewhere.is_long(x),
-    "type": lambda block, x, ids: sizes_elsewhere.is_long_by_type(x),
     "length": lambda block, x, ids: sizes_elsewhere.is_long_by_length(x),
 }
 
