@@ -121,10 +121,6 @@ class Selections(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.stack and (_selects(name, args, result) or self._finds_ids(name, args, kwargs)):
             self.selecting.add(self.stack[-1])
-        if name in ops.BEST:
-            self.runs.choose(result)
-        if name == "embedding" and self.stack:
-            self.runs.look_up(self.stack[-1], args[0])
         return result
 
     def _finds_ids(self, name: str, args: Any, kwargs: Any) -> bool:
@@ -278,7 +274,7 @@ def _overlooked(
         said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
         if said is not None and said[0] not in left:
             left[said[0]], places[said[0]] = said[1:]
-    left = overlooked.in_plain_lists(model, mode.selecting) | mode.runs.tables() | left
+    left = overlooked.in_plain_lists(model, mode.selecting) | left
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate(

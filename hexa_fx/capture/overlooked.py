@@ -28,11 +28,6 @@ INTEGERS = (
     "its experts' weights are integers in buffers ({}), which have no gradient and cannot be read as matrices; a block is "
     "rewritten if its experts are floating-point parameters"
 )
-LOOKED_UP = (
-    "the chosen ids look rows up in {} ({}): experts that are vectors make no matrix products to save, and are left as they are; "
-    "where a row is all of an expert's matrices, a block is rewritten if they are parameters (experts, in, out) and its router's "
-    "are matrices"
-)
 HIDDEN = (
     "its experts lie in a plain {} ({}), where torch does not see their parameters, and neither does an optimizer or a checkpoint; "
     "they may be rewritten in an nn.{}"
@@ -47,33 +42,11 @@ class Runs:
     """What the run on the example showed: where modules were called first, and what chosen ids were looked up in."""
 
     called: dict[str, SourceLocation | None] = field(default_factory=dict)
-    chosen: list[torch.Tensor] = field(default_factory=list)
-    """Ids that were chosen; what is kept here keeps its memory to itself."""
-    looked_up: dict[tuple[str, int], list[str]] = field(default_factory=dict)
-    """Embeddings that chosen ids were looked up in, by the module around them and the ids' memory."""
 
     def call(self, path: str) -> None:
         """Notes a call of the module at ``path``."""
         if path not in self.called:
             self.called[path] = None if is_compiling() else user_location()  # as torch.cond() does
-
-    def choose(self, result: object) -> None:
-        """Notes ids among the results of a choice."""
-        parts = result if isinstance(result, tuple) else (result,)
-        self.chosen += [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.int64]
-
-    def look_up(self, path: str, ids: object) -> None:
-        """Notes a look-up in the embedding at ``path``."""
-        memory = {part.untyped_storage().data_ptr() for part in self.chosen}
-        if isinstance(ids, torch.Tensor) and ids.untyped_storage().data_ptr() in memory:
-            owner, _, name = path.rpartition(".")
-            found = self.looked_up.setdefault((owner, ids.untyped_storage().data_ptr()), [])
-            found += [name] * (name not in found)
-
-    def tables(self) -> dict[str, str]:
-        """Reasons by the modules in which the same chosen ids were looked up in several embeddings: one alone is a codebook."""
-        several = {owner: names for (owner, _), names in self.looked_up.items() if len(names) > 1}
-        return {owner: LOOKED_UP.format("nn.Embedding", ", ".join(names)) for owner, names in several.items()}
 
 
 def packed_experts(module: nn.Module) -> str:
