@@ -145,7 +145,7 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
             return analysis
         tried.append((example, analysis))
         if len(tried) == 1:
-            left = chain(left, after_refusal({analysis.refusal.reason}, example, differs=analysis.check is not None))
+            left = chain(left, after_refusal(analysis.refusal.reason, example, differs=analysis.check is not None))
     if packed := why_packed(observation.module):
         return refused(Refusal(observation.path, packed))
     recorded = [(e, a) for e, a in tried if not isinstance(a.refusal, NotRecorded)]

@@ -42,9 +42,9 @@ APART = (
     "up several times (for the gate of each task, perhaps)"
 )
 
-PADDED = (
+_PADDED = (
     "the code adds rows to the tokens (up to a multiple, perhaps), which are alike, so that it cannot be seen where each "
-    "of them goes; it is looked for with as many tokens as need none"
+    "of them goes; an example with as many tokens as need none can be followed"
 )
 _LAID_OUT = (
     "the experts' rows are computed from others that have been laid out for them, several for a token, so that a token has no row "
@@ -108,7 +108,7 @@ def find_combine(
         )
     more = _rows_a_token(graph, tokens)
     if more != 1:
-        raise Refuse(_LAID_OUT if more == int(more) else PADDED, candidates[0])
+        raise Refuse(_LAID_OUT if more == int(more) else _PADDED, candidates[0])
     raise Refuse(NO_SUM, probes.mixing(replay, candidates[0]) or candidates[0])
 
 

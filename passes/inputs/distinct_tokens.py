@@ -9,7 +9,7 @@ and everything else stay as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.passes.detect.combine import APART, NO_SUM, PADDED
+from hexa_fx.passes.detect.combine import NO_SUM
 from hexa_fx.passes.detect.steps import ONE_RAN
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -27,7 +27,7 @@ from hexa_fx.torch_private import _ConvNd
 FEW = 4
 """Fewer tokens than this may show too little of the block."""
 
-_ENOUGH, _MANY = 16, 128
+_ENOUGH = 16
 _FOR_ALL = 16
 """Sequences of two tokens for each expert, so that every one gets some."""
 _SAME = 1e-5
@@ -58,35 +58,21 @@ def examples(observation: Observation) -> Iterator[Observation]:
     yield from [*_with_fresh_tokens(observation, few), observation]
 
 
-def after_refusal(reasons: Collection[str], observation: Observation, differs: bool = False) -> Iterator[Observation]:
-    """Others that may show what these ``reasons`` say is missing, or, if what was found ``differs`` from the block, what code does
-    for experts that got no tokens.
-
-    One has a power of two of fresh tokens, to which code that fills tokens up to a multiple adds none. In another each token is a
-    sequence of its own: what holds for a whole sequence lies beside its tokens in equal rows, which tell nothing apart. In others
-    no token is masked, be it by ones or by zeros: those that are set to zero are alike, too. And some have enough tokens to reach
-    more than one expert, or all of them.
+def after_refusal(reason: str, observation: Observation, differs: bool = False) -> Iterator[Observation]:
+    """Others with enough tokens to reach more than one expert, if the ``reason`` is that one alone ran, or all of them, if what was
+    found ``differs`` from the block: code may do something for experts that got no tokens. Or without masked tokens, be it by ones
+    or by zeros: those that are set to zero are alike.
     """
-    if NO_SUM in reasons and any(map(_is_mask, _tensors(observation))):
+    if reason == NO_SUM and any(map(_is_mask, _tensors(observation))):
         yield from (_with_masks(observation, number) for number in (1, 0))
-    if ONE_RAN in reasons:
+    if reason == ONE_RAN:
         yield from islice(_with_fresh_tokens(observation, few=True), 1)
-    matrix = _matrix(observation)
-    if PADDED in reasons:
-        yield from islice(_with_fresh_tokens(observation, few=True, least=_MANY), 1)
-    if matrix is None:
-        return
-    experts = number_of_experts(observation.module) or 0
-    size = None
-    if APART in reasons and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
-        size = max(_ENOUGH, experts), 1
-    elif differs and _fewest_rows(observation) < _FOR_ALL * experts:
-        size = _FOR_ALL * experts, 2
-    if size is None:
+    matrix, experts = _matrix(observation), number_of_experts(observation.module) or 0
+    if matrix is None or not differs or _fewest_rows(observation) >= _FOR_ALL * experts:
         return
     for known in (experts or None, None):  # numbers that look like a routing may be of tasks, of which there are fewer
         inputs = FreshInputs(observation.args, observation.kwargs, known, seed=13)
-        args, kwargs = inputs.at(*size, matrix.dtype)
+        args, kwargs = inputs.at(_FOR_ALL * experts, 2, matrix.dtype)
         yield replace(observation, args=args, kwargs=kwargs)
         if not inputs.given_routing:
             return
@@ -110,12 +96,6 @@ def _with_masks(observation: Observation, number: int) -> Observation:
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, filled, (observation.args, observation.kwargs))
     return replace(observation, args=args, kwargs=kwargs)
-
-
-def _is_of_sequences(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """Whether a tensor may hold a row of floats for each sequence of ``tokens``, (B, S, D)."""
-    floats = tensor.is_floating_point() and 2 <= tensor.dim() <= tokens.dim() and tokens.dim() > 2
-    return floats and tensor.shape[0] == tokens.shape[0] and tensor.shape[:-1].numel() < tokens.shape[:-1].numel()
 
 
 def mostly_alike(observation: Observation) -> bool:
@@ -174,11 +154,11 @@ def _of_one_token_each(observation: Observation) -> bool:
     return matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1
 
 
-def _with_fresh_tokens(observation: Observation, few: bool, least: int = _ENOUGH) -> Iterator[Observation]:
+def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:
     """Inputs in the example's shape, and with enough tokens to reach the experts; the latter first if there are few."""
     experts = number_of_experts(observation.module)
     inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
-    enough = (2, max(least, experts or 0) // 2)
+    enough = (2, max(_ENOUGH, experts or 0) // 2)
     for size in (enough, None) if few else (None, enough):
         made = inputs.with_fresh_tokens(size, _vocabulary(observation.module))
         if made is not None:
