@@ -173,7 +173,7 @@ def require_routing(
     """
     given, recorded = tokens
     exact = given.dtype == recorded and not (_is_any_autocast_enabled() or _len_torch_function_stack())
-    if not all(is_of_form(result, form, exact) for (_, result), form in zip(called, forms)):
+    if not all(is_of_form(result, form) for (_, result), form in zip(called, forms)):
         raise RoutingMiss(
             f"a module gives other results, or None for one, than when the block was rewritten; {AGAIN}", called
         )
@@ -188,25 +188,15 @@ def require_routing(
             )
 
 
-def is_of_form(result: Any, form: Any, exact: bool = True) -> bool:
-    """Whether lists, tuples and dicts hold as much, None lies where it did, and tensors are of the kinds that ``form``
-    names, if it does; in dtype only where it is to be ``exact``."""
+def is_of_form(result: Any, form: Any) -> bool:
+    """Whether lists, tuples and dicts hold as much, and None lies where it did."""
     if isinstance(form, dict):
         same = isinstance(result, dict) and result.keys() == form.keys()
-        return same and all(is_of_form(result[key], form[key], exact) for key in form)
+        return same and all(is_of_form(result[key], form[key]) for key in form)
     if isinstance(form, (list, tuple)):
         same = isinstance(result, (list, tuple)) and len(result) == len(form)
-        return same and all(is_of_form(one, other, exact) for one, other in zip(result, form))
-    if not form:
-        return (result is None) == (form is None)
-    kind = kind_of(result) if isinstance(result, torch.Tensor) else ""
-    return bool(kind == form if exact else kind.rpartition(" ")[0] == form.rpartition(" ")[0])
-
-
-def kind_of(tensor: torch.Tensor) -> str:
-    """A tensor's class, number of dimensions and dtype."""
-    kind = torch.Tensor if type(tensor) is torch.nn.Parameter else type(tensor)
-    return f"{kind.__name__} {tensor.dim()} {tensor.dtype}"
+        return same and all(map(is_of_form, result, form))
+    return (result is None) == (form is None)
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:

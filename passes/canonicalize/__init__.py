@@ -154,7 +154,7 @@ def _over_experts(graph: torch.fx.Graph, node: Node) -> bool:
     read = _product_of(node)
     if read is None:
         return False
-    (rows, weight), operands, result, added = read
+    (rows, weight), operands, result = read
     expert, *features = [letter for letter in weight if letter in rows and letter not in result] or [""]
     if (
         len(weight) != 3
@@ -167,15 +167,7 @@ def _over_experts(graph: torch.fx.Graph, node: Node) -> bool:
     if any(_mixes_tokens(other) for other in ancestors([operands[0]])):  # heads of an attention are no experts
         return False
     product = _insert(graph, node, (0, 1), (rows, weight), operands, f"{result[0]}{expert}{result[1:]}")
-    if added is None:
-        node.op, node.target, node.args, node.kwargs = "call_method", "sum", (product, 1), {}
-        return True
-    record = record_of(node)
-    with graph.inserting_before(node):
-        total = graph.call_method("sum", (product, 1))
-    value = record_of(product).value.sum(1)
-    total.meta["hexa"] = dataclasses.replace(record, value=value, storage=number_of_new(value), writes=False)
-    node.op, node.target, node.args, node.kwargs = "call_function", torch.add, (added, total), {}
+    node.op, node.target, node.args, node.kwargs = "call_method", "sum", (product, 1), {}
     return True
 
 
@@ -185,25 +177,8 @@ def _mixes_tokens(node: Node) -> bool:
     return kind(node) == "scaled_dot_product_attention" or (operation(node) in ops.CONTRACTIONS and len(data) > 1)
 
 
-def _dims(node: Node) -> int:
-    return record_of(node).value.dim() if isinstance(record_of(node).value, torch.Tensor) else 0
-
-
-def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str, Node | None] | None:
-    """Of a product of rows and a weight over several dimensions: their terms, the two, the result's term, and what is added."""
-    if kind(node) == "addbmm" and node.op.startswith("call") and len(node.args) == 3 and not node.kwargs:
-        added, first, second = node.args
-        return None if record_of(node).writes else (("eti", "eid"), (first, second), "td", added)  # type: ignore[return-value]
-    if operation(node) == "tensordot" and node.op == "call_function" and node.kwargs.get("out") is None:
-        first, second, *given = node.args
-        dims: Any = given[0] if given else node.kwargs.get("dims")
-        plain = (
-            dims == 2
-            if isinstance(dims, int)
-            else isinstance(dims, (tuple, list)) and [*map(list, dims)] == [[1, 2], [0, 1]]
-        )
-        threes = isinstance(first, Node) and isinstance(second, Node) and _dims(first) == _dims(second) == 3
-        return (("tei", "eid"), (first, second), "td", None) if plain and threes else None  # type: ignore[return-value]
+def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str] | None:
+    """Of an einsum of rows and a weight over several dimensions: their terms, the two, and the result's term."""
     found = einsum_of(node) if node.op == "call_function" and operation(node) == "einsum" else None
     if found is None or len(found[0]) != 2 or any(len({*term}) != len(term) for term in (*found[0], found[2])):
         return None
@@ -211,7 +186,7 @@ def _product_of(node: Node) -> tuple[tuple[str, str], tuple[Node, Node], str, No
     if not isinstance(first, Node) or not isinstance(second, Node) or not result:
         return None
     turned = _is_weight(first)
-    return ((two, one) if turned else (one, two)), ((second, first) if turned else (first, second)), result, None
+    return ((two, one) if turned else (one, two)), ((second, first) if turned else (first, second)), result
 
 
 def _read(node: Node) -> tuple[list[str], list[Node], str] | None:

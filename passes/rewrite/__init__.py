@@ -23,7 +23,6 @@ from hexa_fx.passes.detect.rules import constant, refuse_array, refuse_generator
 from hexa_fx.passes.detect.steps import FreeBody
 from hexa_fx.passes.rewrite.autocast import mark_without_autocast
 from hexa_fx.passes.rewrite.kept_calls import (
-    Form,
     KeptNodes,
     conditions_of_opened,
     keep,
@@ -205,7 +204,7 @@ class _Rewriter:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())
             elif node in kept.calls:
-                self._call(node, kept, routers.at_once)
+                self._call(node, kept)
             else:
                 self._copy(node, kept)
             if node in overwritten:
@@ -364,7 +363,7 @@ class _Rewriter:
             return result
         return self.graph.call_method("copy_", (self.new[written_from(node)], result))
 
-    def _call(self, node: Node, kept: KeptNodes, at_once: Mapping[str, Form]) -> None:
+    def _call(self, node: Node, kept: KeptNodes) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
         if node in self.new:
@@ -375,9 +374,6 @@ class _Rewriter:
             self.called[result] = call
             if any(is_within(path, {call.path}) for path in self.elsewhere):
                 result.meta[ELSEWHERE] = True
-            form = at_once.get(call.path)
-            if form is not None and form.tokens in self.new:
-                form.emit(self.graph, self.new, self.called)
         else:
             result = self.graph.call_function(call.function, args, kwargs)
         captured = self.match.captured

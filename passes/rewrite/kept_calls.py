@@ -24,7 +24,7 @@ from hexa_fx.capture.records import nodes_by_call, reached
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.read_values import values_of
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.decisions import ON_DATA, Condition, depends_on_data, is_size
+from hexa_fx.passes.detect.decisions import Condition, is_size
 from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_tensor, literals, nodes_in, writes_outside
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_sources import RoutingSource
@@ -273,25 +273,17 @@ class Form:
         sources = tuple((new[n], e, v.dim(), v.dtype) for n, e, v in zip(self.nodes, self.each, values, strict=True))
         tokens = new[self.tokens], record_of(self.tokens).value.dtype
         results = tuple((call.path, result) for result, call in called.items())
-        by_call = nodes_by_call(self.tokens.graph)
-        forms = tuple(_form_of(call.output, bool(_decisions(by_call[call.number]))) for call in called.values())
+        forms = tuple(_form_of(call.output) for call in called.values())
         graph.call_function(guards.require_routing, (tokens, sources, results, forms))
 
 
-def _form_of(output: Any, decides: bool) -> Any:
-    """What `guards.is_of_form` compares: None, the lists, tuples and dicts that hold results, and of a module that decides on data
-    what tensors these are."""
+def _form_of(output: Any) -> Any:
+    """What `guards.is_of_form` compares: None, and the lists, tuples and dicts that hold results."""
     if isinstance(output, dict):
-        return {key: _form_of(item, decides) for key, item in output.items()}
+        return {key: _form_of(item) for key, item in output.items()}
     if isinstance(output, (tuple, list)):
-        return [_form_of(item, decides) for item in output]
-    value = record_of(output).value if decides and isinstance(output, Node) else None
-    return None if output is None else guards.kind_of(value) if isinstance(value, torch.Tensor) else ""
-
-
-def _decisions(inside: Iterable[Node]) -> list[Node]:
-    """The decisions on data that the code of a call takes, by which it may give something of another form."""
-    return [n for n in inside if record_of(n).decision and depends_on_data(n)]
+        return [_form_of(item) for item in output]
+    return None if output is None else ""
 
 
 @dataclass(frozen=True)
@@ -302,7 +294,6 @@ class KeptRouters:
         forms: what is asked, by the node after which it can be.
         reads: what was read by code that the new graph does not call, and by routers whose results do not tell.
         in_trace: what counts besides where a compiler traces: there a router that draws or writes cannot be run by half.
-        at_once: what is asked of modules that decide on data before their results are taken apart, by path.
         unasked: routers of whose results nothing can be asked, as something has been drawn or written by then: what their code asks
             for and reads counts instead.
     """
@@ -310,7 +301,6 @@ class KeptRouters:
     forms: dict[Node, list[Form]]
     reads: tuple[PythonRead, ...]
     in_trace: tuple[PythonRead, ...]
-    at_once: dict[str, Form]
     unasked: frozenset[str]
 
 
@@ -334,14 +324,12 @@ def kept_routers(
     alone -= {kept.calls[node].path for node in order if node in kept.calls and gives_plain(kept.calls[node])}
     alone -= {path for path in alone if _leaves_plain(captured, path)}  # self.loss = 0 in eval mode, say
     forms: dict[Node, list[Form]] = {}
-    told, limited, counted, at_once = set[str](), set[str](), set[str](), dict[str, Form]()
+    told, limited, counted = set[str](), set[str](), set[str]()
     by_storage, by_call = _by_storage(captured), nodes_by_call(captured.graph)
-    left_alone = [call for call in kept.calls.values() if call.path in alone]
-    deciding = {call.path: decision for call in left_alone for decision in _decisions(by_call[call.number])}
     for match in regions:
         calls = [kept.calls[node] for node in ancestors(match.routing.nodes) if node in kept.calls]
         routers = {call.path for call in calls} & alone
-        if not deciding and not any(_is_setting(read, routers) for read in captured.reads):
+        if not any(_is_setting(read, routers) for read in captured.reads):
             continue
         if match.routing.capacity is not None and isinstance(match.routing.capacity.limit, int):
             limited |= routers  # the new graph holds that number, which may be the router's own
@@ -349,11 +337,8 @@ def kept_routers(
         if last is None or any(
             _changes_more(by_storage, by_call, kept, node) for node in order[: order.index(last) + 1]
         ):
-            if deciding:
-                raise Refuse(ON_DATA, next(iter(deciding.values())))
             counted |= routers
             continue
-        at_once |= dict.fromkeys(deciding, Form(_tokens(match), (), ()))
         told |= {call.path for call in calls if _has_effects(captured, by_call, call)}
         forms.setdefault(last, []).append(_form(match))
     set_inside = {str(item.place) for item in captured.stored}
@@ -370,7 +355,7 @@ def kept_routers(
     followed = [(read, all(is_followed(scope, read) for scope in read.scopes)) for read in captured.reads]
     reads = tuple(read for read, left in followed if not left)
     in_trace = tuple(read for read, left in followed if left and numbers(read, told))
-    return KeptRouters(forms, reads, in_trace, at_once, frozenset(counted))
+    return KeptRouters(forms, reads, in_trace, frozenset(counted))
 
 
 _DISCRETE = (int, bool, str, NoneType)

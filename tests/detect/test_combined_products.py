@@ -35,9 +35,6 @@ COMBINES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] =
     "einsum": lambda m, h, x: torch.einsum("tei,eid->td", h, m.down),
     "weight first": lambda m, h, x: torch.einsum("eid,tei->td", m.down, h),
     "turned": lambda m, h, x: torch.einsum("tei,edi->td", h, m.down.transpose(1, 2)),
-    "tensordot": lambda m, h, x: torch.tensordot(h, m.down, dims=2),
-    "tensordot of dims": lambda m, h, x: torch.tensordot(h, m.down, ([1, 2], [0, 1])),
-    "addbmm": lambda m, h, x: torch.addbmm(x, h.transpose(0, 1), m.down),
     "sequences": lambda m, h, x: torch.einsum("bsei,eid->bsd", h, m.down),
 }
 

@@ -46,34 +46,10 @@ class Decides(Mixture):
         return 2 * out if WAYS[self.way](is_rare(x)) else out
 
 
-def with_attribute(rare: bool) -> Any:
-    given: Any = torch.zeros(1)
-    given.rare = rare
-    return given
-
-
-class Other(torch.Tensor):
-    pass
-
-
 GIVEN: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
     "a flag": (lambda rare: rare, lambda given: given),
     "a number": (lambda rare: 3 if rare else 0, lambda given: given),
     "a text": (lambda rare: "rare" if rare else "", lambda given: given == "rare"),
-}
-FORMS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Any]]] = {
-    "None": (lambda rare: torch.zeros(1) if rare else None, lambda given: given is not None),
-    "dtype": (
-        lambda rare: torch.zeros(1, dtype=torch.int32 if rare else torch.int64),
-        lambda given: given.dtype == torch.int32,
-    ),
-    "dimensions": (lambda rare: torch.zeros([1] * (1 + rare)), lambda given: given.dim() == 2),
-    "keys": (lambda rare: {"rare" if rare else "usual": torch.zeros(1)}, lambda given: "rare" in given),
-    "attribute": (with_attribute, lambda given: given.rare),
-    "class": (
-        lambda rare: torch.zeros(1).as_subclass(Other if rare else torch.Tensor),
-        lambda given: type(given) is Other,
-    ),
 }
 
 
@@ -87,16 +63,15 @@ class Gives(nn.Module):
 
 
 class GoesByIt(Mixture):
-    """What a router gives, or another module after the experts, depends on tokens, and the output on it."""
+    """What a router gives depends on tokens, and the output on it."""
 
-    def __init__(self, give: Callable[[bool], Any], take: Callable[[Any], Any], after: bool = False) -> None:
+    def __init__(self, give: Callable[[bool], Any], take: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.router, self.take, self.last = Gives(give), take, Gives(give) if after else None  # type: ignore[assignment]
+        self.router, self.take = Gives(give), take  # type: ignore[assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids, given = self.router(x)
         out = self.chosen(x, weights, ids)
-        given = given if self.last is None else self.last(x)[2]
         return 2 * out if self.take(given) else out
 
 
@@ -112,17 +87,6 @@ def test_refused_and_right(block: nn.Module) -> None:
     x[0, :3] = 7.25
     torch.testing.assert_close(optimized(x), block(x))
     assert not torch.allclose(optimized(x)[1:], usual[1:])
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_of_what_a_module_gives_is_asked_where_it_decides_on_tokens(form: str, after: bool) -> None:
-    block, x = GoesByIt(*FORMS[form], after).double(), torch.randn(9, D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(block, x)
-    assert bool(operators_run(optimized, (x,))) is (form != "attribute" and not after)
-    for _ in range(2):
-        torch.testing.assert_close(optimized(x), block(x))
-        x[0, :3] = 7.25
 
 
 class Counts(Mixture):
