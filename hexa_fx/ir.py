@@ -191,15 +191,15 @@ class ObjectAttribute:
     """An attribute of an object that is no module, such as a dispatcher, which every run sets.
 
     Args:
-        ways: all in which the recorded code comes to the object: they have to lead to one in every call.
+        way: in which the recorded code comes to the object.
         name: of the attribute.
     """
 
-    ways: tuple[Container, ...]
+    way: Container
     name: str
 
     def __str__(self) -> str:
-        return f"{self.ways[0]}.{self.name}"
+        return f"{self.way}.{self.name}"
 
 
 Destination: TypeAlias = ModuleAttribute | ObjectAttribute | ContainerItem

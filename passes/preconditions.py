@@ -127,14 +127,7 @@ def _quantised(path: str, module: nn.Module) -> list[str]:
             found.append(f"{where} is a {type(parameter).__name__}")
         elif isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
             found.append(f"{where} is a parameter of dtype {str(parameter.dtype).removeprefix('torch.')}")
-        elif _are_packed(parameter):
-            found.append(f"{where} is a buffer of dtype {str(parameter.dtype).removeprefix('torch.')}")
     return found
-
-
-def _are_packed(buffer: torch.Tensor) -> bool:
-    """Whether a buffer of integers is as large as weights of experts are, and no table of positions."""
-    return buffer.dim() >= 3 and buffer.dtype in (torch.int8, torch.uint8, torch.int32)
 
 
 # -- host code ----------------------------------------------------------------------------------------------------------

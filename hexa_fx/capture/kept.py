@@ -317,10 +317,10 @@ class Kept:
                 if new is MISSING or is_kept_constant(new, old):
                     edges.hold(met.value, name, new, scopes)
                     continue
-                value, found = lifted(new, recorder), tuple(ways[identity])
+                value, found = lifted(new, recorder), ways[identity]
                 told = value is not UNKNOWN or of_the_run(new) or isinstance(new, str)
                 if told or not all(way.is_global for way in found):
-                    yield StoredValue(ObjectAttribute(found, name), value, scopes)  # of globals, the rest is a cache
+                    yield StoredValue(ObjectAttribute(found[0], name), value, scopes)  # of globals, the rest is a cache
 
     def changed(self, edges: ReadEdges) -> Iterator[ChangedInPlace]:
         """What changed otherwise: of globals, and what no read leads to, only what results came into; the rest are caches."""

@@ -22,21 +22,10 @@ from hexa_fx.runtime.guards import GuardMiss
 
 
 def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
-    """Raises `GuardMiss` if a list, deque, dict or object is not where it was, so that nothing is computed in vain.
-
-    And if two objects are one now, of which the later setting would hold for both.
-    """
-    objects: list[tuple[tuple[Container, ...], Any]] = []
+    """Raises `GuardMiss` if a list, deque, dict or object is not where it was, so that nothing is computed in vain."""
     for place in destinations:
-        if isinstance(place, ContainerItem):
-            _found(module, place.container)
-        elif isinstance(place, ObjectAttribute) and not any(place.ways == ways for ways, _ in objects):
-            owner = _object(module, place.ways)
-            for ways, other in objects:
-                if owner is other:
-                    both = f"{ways[0]} and {place.ways[0]}"
-                    raise GuardMiss(f"{both} were two objects when the block was rewritten, and are one now")
-            objects.append((place.ways, owner))
+        if isinstance(place, ContainerItem | ObjectAttribute):
+            _found(module, place.container if isinstance(place, ContainerItem) else place.way)
 
 
 def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequence[Any]) -> None:
@@ -82,7 +71,7 @@ def _shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> I
     """
     places = list(destinations)
     containers = [item.container for item in places if isinstance(item, ContainerItem) and item.container.is_global]
-    containers += [item.ways[0] for item in places if isinstance(item, ObjectAttribute)]
+    containers += [item.way for item in places if isinstance(item, ObjectAttribute)]
     for container in dict.fromkeys(containers):
         try:
             yield Holder(str(container), _found(module, container))
@@ -91,16 +80,7 @@ def _shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> I
 
 
 def _owner(module: nn.Module, place: ModuleAttribute | ObjectAttribute) -> Any:
-    return module.get_submodule(place.path) if isinstance(place, ModuleAttribute) else _object(module, place.ways)
-
-
-def _object(module: nn.Module, ways: Sequence[Container]) -> Any:
-    """The object at the end of all ``ways``."""
-    owner = _found(module, ways[0])
-    for way in ways[1:]:
-        if _found(module, way) is not owner:
-            raise GuardMiss(f"{ways[0]} and {way} were one object when the block was rewritten, and are two now")
-    return owner
+    return module.get_submodule(place.path) if isinstance(place, ModuleAttribute) else _found(module, place.way)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
