@@ -154,7 +154,7 @@ _TENSOR_HOOKS = (
     "experts can stay"
 )
 _DATA = (
-    "the code puts other memory behind a tensor (tensor.data = ..., tensor.set_), which no graph shows; what is written in place "
+    "the code puts other memory behind a tensor (tensor.data = ...), which no graph shows; what is written in place "
     "(tensor.copy_ under torch.no_grad) is seen, and in the router's module it can stay"
 )
 _COLLECTIVE = (

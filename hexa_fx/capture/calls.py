@@ -26,7 +26,7 @@ METADATA = frozenset(
 )
 
 SETS_DATA = "__set_data__"
-"""What ``tensor.data = ...`` is called here, as all settings of properties have one name, and `torch.Tensor.set_`."""
+"""What ``tensor.data = ...`` is called here, as all settings of properties have one name."""
 
 SETS_GRADIENT = "requires_grad_"
 """What ``tensor.requires_grad = ...`` is called, too."""
@@ -149,7 +149,7 @@ def name_of(func: Any) -> str:
     name = getattr(func, "__name__", "")
     if func == vars(TensorBase)["requires_grad"].__set__:
         return SETS_GRADIENT
-    return SETS_DATA if name == "set_" or func == vars(TensorBase)["data"].__set__ else name
+    return SETS_DATA if func == vars(TensorBase)["data"].__set__ else name
 
 
 def python_kernels(func: Any) -> dict[str | None, Any] | None:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import fill, is_like
 from hexa_fx.isolation.module_tree import named_tensors
-from hexa_fx.torch_private import _is_torch_function_mode_enabled, is_functorch_wrapped_tensor
+from hexa_fx.torch_private import is_functorch_wrapped_tensor
 
 _OPERATORS = "set setitem iadd isub imul itruediv ifloordiv idiv imod ipow iand ior ixor array".split()
-_EXCHANGES = ("__set__", "__set_data__", "set_")
+_EXCHANGES = ("__set__", "__set_data__")
 """Functions that give a tensor other memory, or other properties, and write to none."""
 _WRITES = frozenset(("numpy", *_EXCHANGES, *(f"__{name}__" for name in _OPERATORS)))
 """Functions that write to a tensor, or give its memory to numpy, which may."""
@@ -42,7 +42,7 @@ def tensors_restored(root: nn.Module, with_parameters: Callable[[], object] = la
     """
     mode = _Writes(root)
     try:
-        with mode, set_told(), gradients_kept(root):
+        with mode, gradients_kept(root):
             yield
     finally:
         mode.restore()
@@ -74,31 +74,9 @@ def parameters_restored(
     """
     writes = _Writes(root, about_to_write)
     try:
-        with set_told():
-            yield writes.before
+        yield writes.before
     finally:
         writes.restore()
-
-
-@contextmanager
-def set_told() -> Iterator[None]:
-    """A context in which function modes are told of `torch.Tensor.set_` as of any other write."""
-    plain, own = Tensor.set_, "set_" in vars(Tensor)
-
-    def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told = _is_torch_function_mode_enabled()
-        return (
-            handle_torch_function(set_, (tensor,), tensor, *args, **kwargs) if told else plain(tensor, *args, **kwargs)
-        )
-
-    Tensor.set_ = set_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        if own:
-            Tensor.set_ = plain  # type: ignore[method-assign]
-        else:
-            del Tensor.set_
 
 
 def put_back(held: Iterable[tuple[Tensor, Tensor]], written: Container[int]) -> None:
