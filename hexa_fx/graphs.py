@@ -19,7 +19,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Snapshots, Stage
 from hexa_fx.ir import Refusal, RewrittenBlock
-from hexa_fx.isolation.lookup import at, glance
+from hexa_fx.isolation.lookup import at, step
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.passes.block_analysis import BlockAnalysis
 from hexa_fx.passes.lowering.lower import Lowered
@@ -276,7 +276,7 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
         root[target] = nn.Identity() if around else block.get_submodule(target)
     for target in read:
         above, _, leaf = target.rpartition(".")
-        root[target] = _shape_of(glance(at(block, above) if above else block, leaf))
+        root[target] = _shape_of(step(at(block, above) if above else block, leaf))
     made = torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
     made.graph.owning_module = None  # else the graph, a cycle, would keep the user's modules until garbage is collected
     return made

@@ -33,12 +33,12 @@ from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.probes import overflow_inputs, overflow_sizes, probe_inputs
-from hexa_fx.capture.record import Replacements, counted, other_numbers, unasked
+from hexa_fx.capture.record import Replacements, counted, other_numbers
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.lookup import ask, number_at, taken_back
+from hexa_fx.isolation.lookup import number_at
 from hexa_fx.isolation.plain_experts import as_set, in_plain_form
 from hexa_fx.isolation.torch_state import random_state_kept
 from hexa_fx.isolation.written_tensors import put_back
@@ -53,7 +53,15 @@ from hexa_fx.passes.inputs.distinct_tokens import after_refusal, all_differ, exa
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.memory import check_recorded, with_few_enough_tokens
-from hexa_fx.passes.preconditions import depends_on_mode, refusal_of_host, why_not_finite, why_packed, why_unreadable
+from hexa_fx.passes.preconditions import (
+    ASKED_FIRST,
+    asks_first,
+    depends_on_mode,
+    refusal_of_host,
+    why_not_finite,
+    why_packed,
+    why_unreadable,
+)
 from hexa_fx.passes.rewrite import not_on_nothing, rewrite_block
 from hexa_fx.passes.rewrite.autocast import under_this_autocast
 from hexa_fx.passes.verify import VerificationResult, verify_block, why_refused
@@ -78,12 +86,10 @@ PASSES = {
 
 @dataclass
 class _Runs:
-    """What the recorded runs of one call read, whether their code asks for the block's mode, and cached properties that they were
-    the first to ask for."""
+    """What the recorded runs of one call read, and whether their code asks for the block's mode."""
 
     reads: list[PythonRead] = field(default_factory=list)
     by_mode: bool = False
-    asked: list[tuple[Any, str]] = field(default_factory=list)
 
 
 class NotRecorded(Refusal):
@@ -197,7 +203,7 @@ def _analyse_on(
     prefer_earliest: bool = False,
 ) -> BlockAnalysis:
     started, path, runs = time.perf_counter(), observation.path, _Runs()
-    with at_block(path, mode_of(observation.module)), taken_back(runs.asked):
+    with at_block(path, mode_of(observation.module)):
         outcome = _rewrite(observation, *probe, config, prefer_earliest, runs)
         seconds, reads = time.perf_counter() - started, tuple(runs.reads)
         mode = bool(observation.module.training) if runs.by_mode else None
@@ -227,11 +233,6 @@ def _rewrite(
             run = partial(run, gradients=observation.gradients)
             replacements = replace(replacements, numbers=frozenset(observation.numbers), counts_loops=prefer_earliest)
             captured = run(replacements)
-            if asked := unasked(captured):
-                runs.asked += asked
-                for holder, name in asked:
-                    ask(holder, name)
-                captured = run(replacements)
             if idle := expert_dropouts(captured):
                 captured = run(replace(replacements, idle=idle))
             captured = replace(captured, written_later=observation.written)
@@ -239,6 +240,8 @@ def _rewrite(
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)
         runs.by_mode |= depends_on_mode(captured)
+        if asks_first(captured):
+            raise CaptureError(ASKED_FIRST, path=observation.path)
         with announced("canonicalize", captured.graph) as done:
             captured = canonicalize_block(captured)
             done.graph = captured.graph

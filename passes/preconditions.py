@@ -5,6 +5,7 @@ time (hooks, values that leave no trace, autocast of its own).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 import torch
@@ -16,7 +17,7 @@ from hexa_fx.capture.records import memory_of
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.module_tree import inside, is_unit_of_fsdp, modules_of, named_modules, named_tensors
 from hexa_fx.isolation.purity import ATTRIBUTE, COLLECTIVE, DATA, HOOK, RANDOM
-from hexa_fx.isolation.read_values import Unreadable
+from hexa_fx.isolation.read_values import Unreadable, values_of
 from hexa_fx.isolation.torch_state import has_own_train
 from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
 from hexa_fx.runtime.preflight import is_offloaded
@@ -144,6 +145,10 @@ _DRAWS = (
     "the code draws random numbers from {}, of which a graph holds one draw; those of torch's default generator (torch.rand) are "
     "drawn anew in every call"
 )
+ASKED_FIRST = (
+    "the code asks for a functools.cached_property that no call has asked for before; once one has, it is an attribute, and calls "
+    "are rewritten"
+)
 _AUTOCAST = "the code switches autocast on by itself; around the block, or in a submodule of its own, it can stay"
 _ATTRIBUTE = (
     "the code sets an attribute of a tensor ({}), which the rewritten block would not; a result that it returns or sets on its "
@@ -198,6 +203,12 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST, settled=True)
     return None
+
+
+def asks_first(captured: CapturedBlock) -> bool:
+    """Whether the code asks for a cached property that nobody has asked for before."""
+    values = (value for read in captured.reads for value in values_of(read))
+    return any(isinstance(value, functools.cached_property) for value in values)
 
 
 def depends_on_mode(captured: CapturedBlock, called: Collection[str] = ()) -> bool:

@@ -15,7 +15,6 @@ from hexa_fx import registry
 from hexa_fx.capture.kept import ChangedInPlace, StoredValue
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.ir import PythonRead, SourceLocation
-from hexa_fx.isolation.lookup import glance
 from hexa_fx.isolation.module_tree import tensors_by_name
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 
@@ -117,7 +116,7 @@ class CapturedBlock:
             if name in known:
                 return known[name]
         owner, _, leaf = name.rpartition(".")
-        return glance(self.block.get_submodule(owner), leaf)  # type: ignore[no-any-return]
+        return getattr(self.block.get_submodule(owner), leaf)  # type: ignore[no-any-return]
 
     def value_of(self, name: str) -> Any:
         """What a rewritten forward finds there: a tensor, or a number for which one stood in the run."""

@@ -28,10 +28,9 @@ from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, is_unasked, lookup, number_at, put_number, step, tensors_in
+from hexa_fx.isolation.lookup import is_object, number_at, put_number, step, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors, tensors_by_name
-from hexa_fx.isolation.read_values import Code
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
 from hexa_fx.isolation.torch_state import SEED, random_state_kept
 from hexa_fx.isolation.trial_modes import no_device_asserts
@@ -300,18 +299,6 @@ def _past_attributes(block: nn.Module, name: str) -> tuple[str, ...]:
     steps = name.split(".")
     on_way = itertools.accumulate(steps, step, initial=block)
     return tuple(steps[next((n for n, holder in enumerate(on_way) if isinstance(holder, dict)), len(steps)) :])
-
-
-def unasked(captured: CapturedBlock) -> list[tuple[Any, str]]:
-    """Cached properties that a run was the first to ask for: objects and names. A block is recorded with what they keep."""
-    found: list[tuple[Any, Any, Any]] = []
-    for read in captured.reads:
-        if isinstance(read.value, Code):
-            found += [(bound.holder, bound.key, bound.value) for bound in read.value.bounds]
-        elif isinstance(read.value, functools.cached_property):
-            holder = functools.reduce(lookup, read.steps[:-1], captured.block.get_submodule(read.root))
-            found.append((holder, read.steps[-1], read.value))
-    return [(holder, name) for holder, name, value in found if is_unasked(holder, value)]
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}

@@ -16,7 +16,6 @@ import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -236,32 +235,6 @@ def _of_object(holder: Any, name: str) -> Place:
     if getattr(type(holder), "__getattr__", nn.Module.__getattr__) is not nn.Module.__getattr__:
         return Place(_attribute(holder, name), owner=holder)
     return Place(MISSING, tuple((d, MISSING) for d in (own, *registries)), type(holder))
-
-
-def is_unasked(holder: Any, value: Any) -> bool:
-    """Whether what lies there is a cached property of an object, which nobody has asked for yet: it lies in the class."""
-    return isinstance(value, functools.cached_property) and not isinstance(holder, (type, dict, list, tuple))
-
-
-def ask(holder: Any, name: str) -> None:
-    """Has a cached property compute what the object keeps from then on, as any code that reads it does."""
-    _attribute(holder, name)
-
-
-def glance(holder: Any, name: str) -> Any:
-    """An attribute, without that its holder keeps from then on what a cached property gives; `MISSING` if there is none."""
-    with taken_back([(holder, name)] if is_unasked(holder, lookup(holder, name)) else ()):
-        return _attribute(holder, name)
-
-
-@contextmanager
-def taken_back(asked: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """A context at whose end objects no longer keep what `ask` had computed, so that it is computed when their code asks for it."""
-    try:
-        yield
-    finally:
-        for holder, name in asked:
-            getattr_plain(holder).pop(name, None)
 
 
 def getattr_plain(holder: Any) -> dict[str, Any]:

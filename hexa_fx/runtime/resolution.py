@@ -26,13 +26,10 @@ from hexa_fx.ir import InputGuard, PythonRead
 from hexa_fx.isolation.lookup import (
     MISSING,
     Place,
-    ask,
     getattr_plain,
     is_collection,
-    is_unasked,
     lookup,
     place,
-    taken_back,
 )
 from hexa_fx.isolation.module_tree import class_of, has_parametrizations, inside, named_modules, rebuilds
 from hexa_fx.isolation.plain_experts import EXPERTS_SET
@@ -91,8 +88,7 @@ _EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
 class Resolution:
     """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
 
-    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object. What cached
-    properties are asked here first is kept if all is as noted, and then ``for_good``.
+    Tensors have to be of the kind that was noted, and one of the ``other_names`` to stay the same object.
 
     The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
 
@@ -109,7 +105,6 @@ class Resolution:
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         bases: Mapping[int, nn.Module] = MappingProxyType({}),
         other_names: frozenset[str] = frozenset(),
-        for_good: bool = True,
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
@@ -117,7 +112,6 @@ class Resolution:
         """What else is checked: as text, with places for the objects that come after it."""
         self.switched = False  # by `generate`, while it decodes
         self._bases, self._packed, self._other_names = bases, packed, other_names
-        self._asked: list[tuple[Any, str]] = []
         self._modules = {name: self._seen_through(m) for name, m in named_modules(block, every=True)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
         if own_forward is not None:  # in its place there is a rewritten one now
@@ -125,28 +119,25 @@ class Resolution:
         self._seen: dict[tuple[int, Any], Any] = {}
         self._entered: set[tuple[int, Any]] = set()
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
-        with taken_back(self._asked):
-            for read in sorted(reads, key=lambda read: len(read.steps)):
-                if isinstance(read.value, Code):
-                    self._add_code(read.value)
-                else:
-                    self._add(read)
-            for path, dtype in dtypes.items():
-                self._add_dtype(path, dtype)
-            if for_good:
-                self._asked.clear()
+        for read in sorted(reads, key=lambda read: len(read.steps)):
+            if isinstance(read.value, Code):
+                self._add_code(read.value)
+            else:
+                self._add(read)
+        for path, dtype in dtypes.items():
+            self._add_dtype(path, dtype)
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
         lists: list[list[Any]] = [self.dicts, self.owners, self.others]
         for entries in lists:
             entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
         # what stays keeps no module alive that is in no place itself
-        del self._modules, self._holders, self._seen, self._bases, self._asked
+        del self._modules, self._holders, self._seen, self._bases
 
     def _add_code(self, code: Code) -> None:
         """What names lead to outside of the block, by the very objects on the way."""
         for bound in code.bounds:
             holder, key = bound.holder, bound.key
-            found = self._place(holder, key, bound.value)
+            found = place(holder, key)
             if not (bound.is_as(found.value) or (bound.value is None and alike(found.value, bound.noted))):
                 raise ReadMiss(str(bound))
             self._watch(holder, key, found, bound.noted)
@@ -168,7 +159,7 @@ class Resolution:
         # Of a weight of a parametrized module (PEFT's adapters on parameters, say) the rewritten forward gets what is computed now.
         if has_parametrizations(holder) and read.value == IsA(torch.Tensor) and is_parametrized(holder, key):
             return
-        found = self._place(holder, key, read.value)
+        found = place(holder, key)
         if isinstance(found.value, InPlace):  # on a module inside, for other calls: as its class has it
             found = Place(getattr(type(holder), key), found.dicts, type(holder))
         value = self._seen_through(found.value)
@@ -189,15 +180,6 @@ class Resolution:
         self._enter_registry(holder)
         self._watch(holder, key, found, read.value)
         self._add_inside(read.value, value)
-
-    def _place(self, holder: Any, key: Any, noted: Any) -> Place:
-        """Where it lies. A cached property is asked now, as the code would in this call, if it was recorded with what it gave."""
-        found = place(holder, key)
-        if not is_unasked(holder, found.value) or noted is found.value:
-            return found
-        ask(holder, key)
-        self._asked.append((holder, key))
-        return place(holder, key)
 
     def _watch(self, holder: Any, key: Any, found: Place, noted: Any) -> None:
         """Enters the place itself; an object has to lie there itself."""
@@ -301,7 +283,7 @@ def is_still(holder: Any, key: Any, value: Any) -> bool:
 def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
     """Whether ``block`` gives everything that was read as it was."""
     try:
-        Resolution(block, reads, for_good=False)
+        Resolution(block, reads)
     except GuardMiss:
         return False
     return True

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.passes.detect.combine import NO_SUM
+from hexa_fx.passes.detect.combine import APART, NO_SUM
 from hexa_fx.passes.detect.steps import ONE_RAN
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
@@ -61,18 +61,25 @@ def examples(observation: Observation) -> Iterator[Observation]:
 def after_refusal(reason: str, observation: Observation, differs: bool = False) -> Iterator[Observation]:
     """Others with enough tokens to reach more than one expert, if the ``reason`` is that one alone ran, or all of them, if what was
     found ``differs`` from the block: code may do something for experts that got no tokens. Or without masked tokens, be it by ones
-    or by zeros: those that are set to zero are alike.
+    or by zeros: those that are set to zero are alike. In another each token is a sequence of its own: what holds for a whole
+    sequence lies beside its tokens in equal rows, which tell nothing apart.
     """
     if reason == NO_SUM and any(map(_is_mask, _tensors(observation))):
         yield from (_with_masks(observation, number) for number in (1, 0))
     if reason == ONE_RAN:
         yield from islice(_with_fresh_tokens(observation, few=True), 1)
     matrix, experts = _matrix(observation), number_of_experts(observation.module) or 0
-    if matrix is None or not differs or _fewest_rows(observation) >= _FOR_ALL * experts:
+    if matrix is None:
+        return
+    if reason == APART and any(_is_of_sequences(t, matrix) for t in _tensors(observation)):
+        size = max(_ENOUGH, experts), 1
+    elif differs and _fewest_rows(observation) < _FOR_ALL * experts:
+        size = _FOR_ALL * experts, 2
+    else:
         return
     for known in (experts or None, None):  # numbers that look like a routing may be of tasks, of which there are fewer
         inputs = FreshInputs(observation.args, observation.kwargs, known, seed=13)
-        args, kwargs = inputs.at(_FOR_ALL * experts, 2, matrix.dtype)
+        args, kwargs = inputs.at(*size, matrix.dtype)
         yield replace(observation, args=args, kwargs=kwargs)
         if not inputs.given_routing:
             return
@@ -96,6 +103,12 @@ def _with_masks(observation: Observation, number: int) -> Observation:
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, filled, (observation.args, observation.kwargs))
     return replace(observation, args=args, kwargs=kwargs)
+
+
+def _is_of_sequences(tensor: torch.Tensor, tokens: torch.Tensor) -> bool:
+    """Whether a tensor may hold a row of floats for each sequence of ``tokens``, (B, S, D)."""
+    floats = tensor.is_floating_point() and 2 <= tensor.dim() <= tokens.dim() and tokens.dim() > 2
+    return floats and tensor.shape[0] == tokens.shape[0] and tensor.shape[:-1].numel() < tokens.shape[:-1].numel()
 
 
 def mostly_alike(observation: Observation) -> bool:

@@ -68,12 +68,11 @@ def test_plain_numbers_pass_no_gradient_on(kind: type[nn.Module]) -> None:
 
 
 class OfSizes(Mixture):
-    """What `float` makes of sizes, and the type by its name."""
+    """What `float` makes of sizes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = float(x.shape[0]) / math.sqrt(float(x.shape[-1]) / 2)
-        is_one = type(scale) is float and isinstance(scale, float)
-        return super().forward(x) * (scale if is_one else 0.0)
+        return super().forward(x) * (scale if isinstance(scale, float) else 0.0)
 
 
 def test_floats_of_sizes_stay_sizes() -> None:
