@@ -13,6 +13,7 @@ from benchmarks.adapter_docs import adapted_few, adapted_steps, adapters
 from benchmarks.pages import fill, table
 from benchmarks.speed_plots import TOKENS, WAYS, WITH_KERNELS
 from benchmarks.use_docs import (
+    IN_FP8,
     ONE_LAYER,
     TRAINED_BF16,
     WIDE,
@@ -283,6 +284,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "wide in batches": partial(trained, name=WIDE_BATCHES),
         "checkpoint": checkpoint,
         "few tokens in FP8": few_in_fp8,
+        "use in FP8": partial(use, name=IN_FP8, impls=("hexa-fp8", "hexa")),
     },
     ROOT / "docs" / "training.md": {"graphed": graphed},
     ROOT / "docs" / "fine_tuning.md": {

@@ -12,6 +12,7 @@ from benchmarks.pages import table
 
 USE = "use_h200.json"
 ONE_LAYER = "use_h100.json"
+IN_FP8 = "use_fp8_h200.json"
 TRAINED = "train_small_moe_float32_h200.json"
 TRAINED_BF16 = "train_small_moe_h200.json"
 WIDE = "train_wide_moe_h200.json"
@@ -22,18 +23,19 @@ FEW_IN_FP8 = "fp8_few_tokens_h200.json"
 DECODES = ("8 tokens", "packed, 8 tokens")
 
 
-def use(folder: Path, name: str = USE) -> str:
-    """By cell and model: milliseconds of hexa_fx, how many times those ``grouped_mm`` takes, bold where hexa_fx is slower.
+def use(folder: Path, name: str = USE, impls: tuple[str, str] = ("hexa", "grouped_mm")) -> str:
+    """By cell and model: milliseconds of the first of ``impls``, how many times those the second takes, bold where the first is slower.
 
     Where neither can run, what it would need.
     """
     rows = {(row["cell"], row["model"], row.get("impl", "hexa")): row for row in _read(folder / name)}
     cells, models = (list(dict.fromkeys(key[part] for key in rows)) for part in (0, 1))
-    return table(["set-up", *models], [[cell, *(_faster(rows, cell, model) for model in models)] for cell in cells])
+    of_both = [[tuple(rows.get((cell, model, impl)) for impl in impls) for model in models] for cell in cells]
+    return table(["set-up", *models], [[cell, *map(_faster, both)] for cell, both in zip(cells, of_both)])
 
 
-def _faster(rows: dict[tuple[str, str, str], Any], cell: str, model: str) -> str:
-    ours, theirs = (rows.get((cell, model, impl)) for impl in ("hexa", "grouped_mm"))
+def _faster(both: tuple[Any, ...]) -> str:
+    ours, theirs = both
     if ours is None or theirs is None:
         return ours["reason"] if ours and "reason" in ours else "not run"
     times = theirs["ms"] / ours["ms"]
