@@ -24,7 +24,7 @@ DECODES = ("8 tokens", "packed, 8 tokens")
 
 
 def use(folder: Path, name: str = USE, impls: tuple[str, str] = ("hexa", "grouped_mm")) -> str:
-    """By cell and model: milliseconds of the first of ``impls``, how many times those the second takes, bold where the first is slower.
+    """By cell and model: milliseconds of the first of ``impls``, how many times those of the other, bold where the first is slower.
 
     Where neither can run, what it would need.
     """

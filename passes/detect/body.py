@@ -306,9 +306,9 @@ def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[
     inside = any(contraction.bias is not None for contraction in first)
     ways: list[tuple[list[str], str | None]] = []
     if len(later) <= len(first) and not (later and inside):
-        ways.append((later, None))
+        ways += [(list(added), None) for added in permutations(later)]  # the up projection may come before the gate
     if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
-        ways.append((later[:-1], later[-1]))
+        ways += [(list(added), later[-1]) for added in permutations(later[:-1])]
     if not ways:
         raise Refuse(
             f"between their projections the experts compute with {len(later)} parameters ({', '.join(later)}); biases of the first "

@@ -198,6 +198,25 @@ class Swapped(AddsUpInItsInput):
         return super().route(x)[::-1]
 
 
+class UpBeforeGate(nn.Module):
+    """Batched experts that add their biases after the products, the up projection's first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.up, self.gate = (nn.Parameter(torch.randn(E, D, I) / D**0.5) for _ in range(2))
+        self.up_bias, self.gate_bias = (nn.Parameter(torch.randn(E, I)) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(E, I, D) / I**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape, x = x.shape, x.flatten(0, 1)
+        weights, index = self.router(x).softmax(-1).topk(2)
+        share = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, index, weights)
+        up, gate = (torch.einsum("td,edi->eti", x, weight) for weight in (self.up, self.gate))
+        hidden = (up + self.up_bias.unsqueeze(1)) * nn.functional.silu(gate + self.gate_bias.unsqueeze(1))
+        return (torch.bmm(hidden, self.down) * share.t().unsqueeze(-1)).sum(0).view(shape)
+
+
 class Hashed(nn.Module):
     """Experts by the ids of tokens, which the module embeds itself, from a table in a buffer."""
 
@@ -221,7 +240,9 @@ class Hashed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm, Folded], ids=lambda kind: kind.__name__
+    "kind",
+    [OneDown, MaxoutMixture, Nested, ByDict, InHeads, ScaledNorm, Folded, UpBeforeGate],
+    ids=lambda kind: kind.__name__,
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     rewritten(kind().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
