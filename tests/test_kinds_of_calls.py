@@ -11,6 +11,7 @@ from torch import nn
 
 import hexa_fx
 from tests.detect.mixture import D, E, Mixture
+from tests.zoo.common import looped
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.variant import weight
 
@@ -184,11 +185,7 @@ class WithLoss(Mixture):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         flat = x.reshape(-1, D)
         weights, ids, loss = self.router(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape), loss
+        return looped(flat, weights, ids, self.experts).view(x.shape), loss
 
 
 def test_what_a_router_gives_tells_modes_apart_as_often_as_they_change(caplog: pytest.LogCaptureFixture) -> None:

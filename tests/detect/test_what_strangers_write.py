@@ -10,7 +10,7 @@ from torch import nn
 import hexa_fx
 from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.bodies import SharedPostNorm
-from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.common import MLP, TopKGate, experts, looped
 from tests.zoo.refusals import DifferentWidths
 from tests.zoo.unjustified import AddsUpInItsInput
 from tests.zoo.variant import D, E, I
@@ -101,11 +101,7 @@ class InHeads(nn.Module):
     def mix(self, x: torch.Tensor, layers: nn.ModuleList, gate: nn.Module) -> torch.Tensor:
         flat = x.reshape(-1, D)
         weights, index = gate(flat)
-        out = torch.zeros_like(flat)
-        for number, layer in enumerate(layers):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, layer(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+        return looped(flat, weights, index, layers).view(x.shape)
 
 
 class Filled(Mixture):
@@ -324,11 +320,7 @@ class Giving(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, 1)
         weights, ids = self.router(GIVEN[self.what](self), flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view_as(x)
+        return looped(flat, weights, ids, self.experts).view_as(x)
 
 
 @pytest.mark.parametrize("what", GIVEN)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import hexa_fx
-from tests.zoo.common import MLP, Looped
+from tests.zoo.common import MLP, Looped, looped
 from tests.zoo.compare import operators_run
 
 GROUP: Any = None
@@ -129,11 +129,7 @@ class Balanced(Looped):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.route(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return looped(x, weights, ids, self.experts)
 
 
 @pytest.mark.parametrize("way", WAYS)

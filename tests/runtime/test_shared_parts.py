@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.common import looped
 from tests.zoo.compare import compare, operators_run
 
 D, E, K, I = 6, 4, 2, 8  # noqa: E741
@@ -26,11 +27,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ids = (self.choice(x) + self.bias).topk(K, -1).indices
         weights = (x @ self.scores + self.also).softmax(-1).gather(-1, ids)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return looped(x, weights, ids, self.experts)
 
 
 def with_one_layer() -> nn.Module:

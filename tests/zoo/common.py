@@ -1,6 +1,6 @@
 """Expert networks, gates and the loop that several models of the zoo share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,6 +55,17 @@ class TopKGate(nn.Module):
 def experts(kind: Callable[..., nn.Module] = SwiGLU, count: int = E, **options: object) -> nn.ModuleList:
     """A list of `count` expert networks."""
     return nn.ModuleList(kind(**options) for _ in range(count))
+
+
+def looped(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Iterable[Callable[..., torch.Tensor]]
+) -> torch.Tensor:
+    """(T, D) of tokens (T, D), which weights and ids (T, k) route: for tests."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        token, slot = torch.where(ids == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
 
 
 class Mixture(nn.Module):
