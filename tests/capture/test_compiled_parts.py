@@ -116,14 +116,5 @@ def test_a_model_with_a_scripted_function_is_copied():
     assert hexa_fx.optimize(model, torch.randn(20, D)).report.rewritten
 
 
-def test_a_scripted_module_is_trained_in_the_copy():
-    """A copy of it by `copy.deepcopy` gets no gradients."""
-    model = nn.Sequential(torch.jit.script(nn.Linear(D, D)), Block())
-    rewritten = hexa_fx.optimize(model, torch.randn(20, D))
-    assert rewritten.report.rewritten
-    rewritten(torch.randn(9, D)).sum().backward()
-    assert all(p.grad is not None for p in rewritten[0].parameters())
-
-
 def _scripted(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)

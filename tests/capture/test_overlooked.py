@@ -8,7 +8,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.capture import overlooked
 from hexa_fx.capture.observe import observe
-from tests.zoo.common import MLP, Looped
+from tests.zoo.common import MLP, Looped, looped
 
 D, I, E = 8, 12, 4  # noqa: E741
 
@@ -90,11 +90,7 @@ class Chooses(Listed):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return looped(x, weights, chosen, self.experts)
 
 
 class InPlainList(Chooses):
@@ -170,29 +166,6 @@ def test_integers_in_a_list_too(kind: type[Listed]) -> None:
     assert found.reason == overlooked.INTEGERS.format("0.codes: int8, 1.codes: int8")
 
 
-def test_layers_and_heads_are_not_experts() -> None:
-    class Layers(nn.Module):
-        """As many layers as there are classes, each for all rows; heads on the same rows; a table of positions."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
-            self.heads = nn.ModuleList(nn.Linear(D, 5) for _ in range(2))
-            self.position = nn.Parameter(torch.randn(1, 20, D))
-            self.register_buffer("offsets", torch.zeros(7, 7, dtype=torch.int32))
-            self.classes = nn.Linear(D, 3)
-            for layer in self.layers:
-                layer.bias.data[: D - 1] = -9  # two layers are given the same zeros
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + self.position[0]
-            for layer in self.layers:
-                x = torch.relu(layer(x))
-            return self.classes(x) + sum(head(x)[:, :3] for head in self.heads)
-
-    assert hexa_fx.explain(Layers(), X).blocks == ()
-
-
 def test_heads_in_a_mixture_are_not_experts() -> None:
     """Of a model that has a mixture's name, on what other layers made."""
 
@@ -235,24 +208,6 @@ def test_other_ways_to_choose_are_looked_at(how: str) -> None:
     model = Chosen()
     model.choose = lambda scores: CHOICES[how](scores).long()
     assert [candidate.reason for candidate in observe(model, (torch.randn(20, D),), {})] == [""]
-
-
-class Frozen(Router):
-    """Experts that are buffers of floating-point numbers, chosen like any others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("w1", torch.randn(E, D, I))
-        self.register_buffer("w2", torch.randn(E, I, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.gate(x).softmax(-1).topk(1)
-        hidden = torch.bmm(x[:, None], self.w1[ids[:, 0]]).relu()
-        return torch.bmm(hidden, self.w2[ids[:, 0]])[:, 0] * weights
-
-
-def test_experts_that_are_buffers_are_looked_at() -> None:
-    assert [candidate.reason for candidate in observe(Frozen(), (torch.randn(20, D),), {})] == [""]
 
 
 class Decaying(nn.Module):

@@ -43,12 +43,6 @@ def block() -> Block:
     return Block()
 
 
-def test_recorded_graph_computes_what_the_block_computed(block):
-    x = torch.randn(2, 5, 6)
-    captured = capture(block, (x,), {})
-    torch.testing.assert_close(run(captured, x), block(x))
-
-
 def test_recording_leaves_buffers_random_state_and_gradients_alone(block):
     x = torch.randn(2, 5, 6, requires_grad=True)
     state = torch.get_rng_state()
@@ -66,55 +60,25 @@ def test_a_tensor_compared_with_none_writes_no_weights_into_errors(block, monkey
     capture(block, (torch.randn(2, 5, 6),), {})
 
 
-def test_what_is_asked_of_values_that_code_reads_is_not_recorded(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
-    assert not [node for node in captured.graph.nodes if any(map(callable, node.args))]
-
-
-def test_sizes_are_nodes_not_numbers(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
-    view = next(node for node in captured.graph.nodes if node.target == "view")
+def test_a_recording_says_what_the_code_did_and_where(block):
+    """Sizes are nodes and not numbers; what is asked of values that code reads is in no node."""
+    x = torch.randn(2, 5, 6)
+    captured = capture(block, (x,), {})
+    torch.testing.assert_close(run(captured, x), block(x))
+    nodes = list(captured.graph.nodes)
+    assert not [node for node in nodes if any(map(callable, node.args))]
+    view = next(node for node in nodes if node.target == "view")
     assert any(isinstance(argument, torch.fx.Node) and argument.target == "size" for argument in view.args)
-
-
-def test_every_node_knows_module_line_and_value(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
-    products = [node for node in captured.graph.nodes if "linear" in str(node.target)]
+    products = [node for node in nodes if "linear" in str(node.target)]
     assert record_of(products[0]).scope == "router"
     assert record_of(products[1]).scope.startswith("experts.")
-    choice = next(node for node in captured.graph.nodes if node.target == "argmax")
+    choice = next(node for node in nodes if node.target == "argmax")
     assert record_of(choice).location.file == __file__
     assert record_of(choice).value.shape == (10,)
-
-
-def test_a_host_branch_is_a_decision(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
-    decisions = [node for node in captured.graph.nodes if record_of(node).decision]
-    assert any("eq" in str(node.target) for node in decisions)
-
-
-def test_submodule_calls_are_recorded_with_arguments(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    assert any("eq" in str(node.target) for node in nodes if record_of(node).decision), "a branch is a decision"
     router = next(call for call in captured.calls if call.path == "router")
     assert router.args[0].target == "view"
     assert router.output.meta["hexa"].value.shape == (10, 3)
-
-
-def test_a_write_through_a_view_is_seen_by_later_reads():
-    class Writes(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = torch.zeros_like(x)
-            row = out[0]
-            row += x[1]
-            return out * 2
-
-    x = torch.randn(3, 4)
-    captured = capture(Writes(), (x,), {})
-    product = next(
-        node for node in captured.graph.nodes if node.target in ("mul", torch.mul) or "mul" in str(node.target)
-    )
-    assert any("after" in str(node.target) for node in product.all_input_nodes)
-    torch.testing.assert_close(run(captured, x), Writes()(x))
 
 
 def test_the_blocks_own_error_is_in_the_message(block):
@@ -149,17 +113,6 @@ def test_builtins_are_put_back(block):
     assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
 
 
-def test_int_min_and_len_keep_sizes_symbolic():
-    class Capacity(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            capacity = min(int(1.25 * len(x) / 2), x.shape[0])
-            return torch.zeros(capacity, x.shape[1]) + x[:1]
-
-    captured = capture(Capacity(), (torch.randn(8, 3),), {})
-    larger = torch.randn(32, 3)
-    assert run(captured, larger).shape == Capacity()(larger).shape == (20, 3)
-
-
 def test_replay_recomputes_only_downstream_in_float64(block):
     x = torch.randn(2, 5, 6)
     captured = capture(block, (x,), {})
@@ -168,18 +121,12 @@ def test_replay_recomputes_only_downstream_in_float64(block):
     replaced = torch.zeros_like(replay.value(product))
     (result,) = captured.graph.output_node().all_input_nodes
     answer = replay.run({product: replaced}, [result])[result]
+    torch.testing.assert_close(replay.run({}, [result])[result].float(), record_of(result).value)
     expected = block(x)
     chosen = (block.router(x.view(-1, 6)).argmax(-1) == 0).view(2, 5)
     expected[chosen] = 0
     assert answer.dtype == torch.float64
     torch.testing.assert_close(answer.float(), expected.detach())
-
-
-def test_replay_of_nothing_returns_recorded_values(block):
-    captured = capture(block, (torch.randn(2, 5, 6),), {})
-    replay = Replay(captured)
-    (result,) = captured.graph.output_node().all_input_nodes
-    torch.testing.assert_close(replay.run({}, [result])[result].float(), record_of(result).value)
 
 
 def test_a_recording_does_not_outlive_its_use():
