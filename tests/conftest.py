@@ -24,7 +24,7 @@ _LONG = tuple(
     benchmarks/ codegen/test_decode.py codegen/test_fp8_rows.py::test_rows codegen/test_fragments_sm80.py
     codegen/test_packed.py::test_products codegen/test_spec.py::test_the_programs_command_line_stays_its_own
     cuda/test_not_waiting.py::test_a_compiler_that_takes_its_time cuda/test_ops.py::test_importing_the_operators
-    detect/test_collected.py::test_compiled detect/test_collected.py::test_layers_that
+    detect/test_collected.py::test_compiled
     detect/test_other_numbers.py::test_plain_numbers_pass_no distributed/test_batch_dependence.py
     distributed/test_checkpoint.py distributed/test_compile.py distributed/test_counted.py distributed/test_elastic.py
     distributed/test_failures.py distributed/test_lockstep.py::test_a_step_that

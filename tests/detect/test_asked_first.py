@@ -44,21 +44,6 @@ class Counted(Mixture):
         return self.mix(x * 1.5 if rows.shape[0] > 1 else x)[2]
 
 
-def test_a_size_of_an_input_is_asked_before_a_buffer_is_written() -> None:
-    block, x = Counted(), torch.randn(12, D)
-    opt = hexa_fx.optimize(block, x)
-    assert opt.report.blocks[0].status == "rewritten"
-    names = [str(node.target) for node in opt.graphs[""].rewritten.graph.nodes]
-    first = next(place for place, name in enumerate(names) if "require" in name)
-    assert first < next(place for place, name in enumerate(names) if name == "add_")
-    for rows in (12, 1, 2):  # one token: its own code runs, and counts once
-        block.count.zero_()
-        expected, counted = block(x[:rows].clone()), block.count.clone()
-        opt.count.zero_()
-        torch.testing.assert_close(opt(x[:rows].clone()), expected)
-        torch.testing.assert_close(opt.count, counted)
-
-
 def test_another_size_of_what_was_written_to_is_asked_where_it_is() -> None:
     block, x = Counted(late=True), torch.randn(12, D)
     (report,) = hexa_fx.optimize(block, x).report.blocks
@@ -80,38 +65,6 @@ def test_gradients_with_a_decision_on_a_learned_scale(value: float) -> None:
     wanted = [p for p in block.parameters() if value or p is not block.flag]
     one, two = (torch.autograd.grad(m(x).square().sum(), wanted) for m in (block, opt))
     torch.testing.assert_close(one, two)
-
-
-class DrawnFirst(nn.Module):
-    """Asks for a number of tokens after it has drawn random numbers, as code with a case for one token does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.w = nn.Linear(D, E, bias=False), nn.Parameter(torch.randn(E, D, D))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = x * 1.0
-        if self.training:
-            hidden *= torch.empty_like(hidden).uniform_(0.9, 1.1)
-        scores = self.router(hidden).softmax(-1)
-        weights, index = (scores * 0.5 if scores.shape[0] == 1 else scores).topk(2)
-        out = torch.zeros_like(hidden)
-        for e in range(E):
-            token, slot = torch.where(index == e)
-            out.index_add_(0, token, (hidden[token] @ self.w[e]).relu() @ self.w[e] * weights[token, slot, None])
-        return out
-
-
-def test_a_case_for_one_token_after_random_numbers_draws_them_once() -> None:
-    block, x = DrawnFirst().double(), torch.randn(12, D, dtype=torch.float64)
-    opt = hexa_fx.optimize(block, x)
-    assert opt.report.blocks[0].status == "rewritten"
-    for rows in (1, 12):
-        results = []
-        for module in (block, opt):
-            torch.manual_seed(3)
-            results.append((module(x[:rows]), torch.rand(1)))
-        torch.testing.assert_close(*results)
 
 
 class AsksForGradients(Mixture):

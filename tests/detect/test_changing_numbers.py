@@ -143,39 +143,6 @@ def test_a_branch_on_one_is_taken_anew(use: Any) -> None:
     )  # the first value, any other, and those on the other side: one, and any other
 
 
-class WarmsUp(Mixture):
-    """Draws noise in the first calls, by a number or a buffer that it counts with."""
-
-    def __init__(self, steps: Any) -> None:
-        super().__init__()
-        if isinstance(steps, torch.Tensor):
-            self.register_buffer("steps", steps)
-        else:
-            self.steps = steps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.router(x)
-        if self.steps < 3:
-            logits = logits + torch.randn_like(logits)
-        self.steps += 1
-        return routed(self, x, logits.softmax(-1))
-
-
-@pytest.mark.parametrize("steps", [0, torch.tensor(0)], ids=["number", "buffer"])
-def test_a_branch_on_what_the_code_counts_is_taken_anew(steps: Any) -> None:
-    model = nn.Sequential(WarmsUp(copy.copy(steps)), WarmsUp(copy.copy(steps))).double()
-    opt = hexa_fx.optimize(copy.deepcopy(model), config=hexa_fx.HexaConfig(own_code_when_small=False))
-    for call in range(CALLS):
-        x, found = torch.randn(9 + call, D, dtype=torch.float64), []
-        for each in (model, opt):
-            torch.manual_seed(call)
-            found.append([each(x), torch.get_rng_state(), torch.as_tensor(each[1].steps)])
-        for wanted, value in zip(*found, strict=True):
-            torch.testing.assert_close(value, wanted)
-    for block in opt.report.blocks:
-        assert (block.calls.rewritten, block.calls.kinds, block.calls.own) == (CALLS, 2, {})
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     temperature: float = 1.0
@@ -256,22 +223,6 @@ def test_numbers_of_configs_are_asked_for_too(config: str, monkeypatch: pytest.M
             torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
     assert seen == ["0"] * 3
     assert not any(vars(block)["forward"].own for block in opt)
-
-
-def test_a_number_that_is_asked_for_is_not_set() -> None:
-    """Else a class's number, which an instance had in its place for a while, no longer counts."""
-
-    class OfClass(Scheduled):
-        scale = 1.0
-
-    block = OfClass(lambda m, x: m.mix(x)[2] * m.scale).double()
-    opt = hexa_fx.optimize(copy.deepcopy(block), config=hexa_fx.HexaConfig(own_code_when_small=False))
-    x = torch.randn(11, D, dtype=torch.float64)
-    for scale in (None, 2.0, 3.0, None):
-        for each in (block, opt):
-            vars(each).update(scale=scale) if scale else vars(each).pop("scale", None)
-        torch.testing.assert_close(opt(x), block(x))
-        assert vars(opt).get("scale") == scale
 
 
 class Leaky(nn.Module):

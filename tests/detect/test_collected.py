@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hexa_fx
 from hexa_fx.capture.copies import deepcopied
-from hexa_fx.isolation.contents import Holder
-from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import difference, observe
 from tests.detect.mixture import D, E, K, Mixture
 from tests.zoo.compare import operators_run
 
@@ -151,20 +147,6 @@ def _runs(block: Block) -> bool:
     return ran
 
 
-def test_eval_adds_what_the_code_adds_there(pair: list[Block]) -> None:
-    for block in pair:
-        block.train()(tokens()).sum().backward()
-        block.eval()
-        LOSSES.clear()
-    with torch.no_grad():
-        assert _runs(pair[1]), "lists that training filled are no reason against it"
-        pair[0](tokens(5))
-        torch.testing.assert_close(pair[1].latest, pair[0].latest)
-    assert not LOSSES
-    torch.testing.assert_close(left(pair[1]), left(pair[0]))
-    assert pair[1].state_dict().keys() == pair[0].state_dict().keys()
-
-
 @pytest.mark.parametrize("change", ["gone", "a tuple"])
 def test_another_container_runs_the_blocks_own_code(pair: list[Block], change: str, caplog: Any) -> None:
     optimized = pair[1].train()
@@ -192,16 +174,6 @@ def test_copies_pickles_and_undo(pair: list[Block]) -> None:
     torch.testing.assert_close(step(optimized, tokens(4)), expected)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputed_forward_adds_again_as_the_original_does(pair: list[Block], reentrant: bool) -> None:
-    """Unless recomputation stops early: a rewritten block adds at its end."""
-    with set_checkpoint_early_stop(False):
-        for block in pair:
-            checkpoint(block.train(), tokens().requires_grad_(), use_reentrant=reentrant).sum().backward()
-    assert len(LOSSES) == 4
-    assert [len(block.losses) for block in pair] == [4, 4]
-
-
 def test_compiled_as_one_graph(pair: list[Block]) -> None:
     compiled = torch.compile(pair[1].train(), backend="eager", fullgraph=True)
     for count in (7, 8):
@@ -209,64 +181,6 @@ def test_compiled_as_one_graph(pair: list[Block]) -> None:
     torch.testing.assert_close(left(pair[1]), left(pair[0]))
     assert len(LOSSES) == 4
     torch.testing.assert_close(LOSSES[1::2], LOSSES[::2])
-
-
-def test_verification_compares_gradients_through_lists_and_globals() -> None:
-    """Those of earlier steps, whose graphs are gone, are left out."""
-    block = Block().double()
-    block(tokens()).sum().backward()
-    shared = Holder("LOSSES", LOSSES)
-    state = ModuleState(block, [shared])
-    call = block.forward
-    whole = observe(call, state, ((tokens(),), {}))
-    assert not whole.backward_error
-    assert {"self.losses[2]", "self.losses[3][0]", "LOSSES[1]"} <= {name.split(" .")[-1] for name in whole.values}
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        out = call(x)
-        LOSSES[-1] = LOSSES[-1].detach()
-        return out
-
-    def one_more(x: torch.Tensor) -> torch.Tensor:
-        block.losses.append(None)
-        return call(x)
-
-    assert difference(whole, observe(call, state, ((tokens(),), {}))).gradient == 0
-    assert difference(whole, observe(cut, state, ((tokens(),), {}))).gradient > 1e-3
-    assert "self.losses" in difference(whole, observe(one_more, state, ((tokens(),), {}))).reason
-    state.restore()
-    assert [len(block.losses), len(LOSSES)] == [2, 1]
-
-
-class Model(nn.Module):
-    """Two layers in a list, which share a manager and a global."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = Manager()
-        self.layers = nn.ModuleList(Block(number, self.manager) for number in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def test_layers_that_share_a_list_add_in_the_models_order() -> None:
-    model = Model().double()
-    optimized = hexa_fx.optimize(model, tokens())
-    assert len(optimized.report.rewritten) == 2, str(optimized.report)
-    assert not LOSSES
-    found = []
-    for either in (model.train(), optimized.train()):
-        LOSSES.clear()
-        either.manager.losses.clear()
-        out = either(tokens(8))
-        assert len(LOSSES) == 2
-        assert [list(layer.stats) for layer in either.layers] == [["scale", "aux", 0], ["scale", "aux", 1]]
-        loss = out.sum() + LOSSES[0] + 2 * LOSSES[1] + either.manager.losses[3]
-        found.append([LOSSES[:], either.manager.losses[:], torch.autograd.grad(loss, list(either.parameters()))])
-    torch.testing.assert_close(found[1], found[0])
 
 
 class Careless(Block):
@@ -308,14 +222,6 @@ def test_refused(make: type[Careless], words: str) -> None:
     assert report.status == "refused"
     assert words in report.reason
     assert optimized.losses == []
-
-
-def test_one_loss_an_expert() -> None:
-    block = Careless().double()
-    optimized = hexa_fx.optimize(block, tokens())
-    assert _runs(optimized)
-    block(tokens(5))
-    torch.testing.assert_close(optimized.losses, block.losses)
 
 
 class OfItsClass(Mixture):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import hexa_fx
-from tests.detect import mixture, sizes_elsewhere
+from tests.detect import sizes_elsewhere
 from tests.detect.test_size_decisions import Block, D, E
 
 CERTAIN_COUNTS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
@@ -61,29 +61,6 @@ def test_certain_counts_are_refused(asked: Callable[..., Any]) -> None:
     assert block.status == "refused"
     assert "exact number of tokens" in block.reason, block.reason
     assert block.location is not None
-
-
-class BehindNorm(mixture.Mixture):
-    """One expert a token, by the largest score; what is added up in a norm counts nothing."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        weights, ids = self.router(normed).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            mask = ids == number
-            if mask.any():
-                out[mask] = expert(normed[mask]) * weights[mask, None]
-        return out
-
-
-def test_whether_an_expert_was_chosen_is_no_exact_number() -> None:
-    torch.manual_seed(0)
-    model, given = BehindNorm().double(), torch.randn(24, mixture.D, dtype=torch.float64)
-    optimized = hexa_fx.optimize(model, given[:20])
-    assert optimized.report.rewritten, optimized.report
-    for rows in (given[:1], given):
-        torch.testing.assert_close(optimized(rows), model(rows))
 
 
 def test_types_stand_for_dtypes() -> None:

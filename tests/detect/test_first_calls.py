@@ -1,7 +1,6 @@
 """What a block sets to plain values, what its first call sets up for all others, and what it says of its numbers."""
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from torch import nn
 import hexa_fx
 from tests.detect.mixture import D, Mixture
 from tests.zoo.compare import compare, operators_run
-
-log = logging.getLogger("tests.load")
 
 
 class Mode(Mixture):
@@ -87,16 +84,6 @@ class TwoNames(Average):
         return self.mix(x + self.mean)[2]
 
 
-class Says(Mixture):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probs, _, out, _ = self.mix(x)
-        log.debug(
-            f"largest {probs.max().item():.2f}, mean {probs.mean().item()} of {x.shape}, {len(x)}, {list(x.size())}"
-        )
-        self.largest = round(probs.max().item(), 3)
-        return out
-
-
 class Keeps(Mixture):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, _, out, _ = self.mix(x)
@@ -161,14 +148,6 @@ def test_tensors_that_modules_hold_as_attributes_are_read_in_every_call(kind: ty
 def test_a_tensor_that_lies_elsewhere_too_is_refused() -> None:
     (report,) = hexa_fx.explain(TwoNames().double(), _x(9)).blocks
     assert "neither a parameter nor a buffer" in report.reason
-
-
-def test_numbers_may_be_rounded_and_said() -> None:
-    block, opt = _optimized(Says)
-    assert operators_run(opt, (_x(7),))
-    for each in (block, opt):
-        each(_x(7))
-    assert opt.largest == block.largest
 
 
 def test_texts_of_numbers_that_are_kept_are_refused_at_their_line() -> None:

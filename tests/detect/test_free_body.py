@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from tests.zoo.common import looped
 from tests.zoo.compare import compare
 
 D, I = 6, 10  # noqa: E741
@@ -36,11 +37,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(make() for _ in range(count))
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return looped(x, weights, ids, self.experts)
 
 
 def routing(tokens: int, experts: int, k: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,35 +158,6 @@ def test_the_report_lists_the_operations():
     assert (block.num_experts, block.top_k, block.hidden_size, block.intermediate_size) == (4, 2, D, I)
     assert opt.graphs[block.path].lowered is None
     assert "hexa.esmm" in str(opt.graphs[block.path])
-
-
-class Normed(Experts):
-    """One norm without epsilon, with a scale, for the outputs of all experts; and a factor between that is no weight."""
-
-    def __init__(self) -> None:
-        super().__init__(Expert)
-        self.scale = nn.Parameter(torch.randn(D))
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            y = expert(x[token] * weights[token, slot, None])
-            y = y / y.norm(dim=-1, keepdim=True) * self.scale
-            out[token] += y
-        return out
-
-
-def test_shared_parameter_and_a_factor_on_the_input():
-    torch.manual_seed(2)
-    model = Normed().double()
-    opt = hexa_fx.optimize(model, routing(9, 4))
-    assert "esmm" in code(opt)
-    x, ids, weights = routing(7, 4, seed=5)
-    sentinels = torch.where(torch.arange(7)[:, None] % 2 == 0, 4, ids)
-    for chosen in (ids, sentinels):
-        found = compare(model, opt, (x, chosen, weights))
-        assert found.within(1e-10), found
 
 
 class BatchNormed(Expert):

@@ -1,7 +1,5 @@
 """Functions with a backward of their own: kept around the experts, with that backward; refused inside them."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -81,18 +79,6 @@ class OfDevices(torch.autograd.Function):
         return gradient if OfDevices.devices == 1 else gradient * OfDevices.devices
 
 
-class Clipped(torch.autograd.Function):
-    """The tensor itself; its gradient is limited in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.clamp_(-1e3, 1e3)
-
-
 class Limited(torch.autograd.Function):
     """The tensor itself; its gradient is limited where it is long, which that of an example is not."""
 
@@ -169,30 +155,10 @@ def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
     assert not compare(plain, optimized, (tokens(2, 7),)).within(1e-6), "the backward of its own makes no difference"
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("needed", [True, False])
-def test_what_a_function_asks_for_its_backward_is_asked_anew(gradients: bool, needed: bool) -> None:
-    """Gradients are off in a function's forward: what it was told there is no reason to run the block's own code outside."""
-    optimized = _optimized(WITH_OWN_LOSS)[1]
-    assert operators_run(optimized.train(), (tokens(3, 5).requires_grad_(needed),), gradients=gradients)
-
-
-def test_pickled_and_copied() -> None:
-    block, optimized = _optimized(OnOutput)
-    for again in (pickle.loads(pickle.dumps(optimized)), copy.deepcopy(optimized)):
-        agree(block, again, tokens(3, 5), train=False)
-
-
 def test_inside_the_experts_it_is_refused() -> None:
     report = _optimized(around(one_output=lambda self, y: Scaled.apply(y, 0.5)))[1].report
     assert not report.rewritten
     assert "Scaled, an autograd.Function with a backward of its own" in report.blocks[0].reason
-
-
-def test_one_that_limits_gradients_in_place_changes_them() -> None:
-    report = _optimized(around(one_output=lambda self, y: Clipped.apply(y)))[1].report
-    assert not report.rewritten
-    assert "Clipped, an autograd.Function with a backward of its own" in report.blocks[0].reason
 
 
 @pytest.mark.parametrize("place", ["one_output", "tokens", "output"])
@@ -207,16 +173,6 @@ def test_one_that_does_nothing_is_seen_through_for_as_long_as_it_does_nothing(
     assert operators_run(optimized.train(), (tokens(3, 5),))
     monkeypatch.setattr(OfDevices, "devices", 2)  # inside the experts the block's own code runs now
     assert compare(block, optimized, (tokens(3, 5),)).within(1e-10)
-
-
-def test_what_a_kept_backward_reads_is_no_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OfDevices, "devices", 2)
-    block, optimized = _optimized(around(output=lambda self, y, loss: OfDevices.apply(y)))
-    for devices in (2, 3):
-        monkeypatch.setattr(OfDevices, "devices", devices)
-        agree(block, optimized, tokens(3, 5))
-        assert operators_run(optimized.train(), (tokens(3, 5),))
-    assert optimized.report.blocks[0].calls.kinds == 1
 
 
 @pytest.mark.parametrize(

@@ -117,33 +117,3 @@ def test_a_token_without_a_mark_is_no_expert_s() -> None:
     for given in (marks, marks * (torch.arange(T) % 3 > 0)[:, None, None]):
         torch.testing.assert_close(optimized(x, given, weights), block(x, given, weights))
         assert operators_run(optimized, (x, given, weights)), str(optimized.report)
-
-
-def slot_by_slot(m: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, k: int) -> torch.Tensor:
-    rows, chosen = x.repeat_interleave(ids.size(1), 0), ids.long().clamp(0, E - 1).flatten()
-    out = torch.zeros_like(rows)
-    for number in range(E):
-        (place,) = torch.where(chosen == number)
-        out[place] = m.expert(number, rows[place])
-    return (out * weights.reshape(-1, 1)).view(-1, k, D).sum(1)
-
-
-class OfItsOwnK(Given):
-    """``k`` is a number of its code, or, if it is 0, however many ids there are."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__(compared)
-        self.k = k
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return slot_by_slot(self, x, ids, weights, self.k or ids.size(1))
-
-
-@pytest.mark.parametrize(("own", "first"), [(0, 1), (2, 2), (0, 3)])
-def test_what_was_made_of_one_k_is_not_run_with_another(own: int, first: int) -> None:
-    block, x = OfItsOwnK(own).double(), torch.randn(12, D).double()
-    calls = [(x, torch.rand(12, E).topk(k).indices, torch.rand(12, k).double()) for k in (first, 1, 2, 3, 1)]
-    optimized = hexa_fx.optimize(block, calls[0], hexa_fx.HexaConfig(own_code_when_small=False))
-    for call in calls:
-        torch.testing.assert_close(optimized(*call), block(*call))
-    assert operators_run(optimized, calls[0]), str(optimized.report)

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.ranks import repeated_in_groups
 from tests.detect.test_what_strangers_write import Mixture
 from tests.zoo.agree import agree, rewritten, tokens
 from tests.zoo.common import TopKGate, experts
@@ -110,13 +109,6 @@ def test_experts_that_mix_the_tokens_of_a_sequence_stay() -> None:
     report = hexa_fx.explain(MixesSequence().double(), tokens(2, 7))
     assert not report.rewritten
     assert "hexa_fx itself failed" not in report.blocks[0].reason
-
-
-def test_repeated_in_groups() -> None:
-    values = torch.tensor([[1, 2], [3, 4]])
-    assert repeated_in_groups(values, torch.zeros(2, 3, D)).tolist() == [[1, 2]] * 3 + [[3, 4]] * 3
-    assert repeated_in_groups(values[:0], torch.zeros(0, 3, D)).shape == (0, 2)
-    assert repeated_in_groups(values, torch.zeros(2, 0, D)).shape == (0, 2)
 
 
 class Modulated(nn.Module):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.passes.detect.tags import expert_groups
 from tests.detect.test_what_strangers_write import Mixture
 from tests.zoo.agree import rewritten, tokens
 from tests.zoo.common import MLP
@@ -90,14 +89,3 @@ def test_numbered_layers_of_an_ordinary_network_are_no_experts() -> None:
             return self.fc3(self.fc2(self.fc1(x))).argmax(-1)
 
     assert not hexa_fx.explain(Classifier().double(), tokens(2, 7)).blocks
-
-
-def test_lists_that_are_numbered_in_the_usual_way_come_first() -> None:
-    numbers = {f"experts.{e}.w{n}.weight": torch.zeros(D, D) for e in range(2) for n in range(1, 4)}
-    assert list(expert_groups(numbers).members) == [f"experts.{{}}.w{n}.weight" for n in range(1, 4)]
-
-
-def test_a_gate_of_two_layers_beside_named_experts_is_none_of_them() -> None:
-    gate = {"gate.0.weight": torch.zeros(D, D), "gate.2.weight": torch.zeros(E, D)}
-    named = {f"of_{n}.{part}.weight": torch.zeros(D, D) for n in "abc" for part in ("up", "down")}
-    assert set(expert_groups(gate | named).members) == {"{}.up.weight", "{}.down.weight"}

@@ -57,32 +57,6 @@ def test_it_is_named(odd: Expert, said: str, idle: bool) -> None:
     assert report.blocks[0].reason.startswith(said + SAME), report.blocks[0].reason
 
 
-class RuledOut(Mixture):
-    """A buffer keeps tokens from the last expert, for which the code does something else; it may change."""
-
-    def __init__(self, low: float) -> None:
-        super().__init__()
-        self.register_buffer("bias", torch.tensor([0.0] * (E - 1) + [low]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, index = (self.gate.weight(flat) + self.bias).softmax(-1).topk(2)
-        out = torch.zeros_like(flat)
-        for number in index.unique().tolist():
-            token, slot = torch.where(index == number)
-            y = self.experts[number](flat[token])
-            out.index_add_(0, token, (2 * y if number == E - 1 else y) * weights[token, slot, None])
-        return out.view(x.shape)
-
-
-def test_other_code_for_an_expert_that_a_buffer_all_but_rules_out() -> None:
-    block = RuledOut(-30.0).double()
-    optimized = hexa_fx.optimize(block, tokens(2, 7))
-    for each in (block, optimized):
-        each.bias.zero_()
-    torch.testing.assert_close(optimized(tokens(3, 5)), block(tokens(3, 5)))
-
-
 def test_what_only_one_has_or_has_not() -> None:
     block = Mixture()
     block.experts[1].forward = torch.relu
@@ -92,24 +66,6 @@ def test_what_only_one_has_or_has_not() -> None:
         block.experts[number].scale = 2.0
     del block.experts[1].forward
     assert odd_expert(block).startswith("there is no experts.1.scale, but 2.0 in other experts")
-
-
-def test_what_differs_in_all_experts_is_no_difference() -> None:
-    block = Routed(Expert(nn.GELU(), number=E - 1), True)
-    assert not odd_expert(block)
-    assert hexa_fx.explain(block.double(), tokens(2, 7)).rewritten
-
-
-def test_one_of_a_list_whose_parameters_all_have_other_names() -> None:
-    """As under adapters on all experts but one, where two layers of an expert look like a list of their own."""
-    plain = [nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}) for _ in range(4)]
-    wrapped = [
-        nn.ModuleDict({key: nn.ModuleDict({"base": each, "low": nn.Linear(4, 2)}) for key, each in expert.items()})
-        for expert in plain
-    ]
-    block = nn.Module()
-    block.experts = nn.ModuleList([*wrapped[:2], plain[2], wrapped[3]])
-    assert odd_expert(block).startswith("experts.2.up is Linear, where other experts have ModuleDict")
 
 
 class EachItsOwn(Routed):

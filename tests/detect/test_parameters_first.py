@@ -104,14 +104,3 @@ class FilmExpert(nn.Module):
 
 def test_two_first_layers_of_different_widths() -> None:
     rewritten(Mixture(FilmExpert).double(), tokens(2, 7), tokens(3, 5))
-
-
-def _limit(weight: nn.Parameter) -> nn.Parameter:
-    weight.data = weight.data.clamp(-20, 20)
-    return weight
-
-
-def test_other_memory_behind_a_weight_is_seen() -> None:
-    block = computing(lambda s, x: s.down(F.relu(F.linear(x, _limit(s.up.weight), s.up.bias)))).double()
-    (report,) = hexa_fx.explain(block, tokens(2, 7)).blocks
-    assert "the code puts other memory behind a tensor" in report.reason

@@ -157,30 +157,6 @@ def test_the_size_of_weights_is_of_the_data(summed: bool) -> None:
         torch.testing.assert_close(optimized(row[None]), block(row[None]))
 
 
-LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "argmax": lambda x: int(x.sum(0).argmax()) == D,
-    "of a row": lambda x: bool(x[0].argmax() == x[0].numel()),
-    "bincount": lambda x: torch.bincount((x > 4).long().flatten(), minlength=2)[1].item() > 0,
-    "one_hot": lambda x: torch.nn.functional.one_hot((x > 4).any().long(), 2)[1].item() == 1,
-}
-
-
-class Looks(Mixture):
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.mix(x)[2]
-        return 2 * out if LOOKS[self.way](x) else out
-
-
-@pytest.mark.parametrize("way", LOOKS)
-def test_choices_by_which_no_expert_gets_tokens_are_of_the_data(way: str) -> None:
-    (report,) = hexa_fx.explain(Looks(way).double(), torch.randn(9, D, dtype=torch.float64)).blocks
-    assert ON_DATA in report.reason
-
-
 class Dropped(Mixture):
     """Expert dropout: experts that are switched off at random, unless too few were left."""
 

@@ -87,15 +87,6 @@ def test_whatever_a_router_gives_its_results_in(kind: str) -> None:
     assert optimized.router.calls > before
 
 
-@pytest.mark.parametrize("kind", AS)
-def test_what_a_router_decides_on_its_tokens_is_decided_in_every_call(kind: str) -> None:
-    block, optimized = _optimized(kind, True)
-    assert optimized.report.rewritten, str(optimized.report)
-    x = _x(7)
-    x[0, :3] = 7.25
-    torch.testing.assert_close(optimized(x), block(x))
-
-
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
 def test_a_router_that_gives_more_than_it_did(kind: str) -> None:
     block, optimized = _optimized(kind)

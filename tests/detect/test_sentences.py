@@ -2,6 +2,7 @@
 
 import linecache
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -170,18 +171,6 @@ class ByKey(Mixture):
         return x + self.experts._modules[number](self.gate.weight(x) @ self.gate.weight.weight)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (SeveralGates, "or are summed up several times (for the gate of each task, perhaps)"),
-        (ByKey, "Python chooses for all tokens alike (by a key, perhaps)"),
-    ],
-)
-def test_what_is_said_of_experts_that_no_routing_is_read_of(kind: type[nn.Module], said: str) -> None:
-    (block,) = hexa_fx.explain(kind().double(), tokens(2, 7)).blocks
-    assert said in block.reason
-
-
 class Centred(Mixture):
     def expert(self, e: int, rows: torch.Tensor) -> torch.Tensor:
         y = self.experts[e](rows) * 2
@@ -251,16 +240,6 @@ class Dispatched(nn.Module):
         return (back.view(-1, index.shape[1], D) * weights[..., None]).sum(1).view(x.shape)
 
 
-def test_of_a_part_that_is_given_rows_by_expert_the_reason_lies_around_it() -> None:
-    (block,) = hexa_fx.explain(Dispatched().double(), tokens(2, 7)).blocks
-    assert "the code changes self.dispatcher in place" in block.reason
-
-
-def test_soft_mixtures_for_several_tasks_are_named() -> None:
-    (block,) = hexa_fx.explain(TwoTasks().double(), (tokens(2, 7), torch.randint(E, (2, 7)))).blocks
-    assert "nothing in torch chooses among its experts by an index" in block.reason
-
-
 class Mapped(nn.Module):
     """Every expert on every token by `torch.vmap`."""
 
@@ -272,12 +251,7 @@ class Mapped(nn.Module):
         weights, index = self.gate(x).softmax(-1).topk(2, -1)
         stacked, _ = torch.func.stack_module_state(list(self.experts))
         outputs = torch.vmap(lambda p, v: torch.func.functional_call(self.experts[0], p, (v,)), (0, None))(stacked, x)
-        return torch.einsum("etd,te->td", outputs, torch.zeros(len(x), 4).scatter(1, index, weights))
-
-
-def test_experts_under_vmap_are_named() -> None:
-    (block,) = hexa_fx.explain(Mapped(), torch.randn(9, 8)).blocks
-    assert "inside torch.func (vmap or grad), which hides the numbers" in block.reason
+        return torch.einsum("etd,te->td", outputs, torch.zeros(len(x), 4).to(x).scatter(1, index, weights))
 
 
 def _doubled(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -300,11 +274,6 @@ class Counting(MLP):
         return super().forward(x)
 
 
-def test_what_single_experts_count() -> None:
-    (report,) = hexa_fx.explain(Mixture(Counting).double(), (tokens(3, 7),)).blocks
-    assert ".calls, which the rewritten block would leave otherwise" in report.reason
-
-
 class Uses(Mixture):
     """Notes what each expert got when it last got anything."""
 
@@ -321,11 +290,6 @@ class Uses(Mixture):
                 out[token] += expert(x[token]) * weights[token, slot, None]
                 self.usage[number] = (index == number).sum().item()
         return out
-
-
-def test_what_an_expert_is_given_is_kept_by_name() -> None:
-    (report,) = hexa_fx.explain(Uses().double(), (tokens(3, 7).flatten(0, 1),)).blocks
-    assert "the code keeps usage, which the rewritten block would leave otherwise" in report.reason
 
 
 class PassesOn(Mixture):
@@ -366,7 +330,25 @@ class Nudged(Mixture):
         return out
 
 
-@pytest.mark.parametrize("kind", [PassesOn, Nudged])
-def test_what_is_decided_by_numbers_of_tokens_is_refused_by_its_cause(kind: type[nn.Module]) -> None:
-    (report,) = hexa_fx.explain(kind().double(), torch.randn(24, D).double()).blocks
-    assert "by how many tokens an expert gets, and one run shows what it does" in report.reason
+BY_COUNTS = "by how many tokens an expert gets, and one run shows what it does"
+UNCHOSEN = "nothing in torch chooses among its experts by an index"
+OTHERWISE = "which the rewritten block would leave otherwise"
+SAID: dict[str, tuple[Callable[[], nn.Module], str, tuple[torch.Tensor, ...]]] = {
+    "gates of tasks": (SeveralGates, "or are summed up several times (for the gate of each task, perhaps)", ()),
+    "by a key": (ByKey, "Python chooses for all tokens alike (by a key, perhaps)", ()),
+    "a part that is given rows by expert": (Dispatched, "the code changes self.dispatcher in place", ()),
+    "soft, for several tasks": (TwoTasks, UNCHOSEN, (tokens(2, 7), torch.randint(E, (2, 7)))),
+    "under vmap": (Mapped, "inside torch.func (vmap or grad), which hides the numbers", (torch.randn(9, 8).double(),)),
+    "what single experts count": (lambda: Mixture(Counting), f".calls, {OTHERWISE}", ()),
+    "what experts were given": (Uses, f"the code keeps usage, {OTHERWISE}", (tokens(3, 7).flatten(0, 1),)),
+    "passed on": (PassesOn, BY_COUNTS, (torch.randn(24, D).double(),)),
+    "moved one by one": (Nudged, BY_COUNTS, (torch.randn(24, D).double(),)),
+}
+
+
+@pytest.mark.parametrize(("kind", "said", "given"), SAID.values(), ids=SAID)
+def test_the_sentence_names_the_cause(
+    kind: Callable[[], nn.Module], said: str, given: tuple[torch.Tensor, ...]
+) -> None:
+    (block,) = hexa_fx.explain(kind().double(), given or tokens(2, 7)).blocks
+    assert said in block.reason

@@ -64,10 +64,6 @@ IN_MEMORY = {
     "lies in memory": lambda self, x, w, i: 2.0 if x.t().contiguous().stride(0) == 400 else 1.0,
     "the memory behind tensors": lambda self, x, w, i: 2.0 if x.untyped_storage().nbytes() == 3200 * 8 else 1.0,
 }
-SEEN = {
-    "any rows": lambda self, e, rows: self.experts[e](rows) if rows.shape[0] != 0 else rows,
-    "counted": lambda self, e, rows: self.experts[e](rows) if len(rows) >= 1 and rows.shape[-1] == D else rows,
-}
 
 
 def made(**members):
@@ -101,13 +97,3 @@ def test_an_exact_count_of_rows_is_refused(way):
     assert block.status == "refused"
     assert "exact number of tokens" in block.reason
     assert block.location is not None
-
-
-@pytest.mark.parametrize("way", SEEN)
-def test_whether_there_are_rows_is_seen(way):
-    model = made(run=SEEN[way])
-    optimized = hexa_fx.optimize(copy.deepcopy(model), x(24))
-    for rows in (24, 3, 1, 0):
-        given = x(rows)
-        torch.testing.assert_close(optimized(given), model(given))
-    assert operators_run(optimized, (x(7),))

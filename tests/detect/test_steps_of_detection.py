@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
-from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
 from hexa_fx.passes.detect.row_order import row_orders
@@ -65,56 +64,45 @@ def reason(block: nn.Module) -> str:
     return refusal.reason
 
 
-def test_expert_groups_need_all_numbers_and_equal_shapes():
-    names = {f"experts.{i}.up.weight": torch.zeros(2, 2) for i in range(3)}
-    names |= {"layers.0.weight": torch.zeros(1), "layers.2.weight": torch.zeros(1)}
-    names |= {"gates.0": torch.zeros(1), "gates.1": torch.zeros(2)}
-    assert list(expert_groups(names).members) == ["experts.{}.up.weight"]
+def zeros(*names: str, size: int = 2) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(size, 2) for name in names}
 
 
-def test_a_parameter_belongs_to_its_longest_list():
-    names = {f"experts.{e}.{layer}.weight": torch.zeros(2, 2) for e in range(5) for layer in range(2)}
-    assert set(expert_groups(names).members) == {"experts.{}.0.weight", "experts.{}.1.weight"}
+def named(*children: str, prefix: str = "experts.") -> dict[str, torch.Tensor]:
+    return zeros(*(f"{prefix}{child}.{layer}.weight" for child in children for layer in ("up", "down")))
 
 
-def test_two_experts_of_two_layers_are_the_outer_list():
-    names = {f"experts.{e}.{layer}.bias": torch.zeros(2) for e in range(2) for layer in range(2)}
-    assert set(expert_groups(names).members) == {"experts.{}.0.bias", "experts.{}.1.bias"}
+def nested(experts: int) -> dict[str, torch.Tensor]:
+    return zeros(*(f"experts.{e}.{layer}.weight" for e in range(experts) for layer in range(2)))
 
 
-def named(
-    *children: str, prefix: str = "experts.", layers: tuple[str, ...] = ("up", "down")
-) -> dict[str, torch.Tensor]:
-    return {f"{prefix}{child}.{layer}.weight": torch.zeros(2, 2) for child in children for layer in layers}
+UP_AND_DOWN = {"experts.{}.up.weight", "experts.{}.down.weight"}
+GROUPS: dict[str, tuple[dict[str, torch.Tensor], set[str]]] = {
+    "numbered from 0": (zeros(*(f"experts.{e}.weight" for e in range(3))), {"experts.{}.weight"}),
+    "numbers missing": (zeros("layers.0.weight", "layers.2.weight"), set()),
+    "of two shapes": (zeros("gates.0") | zeros("gates.1", size=3), set()),
+    "the longest list": (nested(5), {"experts.{}.0.weight", "experts.{}.1.weight"}),
+    "the outer list": (nested(2), {"experts.{}.0.weight", "experts.{}.1.weight"}),
+    "named neighbours": (named("code", "math", "law") | zeros("gate.weight", size=3), UP_AND_DOWN),
+    "numbers before names": (
+        named("a", "b", "c") | named("0", "1", prefix="layers."),
+        {"layers.{}.up.weight", "layers.{}.down.weight"},
+    ),
+    "named, one matrix each": (zeros("experts.query.weight", "experts.key.weight"), set()),
+    "one name": (named("code"), set()),
+    "named, of two shapes": (named("code", "math") | zeros("experts.math.up.weight", size=3), set()),
+    "beside stacked weights": (named("code", "math") | {"stacked": torch.zeros(4, 2, 2)}, set()),
+}
 
 
-def test_networks_beside_each_other_are_a_group_where_nothing_is_numbered():
-    names = named("code", "math", "law")
-    members = expert_groups(names | {"gate.weight": torch.zeros(3, 2)}).members
-    assert members["experts.{}.up.weight"] == tuple(f"experts.{child}.up.weight" for child in ("code", "math", "law"))
-    assert set(members) == {"experts.{}.up.weight", "experts.{}.down.weight"}
-    assert (
-        len(expert_groups(named("a", "b") | named("x", "y", "z", prefix="others.")).members["others.{}.up.weight"]) == 3
-    )
+@pytest.mark.parametrize(("names", "members"), GROUPS.values(), ids=GROUPS)
+def test_expert_groups(names: dict[str, torch.Tensor], members: set[str]):
+    assert set(expert_groups(names).members) == members
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        named("query", "key", layers=("",)),
-        named("code"),
-        named("code", "math") | {"experts.math.up.weight": torch.zeros(3, 2)},
-        named("code", "math") | {"stacked": torch.zeros(4, 2, 2)},
-    ],
-    ids=["one matrix each", "one network", "of two shapes", "beside stacked weights"],
-)
-def test_other_neighbours_are_no_group(names: dict[str, torch.Tensor]):
-    assert not expert_groups(names).members
-
-
-def test_numbered_lists_come_before_named_neighbours():
-    members = expert_groups(named("a", "b", "c") | named("0", "1", prefix="layers.")).members
-    assert set(members) == {"layers.{}.up.weight", "layers.{}.down.weight"}
+def test_the_larger_of_two_groups_of_names_counts():
+    members = expert_groups(named("a", "b") | named("x", "y", "z", prefix="others.")).members
+    assert members["others.{}.up.weight"] == ("others.x.up.weight", "others.y.up.weight", "others.z.up.weight")
 
 
 def test_the_layers_of_like_experts_are_no_experts_of_two_shapes():
@@ -157,22 +145,6 @@ def test_row_matcher_finds_token_expert_and_scale():
     torch.testing.assert_close(match.scale[keep], scale[keep])
 
 
-def test_row_matcher_looks_among_the_rows_of_known_experts_only():
-    """Those of several experts at once, and of none of them where a row is another expert's."""
-    tokens, matrices = torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64)
-    token, expert = torch.randint(0, 9, (20,)), torch.randint(0, E, (20,))
-    rows = torch.einsum("rd,rhd->rh", tokens[token], matrices[expert])
-    match = RowMatcher(tokens, matrices).match(rows, expert)
-    assert torch.equal(match.token, token)
-    assert torch.equal(match.expert, expert)
-    assert RowMatcher(tokens, matrices).match(rows, (expert + 1) % E) is None
-
-
-def test_row_matcher_refuses_rows_that_are_no_tokens():
-    matcher = RowMatcher(torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64))
-    assert matcher.match(torch.randn(4, H, dtype=torch.float64)) is None
-
-
 ROWS = torch.arange(3 * E).reshape(3, E)
 
 
@@ -207,36 +179,6 @@ def test_order_of_rows_between_products(between: Callable[[torch.Tensor], torch.
         assert order[first.node].tolist() == expected.flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda tokens, chosen: (tokens.roll(1, 0), chosen),
-        lambda tokens, chosen: (tokens * tokens.norm(dim=-1, keepdim=True), chosen),
-        lambda tokens, chosen: (tokens, (chosen + 1) % E),
-    ],
-    ids=["another token", "another factor", "another expert"],
-)
-def test_gate_and_up_are_of_the_same_rows(other: Callable[..., tuple[torch.Tensor, torch.Tensor]]):
-    class Gathered(Loop):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = None
-            self.gate, self.up, self.down = (nn.Parameter(torch.randn(E, *size)) for size in ((D, H), (D, H), (H, D)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            tokens = x.reshape(-1, D)
-            weights, chosen = self.choose(tokens)
-            gate = torch.einsum("td,tkdh->tkh", tokens, self.gate[chosen])
-            given, experts = other(tokens, chosen)
-            up = torch.einsum("td,tkdh->tkh", given, self.up[experts])
-            return torch.einsum("tkh,tkhd,tk->td", F.silu(gate) * up, self.down[chosen], weights).view(x.shape)
-
-    torch.manual_seed(0)
-    refusal = detect_block(canonicalize_block(capture(Gathered(), (X,), {})))
-    assert isinstance(refusal, Refusal)
-    assert "are not rows of one tensor" in refusal.reason
-
-
 def test_the_plain_loop():
     match = found(Loop())
     assert (match.num_experts, match.routing.top_k) == (E, K)
@@ -244,58 +186,6 @@ def test_the_plain_loop():
     assert match.body.gate_bias == "experts.{}.up.bias"
     assert [source.reading for source in match.routing.after] == ["token_slot"]
     assert match.idiom == "loop over experts"
-
-
-def test_square_matrices_are_told_apart_by_value():
-    class Square(Loop):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(E, D, D))
-            self.down = nn.Parameter(torch.randn(E, D, D))
-            del self.experts
-
-        def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return torch.relu(rows @ self.up[number]) @ self.down[number].T
-
-    match = found(Square())
-    assert (match.body.gate.layout, match.body.down.layout) == ("kn", "nk")
-
-
-@pytest.mark.parametrize(
-    ("act", "name"),
-    [
-        (F.relu, "relu"),
-        (F.silu, "silu"),
-        (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
-        (lambda x: F.relu(x) ** 2, "relu2"),
-    ],
-)
-def test_activations_by_value(act, name):
-    block = Loop()
-    block.experts = nn.ModuleList(Mlp(act) for _ in range(E))
-    assert found(block).body.activation == name
-
-
-@pytest.mark.parametrize("holds", [lambda out: out.sum() > 0, lambda out: out.abs().sum() < 1e3], ids=["sign", "size"])
-def test_a_branch_on_the_sum_so_far_without_an_if(holds):
-    """The factor is 1 on most inputs, and the same for all tokens."""
-
-    class Gated(Loop):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weights, ids = self.router(x).softmax(-1).topk(2, -1)
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                out = out + expert(x) * (weights * (ids == number)).sum(-1, keepdim=True)
-                out = out * holds(out)
-            return out
-
-    assert isinstance(found(Gated()), Refusal)
-
-
-def test_active_dropout_is_named():
-    block = Loop()
-    block.experts = nn.ModuleList(Mlp(lambda x: F.dropout(F.relu(x), 0.5, training=True)) for _ in range(E))
-    assert "dropout is active inside the experts" in reason(block)
 
 
 def test_a_weight_made_of_several_parameters_is_named():
@@ -309,24 +199,6 @@ def test_a_weight_made_of_several_parameters_is_named():
             return own.down(F.relu(hidden + F.linear(rows, made)))
 
     assert "mixes several parameters in its weight" in reason(Made())
-
-
-def test_every_expert_for_every_token_is_soft():
-    class Soft(Loop):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            tokens = x.reshape(-1, D)
-            weights = torch.softmax(self.router(tokens), -1)
-            return sum(expert(tokens) * weights[:, i, None] for i, expert in enumerate(self.experts)).view(x.shape)
-
-    assert "dense (soft) mixture" in reason(Soft())
-
-
-def test_experts_that_get_only_zeros_are_refused():
-    class Silent(Loop):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x * (x.sum() > 1e9))
-
-    assert isinstance(found(Silent()), Refusal)
 
 
 def test_experts_of_different_shape_or_structure_are_named():

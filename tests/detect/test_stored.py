@@ -32,11 +32,6 @@ class Block(Mixture):
         return out
 
 
-class CountsCalls(Block):
-    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
-        self.seen = (self.seen or 0) + 1
-
-
 class KeepsTuples(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -44,11 +39,6 @@ class KeepsTuples(Block):
 
     def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
         self.seen, self.named = (1, None), (1, "mixture")
-
-
-class MovingAverage(Block):
-    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
-        self.aux_loss = 0.9 * (self.aux_loss if self.aux_loss is not None else 0.0) + probs.detach().mean(0)
 
 
 def optimized(make: type[Block]) -> tuple[Block, Block]:
@@ -74,24 +64,6 @@ def test_values_and_their_gradients():
     opt.eval()(x)
     assert opt.aux_loss is None
     assert isinstance(opt(x), torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (CountsCalls, "which it sets itself in every call"),
-        (MovingAverage, "which it sets itself in every call"),
-    ],
-)
-def test_refused(make, words):
-    model, opt = optimized(make)
-    (block,) = opt.report.blocks
-    assert block.status == "refused"
-    assert words in block.reason
-    x = torch.randn(7, D, dtype=torch.float64)
-    for either in (model, opt):
-        either(x), either(x)
-    torch.testing.assert_close(opt.aux_loss, model.aux_loss)
 
 
 class Counts(Mixture):
@@ -179,60 +151,6 @@ def test_what_another_mode_left_is_a_condition(kind: type[LeftByTraining]) -> No
         opt.train(training)
         torch.testing.assert_close(opt(x), block(x))
         torch.testing.assert_close(opt.load, block.load)
-
-
-class Averaging(Mixture):
-    """Puts new tensors in the place of buffers, one of which its router reads, and one of which was None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("used", torch.rand(D))
-        self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("last", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probs, _, out, _ = self.mix(x * self.used)
-        if self.training:
-            self.used = 0.9 * self.used + 0.1 * out.detach().abs().mean(0)
-            self.steps += 1
-            self.steps = self.steps * 1.0
-            self.register_buffer("last", probs.mean(0))
-        return out
-
-
-def test_buffers_that_the_code_exchanges_are_exchanged() -> None:
-    model = Averaging().double()
-    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(9, D, dtype=torch.float64))
-    assert opt.report.blocks[0].status == "rewritten"
-    for number in range(4):
-        x = torch.randn(5 + number, D, dtype=torch.float64)
-        torch.testing.assert_close(opt.train(number % 3 > 0)(x), model.train(number % 3 > 0)(x))
-        torch.testing.assert_close(dict(opt.named_buffers()), dict(model.named_buffers()))
-    gradients = [torch.autograd.grad(block.last.square().sum(), block.router.weight)[0] for block in (opt, model)]
-    torch.testing.assert_close(*gradients)
-
-
-class StartsGradients(Block):
-    """Keeps leaves, which it makes of what it has computed and of what it is given."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = x.detach()
-        self.seen.requires_grad = True
-        probs, _, out, _ = self.mix(self.seen)
-        self.aux_loss = probs.detach().clone()
-        self.aux_loss.requires_grad_()
-        return out * x.requires_grad_()
-
-
-def test_gradients_start_where_the_code_has_them_start():
-    model, opt = optimized(StartsGradients)
-    assert opt.report.rewritten, opt.report
-    given = [torch.randn(7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
-    for block, x in zip((model, opt), given):
-        (block(x).sum() + block.aux_loss.sum()).backward()
-    torch.testing.assert_close(given[1].grad, given[0].grad)
-    for name in ("seen", "aux_loss"):
-        torch.testing.assert_close(getattr(opt, name).grad, getattr(model, name).grad)
 
 
 def test_tuples_of_plain_values_that_are_always_the_same():

@@ -56,31 +56,6 @@ def test_the_object_holds_what_the_original_would_have_left_there(name: str) -> 
     assert operators_run(opt, (tokens(3, 7),))
 
 
-def test_gradients_reach_what_lies_there() -> None:
-    block, opt = optimized(KINDS["Dispatcher"])
-    found = []
-    for each in (block, opt):
-        loss = each(tokens(2, 5)).sum() + each.dispatcher.probs.square().sum()
-        found.append(torch.autograd.grad(loss, list(each.parameters())))
-    torch.testing.assert_close(*found)
-
-
-def test_the_block_around_reads_it() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(), Block()
-            self.second.dispatcher = self.first.dispatcher
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x) * self.first.dispatcher.probs.mean()
-            return self.second(x) * self.first.dispatcher.probs.mean()
-
-    model, opt = optimized(Model)
-    assert [found.status for found in opt.report.blocks] == ["rewritten"] * 2
-    torch.testing.assert_close(opt(tokens(2, 5)), model(tokens(2, 5)))
-
-
 class Scaled(Dispatcher):
     factor: Any = 2.0
 
@@ -173,15 +148,6 @@ def test_refused_with_a_sentence(kind: type[Any], words: str) -> None:
     assert opt.report.blocks[0].status == "refused"
     assert words in opt.report.blocks[0].reason
     torch.testing.assert_close(opt(tokens(2, 5)), block(tokens(2, 5)))
-
-
-def test_an_object_that_is_an_argument_is_not_left_as_it_was() -> None:
-    class Given(Block):
-        def forward(self, x: torch.Tensor, dispatcher: Any) -> torch.Tensor:
-            return self.run(dispatcher, x)
-
-    (report,) = hexa_fx.explain(Given().double(), (tokens(3, 7), Dispatcher())).blocks
-    assert "the code changes the argument 'dispatcher' in place" in report.reason
 
 
 class Manager:
