@@ -84,14 +84,6 @@ def test_another_value_is_analysed_anew(pair, name):
     assert compare(*pair, (inputs(),), train=True).within(1e-10)
 
 
-def test_what_is_not_read_or_is_read_by_a_call_may_change(pair):
-    for name, module in (("unread", pair[1]), ("top_k", pair[1].called), ("p", pair[1].drop)):
-        before = getattr(module, name)
-        setattr(module, name, 1)
-        assert operators_run(pair[1].eval(), (inputs(),))
-        setattr(module, name, before)
-
-
 @pytest.mark.parametrize("train", [False, True])
 def test_a_condition_on_a_buffer_is_asked_before_random_numbers_are_drawn(train):
     model = Tuned().double().eval()
@@ -186,31 +178,6 @@ class OrderOfBuffer(NumberOfBuffer):
         return out.view_as(x)
 
 
-def test_a_buffer_as_a_plain_number_is_followed():
-    model, x = NumberOfBuffer().double().eval(), torch.randn(2, 7, D).double()
-    optimized = hexa_fx.optimize(copy.deepcopy(model), x)
-    for each in (model, optimized):
-        each.scale.fill_(3.0)
-    assert operators_run(optimized, (x,)), optimized.report
-    torch.testing.assert_close(optimized(x), model(x))
-
-
 def test_an_order_in_a_buffer_is_refused():
     (block,) = hexa_fx.explain(OrderOfBuffer(), torch.randn(2, 7, D)).blocks
     assert "which may change" in block.reason
-
-
-class Squared(Loop):
-    """``**`` outside of any module, which calls a method without an import path."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        return self.mix(flat, weights, indices).view_as(x) + x**2 + 2 ** x.clamp(max=1)
-
-
-def test_powers_around_the_experts():
-    model = Squared().double()
-    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
-    assert operators_run(optimized, (inputs(),))
-    assert compare(model, optimized, (inputs(),)).within(1e-10)

@@ -7,7 +7,6 @@ from torch import nn
 from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.records import memory_of, nodes_by_call
 from hexa_fx.passes.canonicalize import canonicalize_block
-from hexa_fx.passes.rewrite.region import leading_sizes
 from tests.capture.run import run
 
 T, E, I, D = 5, 3, 4, 6  # noqa: E741
@@ -50,15 +49,6 @@ def test_weight_meets_its_operand_first(as_list):
         assert _operations(after, call) == expected, call.path
 
 
-def test_recorded_value_of_the_new_product():
-    block = Fused("tei,edi,te->td")
-    inputs = torch.randn(T, E, I), torch.rand(T, E)
-    after = canonicalize_block(capture(block, inputs, {}))
-    product = next(n for n in after.graph.nodes if n.args and n.args[0] == "tei,edi->ted")
-    torch.testing.assert_close(record_of(product).value, torch.einsum("tei,edi->ted", inputs[0], block.weight.detach()))
-    assert record_of(product).location is not None
-
-
 def test_the_new_product_has_memory_of_its_own():
     """It may be computed where a recorded value lay, whose memory is free again: its address tells them not apart."""
     after = canonicalize_block(capture(Fused("tei,edi,te->td"), (torch.randn(T, E, I), torch.rand(T, E)), {}))
@@ -82,20 +72,3 @@ def test_left_alone(equation, why):
 def _operations(captured, call) -> list[str]:
     nodes = nodes_by_call(captured.graph)[call.number]
     return [getattr(n.target, "__name__", n.target) for n in nodes if n.op not in ("get_attr", "placeholder")]
-
-
-class OverItself(nn.Module):
-    def __init__(self, as_list: bool) -> None:
-        super().__init__()
-        self.as_list = as_list
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bti,bsi->bts", [x, x]) if self.as_list else torch.einsum("bti,bsi->bts", x, x)
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-def test_sizes_of_an_einsum_are_read_however_its_operands_are_given(as_list: bool) -> None:
-    captured = capture(OverItself(as_list), (torch.randn(2, 3, 4),), {})
-    (node,) = (n for n in captured.graph.nodes if getattr(n.target, "__name__", "") == "einsum")
-    (x,) = (n for n in captured.graph.nodes if n.op == "placeholder")
-    assert leading_sizes(node) is x

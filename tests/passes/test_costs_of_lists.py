@@ -1,6 +1,5 @@
 """What the analysis of a list of experts does not do for each of them, or not twice."""
 
-import copy
 import logging
 from collections import Counter
 from typing import Any
@@ -13,19 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
 from hexa_fx.capture import capture
-from hexa_fx.capture.copies import deepcopied
-from hexa_fx.capture.observe import holds_numbered
-from hexa_fx.capture.overlooked import packed_experts
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.inspection import block_report
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.lookup import MODULE_STATE
-from hexa_fx.isolation.module_state import ModuleSnapshot, ModuleState
+from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.lora.traced import _is_changed
 from hexa_fx.passes.canonicalize import canonicalize_block
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.runtime.install import installed_forward
-from tests.zoo.common import SwiGLU, TopKGate
+from tests.zoo.common import SwiGLU, TopKGate, looped
 
 
 class Listed(nn.Module):
@@ -37,68 +33,8 @@ class Listed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.gate(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        out = looped(x, weights, ids, self.experts)
         return out if self.dropout is None else F.dropout(out, self.dropout, self.training)
-
-
-@pytest.mark.parametrize(("dropout", "shared"), [(None, True), (0.5, False)])
-def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropout: float | None, shared: bool) -> None:
-    model, x = Listed(dropout).eval(), torch.randn(12, 8)
-    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
-    forward = installed_forward(opt)
-    assert forward is not None
-    for training in (True, False):
-        model.train(training)
-        opt.train(training)
-        torch.manual_seed(1)
-        expected = model(x)
-        torch.manual_seed(1)
-        torch.testing.assert_close(opt(x), expected)
-        assert not forward.own
-    assert len(forward.specialisations) == (1 if shared else 2)
-
-
-def test_one_read_of_the_settings_serves_both_modes_and_is_renewed() -> None:
-    model, x = Listed().eval(), torch.randn(12, 8)
-    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
-    opt.experts[2].register_forward_hook(lambda module, args, output: output * 2)
-    for training in (True, False):
-        opt.train(training)
-        torch.testing.assert_close(opt(x), type(opt).forward(opt, x))
-        assert "hooks" in installed_forward(opt).why
-
-
-def test_dicts_of_hooks_are_copied_without_copys_detours(monkeypatch: pytest.MonkeyPatch) -> None:
-    block, rebuilt, plain = Listed(), Counter[str](), copy._reconstruct  # type: ignore[attr-defined]
-
-    def counted(x: Any, *args: Any, **kwargs: Any) -> Any:
-        rebuilt[type(x).__name__] += 1
-        return plain(x, *args, **kwargs)
-
-    block.experts[0].register_forward_hook(print)
-    monkeypatch.setattr(copy, "_reconstruct", counted)
-    copied = deepcopied(block, {})
-    assert rebuilt["OrderedDict"] == 1
-    assert list(copied.experts[0]._forward_hooks.values()) == [print]
-    for one, two in zip(block.modules(), copied.modules()):
-        for name, held in vars(one).items():
-            assert type(vars(two)[name]) is type(held)
-            assert vars(two)[name] is not held or not isinstance(held, dict)
-
-
-@pytest.mark.parametrize("registry", ["_forward_hooks", "_buffers", "_backward_pre_hooks"])
-def test_what_is_put_into_an_empty_dict_is_seen_and_taken_out(registry: str) -> None:
-    block = Listed()
-    snapshot = ModuleSnapshot(block)
-    assert not snapshot.changed()
-    held = getattr(block.experts[1], registry)
-    held["new"] = torch.ones(2)
-    assert snapshot.changed() == {id(block.experts[1])}
-    snapshot.restore()
-    assert ("new" in held) is (registry == "_buffers")
 
 
 def test_what_torch_asks_of_its_dicts_of_hooks_is_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,22 +72,6 @@ def test_conditions_are_checked_for_the_log_only_where_it_is_read(
         hexa_fx.optimize(Listed(), torch.randn(12, 8), hexa_fx.HexaConfig(verify=False))
     assert len(asked) == heard
     assert ("1 of 1 MoE blocks rewritten" in caplog.text) is heard
-
-
-def test_modules_without_numbers_and_packed_codes_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Numbered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ffn_0, self.ffn_1, self.ffn_2 = (nn.Linear(4, 4) for _ in range(3))
-
-    assert holds_numbered(Numbered())
-    named, buffers, asked = nn.Module.named_parameters, nn.Module.named_buffers, Counter[str]()
-    monkeypatch.setattr(nn.Module, "named_parameters", lambda *a, **k: (asked.update(["named"]), named(*a, **k))[1])
-    monkeypatch.setattr(nn.Module, "named_buffers", lambda *a, **k: (asked.update(["buffers"]), buffers(*a, **k))[1])
-    block = Listed()
-    assert not holds_numbered(block.experts[0])
-    assert not packed_experts(block.experts)
-    assert asked == {"buffers": 1}
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -198,3 +118,20 @@ def test_detection_of_more_experts_waits_no_more_often_for_a_device(dtype: torch
     few, many = waits_and_calls(8, dtype), waits_and_calls(24, dtype)
     assert many[0] <= few[0] + 16
     assert many[1] <= few[1] + 16 * 100
+
+
+@pytest.mark.parametrize(("dropout", "shared"), [(None, True), (0.5, False)])
+def test_both_modes_share_program_and_guards_where_the_code_asks_for_none(dropout: float | None, shared: bool) -> None:
+    model, x = Listed(dropout).eval(), torch.randn(12, 8)
+    opt = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(strict=True, verify=False))
+    forward = installed_forward(opt)
+    assert forward is not None
+    for training in (True, False):
+        model.train(training)
+        opt.train(training)
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(opt(x), expected)
+        assert not forward.own
+    assert len(forward.specialisations) == (1 if shared else 2)

@@ -41,23 +41,6 @@ def test_assertions_of_torch_still_raise() -> None:
         opt(tokens() / 0)
 
 
-class NoExpertIdle(ListMoE):
-    """Raises where an expert gets no token, which the example does not show."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        index, _ = self.router(hidden)
-        if len(index.unique()) < E:
-            raise RuntimeError("an expert is idle")
-        return super().forward(hidden)
-
-
-def test_an_error_that_the_code_raises_is_no_reason_to_refuse() -> None:
-    original, opt = optimized(NoExpertIdle(), tokens(40))
-    given = tokens(40)
-    assert operators_run(opt, (given,))
-    torch.testing.assert_close(opt(given), original(given))
-
-
 class Alive(nn.Module):
     """Runs the experts of a list that the mask gives; of no expert there is no weight either."""
 

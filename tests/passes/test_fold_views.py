@@ -48,12 +48,6 @@ def test_what_was_written_to_is_read_where_it_was(write):
     assert len(graph.find_nodes(op="call_method", target="reshape")) == 2
 
 
-def test_the_users_own_views_stay():
-    graph = graph_of(("reshape", -1), ("reshape", -1, 2), theirs=2)
-    fold_views(graph)
-    assert graph.find_nodes(op="call_method", target="reshape")[1].args[0].target == "reshape"
-
-
 def test_sorted_tokens_read_their_routing_as_it_is_given():
     """The routing of transformers' grouped experts is flattened by their code, which takes any number of ids a token."""
     transformers = pytest.importorskip("transformers")

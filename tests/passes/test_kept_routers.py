@@ -79,19 +79,6 @@ def is_rewritten(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
 
 
 @pytest.mark.parametrize("gate", [Scheduled, Quiet])
-def test_schedules_of_a_router_stay_on_the_rewritten_path(gate):
-    model, optimized = pair(gate)
-    for step in range(4):
-        for m in (model, optimized):
-            m.gate.step, m.gate.temperature = step, max(0.7, 2.0 - 0.4 * step)
-            m.gate.noise, m.gate.scaled = 0.5 * 0.9**step, step > 2
-        for train in (True, False):
-            assert is_rewritten(optimized.train(train))
-            assert compare(model, optimized, (inputs(step),), train=train).within(1e-5)
-    assert (model.gate.seen, model.gate.decayed) == (optimized.gate.seen, optimized.gate.decayed)
-
-
-@pytest.mark.parametrize("gate", [Scheduled, Quiet])
 def test_results_of_another_form_run_rewritten_without_another_call_of_the_router(gate):
     """The router has been called by then: what is made of the call is given what it gave."""
     model, optimized = (m.double() for m in pair(gate))
@@ -114,25 +101,6 @@ def test_results_of_another_form_run_rewritten_without_another_call_of_the_route
     model.gate.full = optimized.gate.full = True
     assert is_rewritten(optimized, torch.float64)
     assert compare(model, optimized, (inputs().double(),)).within(1e-10)
-
-
-class Frozen(Block):
-    """Calls its router without gradients."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        with torch.no_grad():
-            weights, indices = self.gate(flat)
-        return self.mix(flat, weights, indices).view_as(x)
-
-
-def test_what_a_frozen_router_gave_has_no_gradient_in_the_original_either():
-    model = Frozen(Scheduled())
-    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
-    model.gate.top_k = optimized.gate.top_k = 1
-    found = compare(model, optimized, (inputs(),), train=True)
-    assert found.within(1e-5)
-    assert not found.none_gradients
 
 
 def test_schedules_under_checkpointing():

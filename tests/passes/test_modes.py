@@ -85,33 +85,6 @@ def test_code_that_does_not_holds_in_both(monkeypatch: pytest.MonkeyPatch) -> No
     assert opt.report.blocks[0].calls == (2, 0, {}, 1)
 
 
-class Noisy(Plain):
-    """Another function in train mode."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * 0.5 if self.training else x)
-
-
-class Inside(Noisy):
-    """One mode decides on the submodule's, too, which may be set by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Mixture.mix(self, x * 0.5 if self.drop.training else x)[2]
-
-
-@pytest.mark.parametrize("kind", [Noisy, Inside])
-def test_each_mode_is_analysed_once_and_both_are_right(kind: type[Mixture]) -> None:
-    block, x = kind(), torch.randn(12, D)
-    opt = hexa_fx.optimize(copy.deepcopy(block), x)
-    for training in (True, False, True, False):
-        torch.testing.assert_close(opt.train(training)(x), block.train(training)(x))
-    assert opt.report.blocks[0].calls == (4, 0, {}, 2)
-
-
 class Training(Plain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:

@@ -103,16 +103,6 @@ def test_a_compiler_and_a_mode_see_the_rewritten_code(monkeypatch):
     assert any(node.target is torch.ops.hexa.moe_ffn.default for node in program.graph.nodes)
 
 
-def test_sizes_that_missed_a_condition_are_analysed_once():
-    """refuse_size_branch has other code beyond 20 tokens; it was recorded with 14."""
-    model, forward = optimized("refuse_size_branch")
-    own = by_name("refuse_size_branch").make(0).eval()
-    for tokens in (21, 21, 20, 21, 22):
-        x = inputs("refuse_size_branch", tokens)
-        torch.testing.assert_close(model(x), own(x))
-    assert (forward.ran + sum(forward.own.values()), len(forward.specialisations) + len(forward.refused)) == (5, 2)
-
-
 def small_with_buffers() -> tuple[nn.Module, install.HexaForward, dict[str, nn.Parameter]]:
     model, forward = optimized("dense_stacked_einsum")
     weights = {name: p for name, p in model.named_parameters() if p.dim() == 3}

@@ -282,19 +282,6 @@ def test_each_parameter_has_a_dtype_of_its_own(
     torch.testing.assert_close(optimized(x), block(x), rtol=limit, atol=limit)
 
 
-def test_weights_are_cast_after_they_were_gathered() -> None:
-    class Gathered(OtherDtype):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weights, ids = self.router(x).softmax(-1).topk(2, -1)
-            inner = torch.einsum("td,tkid->tki", x, self.up[ids].to(x, non_blocking=True)).relu()
-            return torch.einsum("tki,tkdi,tk->td", inner, self.down[ids].type_as(x), weights)
-
-    block, x = Gathered("weights", LONG, SHORT), torch.randn(40, D)
-    optimized = hexa_fx.optimize(block, x)
-    assert optimized.report.rewritten, str(optimized.report)
-    torch.testing.assert_close(optimized(x), block(x))
-
-
 class CastingExpert(NormedExpert):
     """Takes its tokens in its own dtype."""
 

@@ -89,18 +89,6 @@ def test_what_changes_in_a_shared_activation(
     assert found.within(1e-10), found
 
 
-def test_a_shared_dropout_that_wakes_in_eval_mode() -> None:
-    block = Shared(nn.Sequential(nn.ReLU(), nn.Dropout(0.5))).double().eval()
-    opt = optimized(block)
-    assert operators_run(opt, (tokens(7),))
-    results = []
-    for model in (block, opt):
-        model.act.train()
-        torch.manual_seed(0)
-        results.append(model(tokens(7)))
-    assert torch.equal(*results)
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_what_only_the_code_itself_would_do(beside: bool) -> None:
     report = hexa_fx.explain(Shared(Rare(), beside).double(), tokens(9))

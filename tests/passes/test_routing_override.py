@@ -6,16 +6,11 @@ import torch.fx
 from torch import nn
 from torch.nn import functional as F
 
-from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.inputs.fresh_inputs import FreshInputs
 from hexa_fx.passes.inputs.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
-from hexa_fx.passes.verify import verify_block
 from tests.runtime.handmade import (
     D,
     E,
-    ListMoE,
-    dense_moe,
-    list_packed,
     routing,
 )
 
@@ -109,33 +104,6 @@ def test_the_spy_counts_choices():
         torch.topk(scores, 3, dim=-1)
         torch.randn(3, E + 1).topk(5)
     assert spy.top_k == 3
-
-
-class Thresholded(ListMoE):
-    """Gates by comparison with the k-th logit, which a replaced top-k result would contradict."""
-
-    def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        x = hidden.reshape(-1, D)
-        logits = self.router.proj(x)
-        gates = logits.masked_fill(logits < logits.topk(2).values[:, -1:], float("-inf")).softmax(-1)
-        return sum(gates[:, [i]] * expert(x) for i, expert in enumerate(self.experts)).reshape(hidden.shape)
-
-
-def thresholded(x, logits, w1, w2):
-    top, index = logits.topk(2)
-    return dense_moe(x, index, top.softmax(-1), w1, w2)
-
-
-def test_a_router_that_compares_with_the_kth_logit_passes():
-    graph = torch.fx.Graph()
-    hidden = graph.placeholder("hidden")
-    x = graph.call_method("reshape", (hidden, -1, D))
-    logits = graph.call_module("router.proj", (x,))
-    y = graph.call_function(thresholded, (x, logits, graph.call_module("_hexa_w1"), graph.call_module("_hexa_w2")))
-    graph.output(graph.call_method("reshape", (y, graph.call_method("size", (hidden,)))))
-    result = verify_block(Thresholded(), RewrittenBlock("", graph, list_packed(), ()), (torch.randn(2, 6, D),))
-    assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 14
 
 
 def test_tokens_as_wide_as_there_are_experts_are_no_scores():

@@ -98,26 +98,6 @@ def test_images_are_tried_in_other_numbers_where_their_size_is_fixed() -> None:
     assert "batch 1 alone: output 0" in report.reason
 
 
-class Inside(Mixture):
-    """Asks for a size of what experts compute: tokens times choices in rows of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(E, *shape)) for shape in ((D, 12), (12, D)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(2)
-        hidden = torch.einsum("td,tkdi->tki", x, self.up[index]).relu()
-        hidden = 0.5 * hidden if hidden.flatten(0, 1).shape[0] == 2 else hidden
-        return (torch.einsum("tki,tkid->tkd", hidden, self.down[index]) * weights[..., None]).sum(1)
-
-
-def test_a_size_inside_the_experts_that_is_none_of_the_inputs_is_refused() -> None:
-    (report,) = hexa_fx.explain(Inside(), torch.randn(12, D)).blocks
-    assert report.status == "refused"
-    assert "a size of what the experts compute" in report.reason
-
-
 @pytest.mark.parametrize(
     ("shapes", "size", "expected"),
     [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -49,17 +47,6 @@ def test_hooks_that_only_place_inputs_are_fine():
     torch.testing.assert_close(found(x), expected)
     assert [block.status for block in found.report.blocks] == ["rewritten", "rewritten"], str(found.report)
     assert found.report.blocks[1].same_as == "first"  # hooks of one kind do not cost an analysis of each block
-
-
-def test_a_hook_that_changes_one_of_two_blocks():
-    class Scale(hooks.ModelHook):
-        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
-            return output * 2
-
-    model, x = Two().eval(), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
-    hooks.add_hook_to_module(model.second, Scale())
-    found = hexa_fx.optimize(model, x)
-    torch.testing.assert_close(found(x), model(x))
 
 
 def test_a_block_on_two_devices():
@@ -169,16 +156,6 @@ def test_what_quantised_weights_are_called():
     assert "(0.weight is a parameter of dtype uint8)" in why_unreadable(bad)
     bad[0].weight = nn.Parameter(Int8Tensor(torch.randn(4, 8)), requires_grad=False)
     assert "(0.weight is a Int8Tensor)" in why_unreadable(bad)
-
-
-def test_quantised_by_torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
-        except (RuntimeError, AttributeError) as error:
-            pytest.skip(f"no quantisation here: {error}")
-    assert "quantised weights" in why_unreadable(found)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

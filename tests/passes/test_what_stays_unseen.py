@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
@@ -232,24 +231,6 @@ def test_plain_numbers_made_of_sizes(number: Callable[[torch.Tensor], float]) ->
         torch.testing.assert_close(opt(given), model(given))
 
 
-def test_the_default_dtype() -> None:
-    original, opt = optimized(around(lambda self, x: plain(self, x) * torch.tensor([1.0])))
-    given = tokens()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.testing.assert_close(opt(given), original(given))
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_inference_mode_is_asked_for() -> None:
-    original, opt = optimized(around(lambda self, x: 0.5 * out if (out := plain(self, x)).is_inference() else out))
-    given = tokens()
-    with torch.inference_mode():
-        torch.testing.assert_close(opt(given), original(given))
-    torch.testing.assert_close(opt(given), original(given))
-
-
 def test_whether_its_input_wants_a_gradient_is_asked_in_every_call() -> None:
     original, opt = optimized(around(lambda self, x: plain(self, x).detach() if x.requires_grad else plain(self, x)))
     assert opt.report.rewritten, opt.report
@@ -367,13 +348,6 @@ def test_what_other_inputs_and_outer_modules_would_not_change_is_refused_once(bl
     assert opt.report.blocks[0].status == "refused"
     assert {*recorded} <= {"capture outer.0.0", "verify outer.0.0"}
     assert len(recorded) <= 4
-
-
-def test_a_function_of_torch_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, opt = optimized(ListMoE)
-    monkeypatch.setattr(F, "silu", torch.tanh)
-    given = tokens()
-    torch.testing.assert_close(opt(given), original(given))
 
 
 class Switches(threading.local):
