@@ -8,7 +8,7 @@ import functools
 import logging
 import pickle
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -233,39 +233,6 @@ def test_an_item_of_a_list_in_a_config(models, item):
     torch.testing.assert_close(rewritten(x()), model(x()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_config_that_says_the_same_is_watched_from_then_on(models, kind, caplog):
-    model, rewritten = made(models, kind)
-    rewritten(x())
-    rewritten[0].config = copy.deepcopy(rewritten[0].config)
-    assert operators_run(rewritten, (x(),))
-    assert not warnings(caplog)
-    for m in (model, rewritten):
-        put(m[0].config, "top_k", 1)
-    torch.testing.assert_close(rewritten(x()), model(x()))
-
-
-def test_no_config_any_more_is_the_blocks_own_error(models):
-    _, rewritten = made(models, "dataclass")
-    rewritten[0].config = None
-    with pytest.raises(AttributeError, match="routing"):
-        rewritten(x())
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("kind", ["dataclass", "slots", "dict"])
-def test_copies_watch_their_own_objects(models, kind, again, caplog):
-    model, rewritten = made(models, kind)
-    copied = again(rewritten)
-    assert operators_run(copied, (x(),))
-    expected = model(x())
-    for m in (model, rewritten):
-        put(m[0].config, "top_k", 1)
-    torch.testing.assert_close(copied(x()), expected)
-    torch.testing.assert_close(rewritten(x()), model(x()))
-    assert not warnings(caplog)
-
-
 class Sharp(Config):
     """Some attributes come from elsewhere."""
 
@@ -280,29 +247,6 @@ def test_classes_are_left_as_they_were():
     for config in (Config(), Sharp(), WithSlots(), Aliases()):
         hexa_fx.explain(nn.Sequential(Block(config)), x())
     assert {cls: vars(cls).get("__getattribute__") for cls in before} == before
-
-
-class Blocks(NamedTuple):
-    first: nn.Module
-    second: nn.Module
-
-
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        lambda: Blocks(Block(Config()), Block(Config(Routing(top_k=1)))),
-        lambda: Blocks(OfDict(dict(FLAT)), OfDict({**FLAT, "scaling_factor": 0.5})),
-        lambda: Blocks(Block(Config()), Block(Sharp(hidden_act="gelu"))),
-        lambda: Blocks(ByFunction(SimpleNamespace(**FLAT)), ByFunction(SimpleNamespace(**FLAT | {"top_k": 3}))),
-        lambda: Blocks(WithActivation(F.gelu), WithActivation(torch.tanh)),
-    ],
-    ids=["dataclass", "dict", "another class", "function", "a built-in function"],
-)
-def test_blocks_that_differ_in_what_they_hold_are_analysed_each(blocks):
-    model = nn.Sequential(*blocks())
-    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
-    assert operators_run(rewritten, (x(),))
-    torch.testing.assert_close(rewritten(x()), model(x()))
 
 
 class WithActivation(Block):
@@ -368,25 +312,6 @@ def test_blocks_that_hold_equal_objects_are_analysed_once():
     model = nn.Sequential(*(Block(Config()) for _ in range(3)))
     report = hexa_fx.explain(model, x())
     assert [block.same_as for block in report.rewritten] == [None, "0", "0"]
-
-
-class Counting(Block):
-    """Counts its calls in an object: the rewritten code would not."""
-
-    def forward(self, x):
-        self.config.calls += 1
-        return super().forward(x) * self.config.calls
-
-
-def test_what_changes_at_every_call_is_the_blocks_own(caplog):
-    config = Config()
-    config.calls = 0
-    model = nn.Sequential(Counting(config))
-    own = copy.deepcopy(model)
-    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
-    rewritten[0].config.calls = 0
-    for _ in range(3):
-        torch.testing.assert_close(rewritten(x()), own(x()))
 
 
 class Tempered(Block):

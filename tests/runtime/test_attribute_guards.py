@@ -3,7 +3,6 @@
 import copy
 import functools
 import logging
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad
 
 import hexa_fx
 from hexa_fx.errors import InputError
+from tests.zoo.common import looped
 from tests.zoo.compare import operators_run
 
 D, E = 8, 4
@@ -38,11 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         weights, chosen = self.route(x)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
-        return out
+        return looped(x, weights, chosen, self.experts)
 
 
 @pytest.fixture
@@ -174,90 +170,7 @@ def test_a_compiler_looks_again(pair, edit):
     torch.testing.assert_close(compiled(x), model(x))
 
 
-class Configured(Block):
-    """Reads settings of a config and of a dict that it holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(router=SimpleNamespace(temperature=1.0), names={"scale": 2.0, "kind": "plain"})
-
-    def route(self, x):
-        weights, chosen = (self.router(x) / self.config.router.temperature).softmax(-1).topk(self.top_k)
-        return (weights if self.config.names["kind"] == "plain" else -weights) * self.config.names["scale"], chosen
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("before", [True, False])
-def test_a_compiler_looks_again_at_what_configs_hold(before):
-    """``before``: they change before the first trace, too."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Configured()), torch.randn(30, D)
-    rewritten = hexa_fx.optimize(copy.deepcopy(model), x)
-    compiled = torch.compile(rewritten, backend="eager")
-    edits = [
-        lambda config: setattr(config.router, "temperature", 0.25),
-        lambda config: config.names.update(scale=-3.0),
-        lambda config: config.names.update(kind="other"),
-    ]
-    if not before:
-        torch.testing.assert_close(compiled(x), model(x))
-    for edit in edits:
-        for candidate in (model, rewritten):
-            edit(candidate[0].config)
-        torch.testing.assert_close(compiled(x), model(x))
-
-
 SETTINGS = SimpleNamespace(temperature=1.0, names={"scale": 2.0})
-SHARE = 1.0
-
-
-class Defaults:
-    slope = 1.0
-
-
-class Global(Block):
-    """Reads settings outside of the block: of a module, a class, an object and a dict."""
-
-    def route(self, x):
-        logits = self.router(x) / SETTINGS.temperature * Defaults.slope
-        weights, chosen = logits.softmax(-1).topk(self.top_k)
-        return weights * SHARE * SETTINGS.names["scale"], chosen
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda patch: patch.setattr(SETTINGS, "temperature", 0.25),
-        lambda patch: patch.setitem(SETTINGS.names, "scale", -3.0),
-        lambda patch: patch.setattr(Defaults, "slope", 4.0),
-        lambda patch: patch.setitem(globals(), "SHARE", 0.5),
-    ],
-    ids=["object", "dict", "class", "module"],
-)
-def test_a_compiler_looks_again_at_what_lies_outside(monkeypatch, edit):
-    torch.manual_seed(0)
-    model, x = nn.Sequential(Global()), torch.randn(30, D)
-    rewritten = hexa_fx.optimize(copy.deepcopy(model), x)
-    compiled = torch.compile(rewritten, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x))
-    edit(monkeypatch)
-    torch.testing.assert_close(compiled(x), model(x))
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_run_rewritten_and_notice_edits(pair, caplog, made):
-    model, rewritten = pair
-    x = torch.randn(30, D)
-    copied = made(rewritten)
-    torch.testing.assert_close(copied(x), model(x))
-    assert not caplog.records
-    for edit in (another_activation, fewer):
-        other = made(rewritten)
-        edit(other[0])
-        edited = copy.deepcopy(model)
-        edit(edited[0])
-        torch.testing.assert_close(other(x), edited(x))
 
 
 def test_functional_derivatives_are_the_originals(pair):
@@ -285,31 +198,6 @@ def test_the_operator_has_no_forward_mode_derivative():
 
     with pytest.raises(InputError, match="no forward-mode derivative"):
         torch.func.jvp(run, (torch.randn(3, D),), (torch.randn(3, D),))
-
-
-class InWeightsDtype(Block):
-    """Casts to whatever dtype a weight has, as PEFT does for adapters."""
-
-    def forward(self, x):
-        weights, chosen = self.router(x.to(self.router.weight.dtype)).softmax(-1, dtype=torch.float).topk(2)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            y = expert(x[token].to(expert.up.weight.dtype)) * weights[token, slot, None]
-            out.index_add_(0, token, y.to(x.dtype))
-        return out
-
-
-@pytest.mark.parametrize("part", ["router", "experts"])
-def test_a_part_in_another_dtype(part, caplog):
-    x = torch.randn(20, D)
-    model = InWeightsDtype()
-    rewritten = hexa_fx.optimize(model, x)
-    assert rewritten.report.rewritten
-    for block in (model, rewritten):
-        getattr(block, part).to(torch.bfloat16)
-    for call in (rewritten, torch.compile(rewritten, backend="eager")):
-        torch.testing.assert_close(call(x), model(x), rtol=0.02, atol=0.02)
 
 
 # -- a forward of the instance's own -----------------------------------------------------------------------------------

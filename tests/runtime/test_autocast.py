@@ -97,17 +97,6 @@ def test_dtypes_of_results_and_gradients(kind, dtype):
         torch.testing.assert_close(two, one, rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_it_runs_rewritten(dtype):
-    _, optimized = pair(Block)
-    with torch.autocast("cpu", dtype):
-        assert operators_run(optimized, (x(),))
-        with torch.autocast("cpu", enabled=False):
-            assert optimized(x()).dtype == torch.float32
-    with torch.autocast("cpu", dtype, cache_enabled=False):
-        assert operators_run(optimized, (x(7),))
-
-
 class RouterInFloat32(Block):
     def logits(self, x):
         with torch.autocast("cpu", enabled=False):
@@ -272,52 +261,6 @@ def test_inputs_of_a_dtype_that_was_not_tried(caplog):
 class Asking(Block):
     def end(self, out, logits):
         return out * 2 if torch.is_autocast_enabled("cpu") else out
-
-
-def test_code_that_asks_for_it():
-    model, optimized = pair(Asking)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
-            assert operators_run(optimized, (x(),))
-    torch.testing.assert_close(optimized(x()), model(x()))
-
-
-class CastsLess(Block):
-    """As PEFT on 4-bit layers."""
-
-    def end(self, out, logits):
-        scale = torch.full_like(out[:1], 2, dtype=out.dtype)
-        if torch.is_autocast_enabled("cpu"):
-            return (out.to(torch.get_autocast_dtype("cpu")) * scale).to(out.dtype)
-        return out * scale
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_code_that_asks_for_it_and_only_casts(dtype, caplog):
-    model, optimized = pair(CastsLess)
-    with torch.autocast("cpu", dtype):
-        given = x().requires_grad_()
-        found, expected = optimized(given), model(given)
-        assert operators_run(optimized, (given,))
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
-    assert "original" not in caplog.text
-
-
-class ReadsMore(CastsLess):
-    factor = 2.0
-
-    def end(self, out, logits):
-        return out * (self.factor if torch.is_autocast_enabled("cpu") else 2.0)
-
-
-def test_code_that_reads_something_else_under_it():
-    model, optimized = pair(ReadsMore)
-    for one in (model, optimized):
-        one.factor = 3.0
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", [Block, Asking])

@@ -217,17 +217,6 @@ def test_changes_of_parameters_are_seen(change, caplog):
     assert "original forward" not in caplog.text
 
 
-def test_a_flat_buffer_that_is_written_reaches_the_experts():
-    own, made, x = pair()
-    whole = torch.randn(2, E, WIDTH, D, dtype=torch.float64)
-    for model, buffer in zip((own, made), (whole.clone(), whole)):
-        for number, expert in enumerate(model.experts):
-            expert.up.weight.data = buffer[0, number]
-        model(x)
-        buffer.mul_(0.5)
-    assert_trains_alike(own, made, x)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -410,21 +399,6 @@ def test_many_gradients_and_second_derivatives_are_given():
         (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
         results.append((*many, *torch.autograd.grad(first.square().sum(), wanted, allow_unused=True)))
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_an_optimizer_follows_the_original(kind):
-    """With every expert reached in every step, so that zeros and None are not told apart."""
-    own, made, _ = pair()
-    optimizers = [kind(model.parameters(), lr=0.05, weight_decay=0.1, foreach=True) for model in (own, made)]
-    for step in range(3):
-        x = torch.randn(400, D, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        for model, optimizer in zip((own, made), optimizers):
-            for part in x.chunk(2):
-                model(part).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(dict(made.named_parameters()), dict(own.named_parameters()))
 
 
 def test_hooks_see_gradients():

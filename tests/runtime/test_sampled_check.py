@@ -23,14 +23,6 @@ def break_it(model: ListMoE) -> None:
     made.program.function = lambda *given: plain(*given) * 1.01
 
 
-def test_nothing_is_checked_unless_asked() -> None:
-    model, x = made()
-    break_it(model)
-    assert model.forward.sampled is None
-    model(x)
-    assert model.report.blocks[0].calls[0] == 1
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_a_block_that_is_as_its_original_goes_on(training: bool) -> None:
     model, x = made(check_every=2)
