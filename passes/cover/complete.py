@@ -14,6 +14,7 @@ from hexa_fx.capture.record import Replacements
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced
+from hexa_fx.operations import operation
 from hexa_fx.passes.cover.coverage import Lost, uncovered
 from hexa_fx.passes.detect import Form, MoEMatch, detect_block
 from hexa_fx.passes.detect.graph import is_tensor
@@ -110,7 +111,7 @@ _REASONS = {
 
 
 def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
-    name = str(lost.node.target) if lost.node.op in ("placeholder", "get_attr") else lost.node.name
+    name = operation(lost.node)
     place = next(iter(lost.node.users), lost.node) if lost.node.op == "placeholder" else lost.node
     if name in captured.constants:
         try:
