@@ -36,7 +36,7 @@ from hexa_fx.isolation.module_tree import inside, named_modules
 UNKNOWN = object()
 """Stands for a stored value that is neither a literal nor made of tensors of the run."""
 
-_LITERAL = (bool, int, float, NoneType, torch.dtype, torch.device)
+_LITERAL = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,6 @@ def _exchanged_buffers(module: nn.Module, snapshot: ModuleSnapshot) -> dict[str,
 
 def is_kept_constant(now: Any, before: Any) -> bool:
     """Whether an attribute that was set is a plain value as it was before, but none that could be set anew."""
-    if type(now) is tuple:
-        return not _is_literal(now) and all(isinstance(item, (*_LITERAL, str)) for item in now) and now == before
     return isinstance(now, PLAIN) and type(now) not in _LITERAL and is_as(now, before)
 
 
@@ -318,7 +316,7 @@ class Kept:
                     edges.hold(met.value, name, new, scopes)
                     continue
                 value, found = lifted(new, recorder), ways[identity]
-                told = value is not UNKNOWN or of_the_run(new) or isinstance(new, str)
+                told = value is not UNKNOWN or of_the_run(new)
                 if told or not all(way.is_global for way in found):
                     yield StoredValue(ObjectAttribute(found[0], name), value, scopes)  # of globals, the rest is a cache
 

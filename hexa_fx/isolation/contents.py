@@ -179,7 +179,9 @@ def same(holder: Any, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
 
 
 def is_as(one: Any, two: Any) -> bool:
-    """Whether it is the same object, or an equal plain one."""
+    """Whether it is the same object, or an equal plain one, or a tuple of such."""
+    if type(one) is tuple and type(two) is tuple:
+        return len(one) == len(two) and all(map(is_as, one, two))
     return one is two or (_plain(one) and type(one) is type(two) and one == two)
 
 

@@ -92,7 +92,7 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[Node]) -> t
         if item.value is UNKNOWN:
             raise Refuse(
                 f"the code keeps a result on {holder} ({item}), which the rewritten block would not update; tensors, their "
-                "sizes, dtypes and devices, numbers and lists, tuples and dicts of these are set",
+                "sizes, dtypes and devices, numbers, texts and lists, tuples and dicts of these are set",
                 item.location,
             )
         if any(n.op == "get_attr" and n.target in captured.recalled for n in behind):

@@ -22,7 +22,7 @@ class Block(Mixture):
     def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
         if self.training:
             self.aux_loss = (probs.mean(0) ** 2).sum() + 0.1 * out.pow(2).mean()
-            self.seen = (probs, [out.abs().sum()])
+            self.seen = (probs, [out.abs().sum()], {"from": "mixture", "of": f"{len(out)} tokens", "env": None})
         else:
             self.aux_loss = None
 
@@ -59,6 +59,7 @@ def test_values_and_their_gradients():
         found.append([block.aux_loss, *torch.autograd.grad(loss, list(block.parameters()))])
         assert isinstance(block.seen, tuple)
         assert isinstance(block.seen[1], list)
+        assert block.seen[2] == {"from": "mixture", "of": "7 tokens", "env": None}
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs)
     opt.eval()(x)
