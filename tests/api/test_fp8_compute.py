@@ -101,6 +101,24 @@ def test_what_fp8_adds_is_measured_where_few_tokens_run_in_their_dtype(monkeypat
         torch.testing.assert_close(fast(x), made(Stacked, HexaConfig(), "eval")[1](x), rtol=0, atol=0)
 
 
+def test_adapters_on_listed_experts_run_on_the_operators():
+    """Beside weights in their own dtype, as without FP8; the block's own code ran."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for compute in ("native", "fp8_block"):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Listed()), torch.randn(40, D)
+        hexa_fx.optimize_(model, x, HexaConfig(compute=compute, own_code_when_small=False))
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["gate", "up", "down"]))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        found.append(adapted(x))
+        (calls,) = [block.calls for block in model.report.blocks]
+        assert (calls.rewritten, dict(calls.own)) == (1, {})
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("kind", [Listed, Stacked])
 @pytest.mark.parametrize("change", ["an optimizer", "a fused optimizer", "in place", "load_state_dict"])
 def test_weights_that_change_count(kind, change):
