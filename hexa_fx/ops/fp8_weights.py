@@ -51,7 +51,8 @@ class _Copy:
 
 
 _copies: dict[tuple[Any, ...], _Copy] = {}
-_version = attrgetter("_version")
+_storage, _offset, _strides = Tensor.untyped_storage, Tensor.storage_offset, Tensor.stride
+_address, _version = attrgetter("_cdata"), attrgetter("_version")
 _lock = Lock()
 _keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
 _seen: dict[int, tuple[weakref.ref[Tensor], tuple[int, ...]]] = {}
@@ -97,7 +98,9 @@ def quantized(
 def _place(weight: Weight) -> tuple[Any, ...]:
     """Where a weight lies, and how."""
     if isinstance(weight, Listed):
-        return weight.turned, *map(_place, weight.tensors)
+        parts = weight.tensors  # there are hundreds
+        storages, lie = map(_storage, parts), (*map(_offset, parts), *map(_strides, parts))
+        return weight.turned, weight.shape, weight.dtype, *map(_address, storages), *lie
     storage = weight.untyped_storage()._cdata
     return storage, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
