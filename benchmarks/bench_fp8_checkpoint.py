@@ -26,7 +26,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +43,7 @@ import hexa_fx
 from benchmarks.bench_qlora import DEPTH, HEADS
 from benchmarks.bench_whole_models import decoding, timed
 from benchmarks.common import captured
-from benchmarks.kept_rows import Row, calls_of, keep, options_of, synchronize, wait_for_kernels
+from benchmarks.kept_rows import Row, calls_of, in_memory, keep, options_of, synchronize, wait_for_kernels
 from benchmarks.mesh_set_ups import adapt
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
 
@@ -54,11 +53,6 @@ BLOCK, ELEMENT, STD = 128, torch.float8_e4m3fn, 0.02
 SEQUENCE, STEPS = 2048, 4
 PEER = "grouped_mm"
 ELSEWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate", "lm_head"]
-
-
-def in_memory() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the checkpoint, in memory where there is /dev/shm."""
-    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 def save(folder: str, options: argparse.Namespace) -> None:

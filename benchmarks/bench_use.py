@@ -29,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.kept_rows import Row, calls_of, keep, options_of, synchronize, wait_for_kernels
+from benchmarks.kept_rows import Row, calls_of, in_memory, keep, options_of, synchronize, wait_for_kernels
 from benchmarks.real_blocks import REAL_BLOCKS, make, tokens_of
 from hexa_fx.errors import kind_and_line
 
 Model = Any
 GIB = 2.0**30
+IMPLEMENTATIONS = ("hexa", "hexa-fp8", "grouped_mm")
 TURNS = 4
 """How often each takes its turn where the host is what takes time."""
 
@@ -139,7 +140,7 @@ TRAINED = tuple(name for name, cell in CELLS.items() if not cell.inference)
 
 def rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """A row a cell and implementation, of one model."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    with in_memory() as folder:
         model = make(name, options.device, options.shrink, options.layers)
         weights = sum(p.numel() * 2 for p in model.parameters())
         model.save_pretrained(folder)
@@ -294,10 +295,11 @@ def main() -> None:
         "--models", default="olmoe,qwen3-30b,mixtral-8x7b,gpt-oss-20b,deepseek-v2-lite,glm-4.5,deepseek-v3"
     )
     parser.add_argument("--cells", default="", help=f"some of: {'; '.join(CELLS)}")
-    parser.add_argument("--impls", default="hexa,grouped_mm", help="of hexa, hexa-fp8 and grouped_mm")
+    parser.add_argument("--impls", default="hexa,grouped_mm", help=f"some of: {', '.join(IMPLEMENTATIONS)}")
     size_options(parser, layers=1)
     options = parser.parse_args()
     assert set(options.models.split(",")) <= set(REAL_BLOCKS)
+    assert set(options.impls.split(",")) <= set(IMPLEMENTATIONS)
     found: list[Row] = []
     for name in options.models.split(","):
         for row in rows(name, options):

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
+
+
+def in_memory() -> tempfile.TemporaryDirectory[str]:
+    """A folder for a checkpoint, in memory where there is /dev/shm."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 def synchronize() -> None:

@@ -36,7 +36,6 @@ try:
         _disabled_torch_function_impl,  # tensors of our own
         _dispatch_has_kernel_for_dispatch_key,
         _ExcludeDispatchKeyGuard,
-        _is_torch_function_mode_enabled,
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
         _vmapmode_decrement_nesting,

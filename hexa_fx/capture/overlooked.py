@@ -39,7 +39,7 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 @dataclass
 class Runs:
-    """What the run on the example showed: where modules were called first, and what chosen ids were looked up in."""
+    """What the run on the example showed: where modules were called first."""
 
     called: dict[str, SourceLocation | None] = field(default_factory=dict)
 
