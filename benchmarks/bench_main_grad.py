@@ -1,10 +1,11 @@
-"""A training step of one MoE layer whose gradients go into float32 buffers (``main_grad``), one GPU.
+"""A training step of one MoE layer whose gradients are added to float32 buffers (``main_grad``) or to ``.grad``, one GPU.
 
     python benchmarks/bench_main_grad.py [--shapes qwen3-30b,...] [--json FILE]
 
 ``kernel``: weight tiles add to the buffer in their epilogue. ``torch``: the gradient is written in 16 bits, torch adds it to the
-buffer afterwards. ``grad``: it is written in 16 bits and added to nothing. Milliseconds of forward + backward, the ways in turns,
-each at its own sustained clock; the peak is above what was there before, with the 16-bit gradients and without the buffers.
+buffer afterwards. ``grad``: it is written in 16 bits and added to nothing, as in a first micro-batch. ``sum``: as in a further one,
+weight tiles add to the ``.grad`` that is there; ``torch sum``: torch adds to it. Milliseconds of forward + backward, the ways in
+turns, each at its own sustained clock; the peak is above what was there before, with 16-bit gradients that were not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from layers import MIB, Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.cuda import register as cuda_ops
 from hexa_fx.cuda.kernel import prebuild
-from hexa_fx.ops import main_grad
+from hexa_fx.ops import grad_sums, main_grad
 
 ROUNDS = 3
 
@@ -32,20 +33,25 @@ ROUNDS = 3
 def steps(run: Callable[[], torch.Tensor], p: Weights, dy: torch.Tensor) -> dict[str, Callable[[], None]]:
     """Forward and backward, by the way that gradients go."""
 
-    def step(way: Callable[[], AbstractContextManager[Any]], buffers: bool) -> None:
-        for weight in (p.w1, p.w2):
-            weight.main_grad = held[weight] if buffers else None  # type: ignore[attr-defined]
+    def step(way: Callable[[], AbstractContextManager[Any]], buffers: bool, sums: bool = False) -> None:
         for leaf in p.leaves.values():
             leaf.grad = None
+        for weight in (p.w1, p.w2):
+            weight.main_grad = held[weight] if buffers else None  # type: ignore[attr-defined]
+            weight.grad = before[weight] if sums else None
         with way():
             run().backward(dy)
 
     held = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in (p.w1, p.w2)}
-    by_torch = partial(mock.patch.object, main_grad, "direct", return_value=())
+    before = {weight: torch.randn_like(weight) for weight in (p.w1, p.w2)}
+    not_beside = partial(mock.patch.object, grad_sums, "beside", lambda taken, *_: tuple(taken))
+    by_torch = partial(mock.patch.object, main_grad, "_direct", return_value=())
     return {
         "kernel": lambda: step(nullcontext, True),
         "torch": lambda: step(by_torch, True),
         "grad": lambda: step(nullcontext, False),
+        "sum": lambda: step(nullcontext, False, sums=True),
+        "torch sum": lambda: step(not_beside, False, sums=True),
     }
 
 

@@ -108,6 +108,14 @@ except ImportError:
 
 
 try:
+    from torch._C import _will_engine_execute_node
+except ImportError:  # torch adds gradients to `.grad`
+
+    def _will_engine_execute_node(node: torch.autograd.graph.Node) -> bool:
+        return False
+
+
+try:
     from torch import _debug_has_internal_overlap
 except ImportError:
 

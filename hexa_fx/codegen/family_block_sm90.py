@@ -21,7 +21,8 @@ PART = 128
 SCALES = Args("P a_scale, w_scale, h_scale, act_scale, p_scale, q_scale; i p_scale_ld, q_scale_ld")
 """hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
 
-_OUT = (DataType.bf16, DataType.f16, DataType.f32, DataType.u8)
+_ADDED_TO = (DataType.bf16, DataType.f16, DataType.f32)
+_OUT = (*_ADDED_TO, DataType.u8)
 
 
 def block_shape(spec: KernelSpec) -> SimpleNamespace:
@@ -64,8 +65,8 @@ def _shape(spec: KernelSpec) -> LaunchShape:
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.dtype is not DataType.e4m3:
         yield f"{spec.dtype.name} operands; these kernels multiply e4m3"
-    if spec.out not in ((spec.wide,) if spec.accumulate else (*_OUT, spec.dtype)):
-        yield f"results of {spec.out.name}; expected bf16, f16, f32 or bytes, and f32 where they are added"
+    if spec.out not in (_ADDED_TO if spec.accumulate else (*_OUT, spec.dtype)):
+        yield f"results of {spec.out.name}; expected bf16, f16, f32 or bytes, and no bytes where they are added"
     if (spec.op == "esmm_act") != (spec.out is spec.dtype):
         yield f"{spec.op} -> {spec.out.name}: activations leave quantised, all else does not"
     if spec.out is DataType.u8 and spec.op != "esmm":

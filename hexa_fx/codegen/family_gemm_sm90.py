@@ -324,11 +324,11 @@ def wgmma_parts(rows: int) -> tuple[int, ...]:
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.schedule not in SCHEDULES:
         yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
-    stored = spec.wide if spec.accumulate else spec.dtype
-    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not stored:
+    stored = (spec.dtype, spec.wide) if spec.accumulate else (spec.dtype,)
+    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out not in stored:
         yield (
-            f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type or adds "
-            "to f32"
+            f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type, or adds "
+            "to that or to f32"
         )
     if spec.accumulate and spec.op in ROW_OPS:
         yield f"{spec.op} adds to nothing; estmm and esfk do"

@@ -52,7 +52,8 @@ class KernelSpec:
         activation: folded into the epilogue, ``none`` for a plain store.
         glu: how gate and up are stored in the weight.
         bias, scale: whether a bias row per expert, a factor per slot is applied.
-        accumulate: weight gradients and sums are added to what the result holds, in the accumulators' type; see `adding`.
+        accumulate: weight gradients and sums are added to what the result holds, in the accumulators' type, or weight gradients in
+            the operands'; see `adding`.
         aligned: every address and stride is a multiple of 16 bytes. False takes the slower, element-wise path.
         options: what only one family knows, sorted pairs; see `with_options`.
     """
@@ -102,9 +103,14 @@ class KernelSpec:
         merged = {**dict(self.options), **values}
         return replace(self, options=tuple(sorted(merged.items())))
 
-    def adding(self) -> KernelSpec:
-        """The same with a result that is added to."""
-        return replace(self, accumulate=True, out_dtype=self.wide)
+    def adding(self, to: DataType | None = None) -> KernelSpec:
+        """The same with a result that is added to, of the accumulators' type or of another."""
+        return replace(self, accumulate=True, out_dtype=to or self.wide)
+
+    @property
+    def adds_floats(self) -> bool:
+        """Whether a result is added to in the accumulators' type."""
+        return self.accumulate and self.out is self.wide
 
     def to_json(self) -> str:
         """One line, keys sorted, enums by their CUTLASS name. Fields at their default are left out."""

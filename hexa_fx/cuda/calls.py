@@ -195,7 +195,7 @@ def _first(name: Any, function: Callable[..., Any], args: Sequence[Any], given: 
     if given[1] is not None or not autotuning() or is_fixed():
         return plan
     for key in keys:
-        if not (isinstance(key, GemmKey) and key.accumulate) and _measured(name, function, args, key):
+        if not (isinstance(key, GemmKey) and key.added_to) and _measured(name, function, args, key):
             return _first(name, function, args, given)
     return plan
 

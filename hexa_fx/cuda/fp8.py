@@ -414,4 +414,4 @@ def _kernel(
     spec = KernelSpec(FAMILY, op, 90, DataType.e4m3, out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=stages, **fields)
     shared: dict[str, Option] = {"cluster": cluster} if cluster > 1 else {}
     spec = spec.with_options(experts=tables, **shared, **dict(options))
-    return kernel_of(spec.adding() if adds else spec)
+    return kernel_of(spec.adding(out) if adds else spec)

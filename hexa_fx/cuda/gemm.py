@@ -15,11 +15,12 @@ from hexa_fx.cuda import gemm_sm80, gemm_sm90, low_rank_sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
+from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ir import Layout
 from hexa_fx.ops import library
 from hexa_fx.ops.esmm_packed import activated, composed, differentiated, summed
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import accumulate_dtype, flip
 from hexa_fx.ops.table import (
     ActivateBackward,
     Esfk,
@@ -155,6 +156,9 @@ def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
 def estmm_add(o: EstmmAdd) -> None:
     """See hexa_fx.ops.weight_gradients. The epilogue of the weight tiles adds."""
     family = family_of(o)
+    if not _adds(family, o.into):
+        planning_of(o.into).run(Tensor.add_, o.into, estmm(*o.to(Estmm)))
+        return
     held, layout = _held(o.into, o.layout, family)
     _launched(family, o.to(Estmm, layout=layout), into=held)
     settle(o.into, held)
@@ -165,7 +169,8 @@ def esfk_add(given: EsfkAdd) -> Tensor:
     """See hexa_fx.ops.weight_gradients. Launches as `esfk` does."""
     into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
     family = family_of(o)
-    if family is None:
+    alike = into_bias is None or into_bias.dtype == into.dtype
+    if family is None or not alike or not _adds(family, into):
         rows = _input_gradient(o)
         estmm_add(*given.to(EstmmAdd))
         if into_bias is not None:
@@ -185,6 +190,11 @@ def _input_gradient(o: Esfk) -> Tensor:
     """The rows of dX, by a launch of their own."""
     weight, layout = as_stored(o.weight, flip(o.layout))
     return gemm_sm80.esmm(Esmm(o.g, weight, None, None, o.offs, 1, layout))
+
+
+def _adds(family: Any, into: Tensor) -> bool:
+    """Whether a family's kernels add to a tensor of such a type: of the accumulators', some also of 16 bits."""
+    return family.ADDS_NARROW or into.dtype == accumulate_dtype(into.dtype)
 
 
 def _held(into: Tensor, layout: Layout, family: Any) -> tuple[Tensor, Layout]:

@@ -39,6 +39,8 @@ from hexa_fx.ops.table_variants import EsmmActLowRank, EsmmLowRank
 
 ADDS_ALIGNED = False
 """Buffers that gradients are added to may lie anywhere."""
+ADDS_NARROW = False
+"""They have the accumulators' type."""
 
 
 def takes(o: Any) -> bool:
@@ -109,7 +111,7 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     d = x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    static = {"gather": o.x_index is not None, "fit": aligned(x, g), "accumulate": into is not None}
+    static = {"gather": o.x_index is not None, "fit": aligned(x, g), "added_to": None if into is None else into.dtype}
     gathers = (("gather_b", o.g_index is not None),)
     kernel, bm, bn = _kernel("estmm", x, (o.rows, experts, m, n), **static, options=gathers)
     grid = (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1)
@@ -134,7 +136,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
     static: dict[str, Any] = {"layout": stored_layout, "gather": o.x_index is not None, "fit": aligned(x, g, stored)}
     options = ("transpose", layout == "nk"), *listed(stored)
-    static |= {"bias": o.has_bias, "accumulate": into is not None, "options": options}
+    static |= {"bias": o.has_bias, "added_to": None if into is None else into.weight.dtype, "options": options}
     kernel, bm, bn = _kernel("esfk", g, (n, experts, k, columns), **static)
     given = {"a": g, "b": stored, "d": dx, "offs": o.offs, "rows": n, "n": k, "k": columns, "experts": experts}
     strides = {"a_stride": g.stride()[0], "b_stride": stored.stride()[1], "b_expert": stored.stride()[0], "d_stride": k}

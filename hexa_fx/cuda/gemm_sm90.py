@@ -141,6 +141,8 @@ ONLY_OTHERS = ("tanh",)
 """Activations without an epilogue here."""
 ADDS_ALIGNED = True
 """Buffers that gradients are added to have rows of whole 16 bytes."""
+ADDS_NARROW = True
+"""They may have the operands' type."""
 
 
 class Sm90Key(GemmKey):
@@ -311,7 +313,7 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index.
 
     Args:
-        into: float32 tensor of the result's shape that the result is added to; it is returned.
+        into: tensor of the result's shape, float32 or of the operands' type, that the result is added to; it is returned.
     """
     experts, layout = o.experts, o.layout
     if o.g_index is None:  # the gathered operand is P, dW's rows unless transposed
@@ -328,7 +330,11 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         dw = into
     if not n or not dw.numel():
         return dw
-    static = {"gather": v is not None, "accumulate": into is not None, "options": (("transpose", transpose),)}
+    static = {
+        "gather": v is not None,
+        "added_to": None if into is None else into.dtype,
+        "options": (("transpose", transpose),),
+    }
     key, tile = _tiled("estmm", p, n, experts, rows, columns, **static)
     maps = Maps(p=_whole_rows(p, v), q=rows_map(q, 64), grad=_gradient(dw, p, transpose))
     _launch(key, tile, maps, v, o.offs, o.top_k, p=p, p_ld=p.stride()[0], dw=dw, R=rows, C=columns)
@@ -357,7 +363,10 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     p, q = x, g
     if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
         p, q, turned = g, x, not turned
-    static = {"accumulate": into is not None, "options": (("transpose", turned), *listed(weight))}
+    static = {
+        "added_to": None if into is None else into.weight.dtype,
+        "options": (("transpose", turned), *listed(weight)),
+    }
     key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
     if tile.split and not has_bias:
         dx = esmm(Esmm(g, weight, None, None, o.offs, 1, flipped))

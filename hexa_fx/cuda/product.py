@@ -68,7 +68,7 @@ class GemmKey(NamedTuple):
         layout: of the weight as it is multiplied: for esfk in dX = dY W^T.
         gather: the first row operand is gathered; the second by option ``gather_b``.
         fit: addresses and strides are multiples of 16 bytes.
-        accumulate: weight gradients are added to what is there.
+        added_to: the type of what weight gradients are added to; None where they are stored.
         options: of the kernel, besides those that follow from tile and experts.
     """
 
@@ -87,7 +87,7 @@ class GemmKey(NamedTuple):
     activation: str = "none"
     glu: Glu = "none"
     bias: bool = False
-    accumulate: bool = False
+    added_to: torch.dtype | None = None
     options: tuple[tuple[str, Option], ...] = ()
 
     @property
@@ -116,7 +116,7 @@ class GemmKey(NamedTuple):
         static = {name: getattr(self, name) for name in ("layout", "gather", "activation", "glu", "bias")}
         spec = replace(spec, stages=tile.stages, aligned=self.fit, **static)
         spec = spec.with_options(**options, **dict(self.options))
-        return spec.adding() if self.accumulate else spec
+        return spec if self.added_to is None else spec.adding(DTYPES[self.added_to])
 
 
 @cached_choice

@@ -135,6 +135,9 @@ def ess(o: Ess) -> Tensor:
 @cuda_kernel("ess_add")
 def ess_add(o: EssAdd) -> None:
     """As `ess`, added to what ``into`` holds."""
+    if o.into.dtype != accumulate_dtype(o.into.dtype):
+        planning_of(o.into).run(Tensor.add_, o.into, ess(*o.to(Ess)))
+        return
     held = o.into if o.into.is_contiguous() else substitute(o.into)
     _sum_rows(o, held, True)
     settle(o.into, held)

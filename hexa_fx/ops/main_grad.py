@@ -1,7 +1,7 @@
 """``main_grad``: a buffer on a parameter that its gradient is added to, in place of ``.grad``.
 
 If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.weight_gradients`). Otherwise torch
-adds the finished gradient.
+adds the finished gradient. A parameter without a buffer may hold a ``.grad`` that the program adds to (`hexa_fx.ops.grad_sums`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.ops import grad_sums
+from hexa_fx.ops.grad_sums import ONLY_TENSORS, Node, owner_of
 from hexa_fx.ops.listed import Gradients, Listed, in_parts, shares_of
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, parameters
@@ -29,7 +31,6 @@ Buffers = tuple[Tensor | None, ...]
 """By operand, in the order of `SOURCES_OPERANDS` from the second on. Empty where there is none at all."""
 
 logger = logging.getLogger(__name__)
-_PLAIN = (Tensor, nn.Parameter)
 
 
 @cache
@@ -38,31 +39,39 @@ def _say_once(why: str) -> None:
 
 
 def gradients(
-    backward: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor | None], needs: Sequence[bool], plain: bool
+    backward: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor | None],
+    nodes: Sequence[Node | None],
+    needs: Sequence[bool],
+    plain: bool,
 ) -> list[Tensor | None]:
-    """What autograd is given for each differentiable operand: None where no gradient is needed, or where a buffer took it.
+    """What autograd is given for each differentiable operand: None where no gradient is needed, or where something else took it.
 
     Args:
-        backward: takes buffers to add to, if there are any, and gives all other gradients that are needed, in order.
+        backward: takes tensors to add to, if there are any, and gives all other gradients that are needed, in order.
         operands: the differentiable ones of a layer, without x.
-        needs: of each of them.
+        nodes: where autograd takes the gradient of each of these.
+        needs: of each differentiable operand.
         plain: whether nothing but autograd sees the call; see `library.is_plain_tensor`.
 
     Raises:
         InputError: a buffer has another shape than its operand.
     """
-    buffers = _of(operands, needs)
-    taken = _direct(operands, buffers) if plain and buffers else ()
+    _, *wanted = needs
+    each = zip(nodes, operands, wanted, strict=True)
+    owners = [owner_of(node, operand) if need else None for node, operand, need in each]
+    buffers = _of(owners)
+    taken = _direct(operands, owners, buffers) if plain and buffers else ()
+    if plain and not is_grad_enabled():
+        taken = grad_sums.beside(taken, owners, operands, nodes)
     with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
         left = iter(backward(*taken))
-    if not buffers:
-        return [next(left) if need else None for need in needs]
     added = (None, *taken)
     found = [next(left) if need and buffer is None else None for need, buffer in zip_longest(needs, added)]
     _add(buffers, found, plain)
-    for place, (operand, buffer) in enumerate(zip(operands, buffers, strict=False), 1):
-        if buffer is not None and operand is not None:
-            found[place] = _flagged(operand)
+    for place, (owner, buffer) in enumerate(zip(owners, buffers, strict=False), 1):
+        if buffer is not None and owner is not None:
+            found[place] = _flagged(owner)
     return found
 
 
@@ -99,7 +108,7 @@ def zeros_for(weight: Listed, wanted: Sequence[bool]) -> Tensor | None:
     way to buffers; None if no tensor that wants a gradient has one of that type.
     """
     each = (t for t, need in zip(weight.tensors, wanted) if need and NAME in t.__dict__)
-    if not any(isinstance(buffer := _buffer_of(t), Tensor) and _fits(t, buffer) for t in each):
+    if not any(isinstance(buffer := _buffer_of(t), Tensor) and _fits(t, t, buffer) for t in each):
         return None
     return torch.zeros(weight.shape, dtype=accumulate_dtype(weight.dtype), device=weight.device)
 
@@ -128,7 +137,9 @@ class _Buffered(Gradients):
         self._own = {expert: buffer for expert, buffer in own.items() if isinstance(buffer, Tensor)}
         for expert, buffer in self._own.items():
             _check_shape(name, weight.tensors[expert], buffer)
-        direct = {expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], b)}
+        direct = {
+            expert: b for expert, b in self._own.items() if _fits(weight.tensors[expert], weight.tensors[expert], b)
+        }
         torch.autograd.graph.increment_version([*direct.values()])
         super().__init__(weight, wanted, [direct.get(e) for e in range(len(wanted))] if direct else ())
 
@@ -153,21 +164,20 @@ def shape_only(bias: Any) -> Any:
     """Such a bias as backward keeps it. It counts its versions anew: it may be written, as by the original."""
     if type(bias) is Listed:
         return bias if any(hasattr(tensor, NAME) for tensor in bias.tensors) else bias.of([])
-    return bias.data if type(bias) in _PLAIN and not hasattr(bias, NAME) else bias
+    return bias.data if type(bias) in ONLY_TENSORS else bias
 
 
-def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
-    """The buffers of the operands that need a gradient."""
-    _, *wanted = needs
-    if not any(need and hasattr(t, NAME) for t, need in zip(operands, wanted, strict=True)):
+def _of(owners: Sequence[Tensor | None]) -> Buffers:
+    """The buffers of operands that need a gradient, which others do not own."""
+    if not any(hasattr(owner, NAME) for owner in owners):
         return ()
-    found = tuple([_buffer_of(t) if need else None for t, need in zip(operands, wanted, strict=True)])
+    found = tuple([_buffer_of(owner) for owner in owners])
     if found.count(None) == len(found):
         return ()
     found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
-    for name, operand, buffer in zip(SOURCES_OPERANDS[1:], operands, found):
-        if buffer is not None and operand is not None:
-            _check_shape(name, operand, buffer)
+    for name, owner, buffer in zip(SOURCES_OPERANDS[1:], owners, found):
+        if buffer is not None and owner is not None:
+            _check_shape(name, owner, buffer)
     return found
 
 
@@ -177,12 +187,12 @@ def _check_shape(name: str, operand: Tensor, buffer: Tensor) -> None:
         raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
 
 
-def _buffer_of(operand: Tensor | None) -> Any:
-    """The buffer of an operand; None if hooks are to see the gradient, which then may add it to the buffer."""
-    buffer = getattr(operand, NAME, None)
-    if buffer is None or operand is None:
+def _buffer_of(owner: Tensor | None) -> Any:
+    """The buffer of a tensor; None if hooks are to see the gradient, which then may add it to the buffer."""
+    buffer = getattr(owner, NAME, None)
+    if buffer is None or owner is None:
         return None
-    if not (operand._backward_hooks or getattr(operand, "_post_accumulate_grad_hooks", None)):
+    if not grad_sums.has_hooks(owner):
         return buffer
     _say_hooked()
     return None
@@ -195,24 +205,24 @@ def _say_hooked() -> None:
     )
 
 
-def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
+def _direct(operands: Sequence[Tensor | None], owners: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
     """The buffers that the backward program adds to directly, of weights and biases."""
     found = [
-        buffer if 0 < i < len(OPERANDS) - 1 and _fits(operand, buffer) else None
-        for i, (operand, buffer) in enumerate(zip(operands, buffers))
+        buffer if 0 < i < len(OPERANDS) - 1 and _fits(operand, owner, buffer) else None
+        for i, (operand, owner, buffer) in enumerate(zip(operands, owners, buffers))
     ]
     taken = [buffer for buffer in found if buffer is not None]
     torch.autograd.graph.increment_version(taken)  # kernels write to memory behind autograd's back
     return tuple(found) if taken else ()
 
 
-def _fits(operand: Tensor | None, buffer: Tensor | None) -> bool:
-    if operand is None or buffer is None:
+def _fits(operand: Tensor | None, owner: Tensor | None, buffer: Tensor | None) -> bool:
+    if operand is None or owner is None or buffer is None:
         return False
     wide = accumulate_dtype(operand.dtype)
     if buffer.dtype != wide:
         _say_once(f"it is {buffer.dtype}; gradients of {operand.dtype} add up in {wide}")
-    elif type(buffer) not in _PLAIN or buffer.layout is not torch.strided or buffer.device != operand.device:
+    elif type(buffer) not in ONLY_TENSORS or buffer.layout is not torch.strided or buffer.device != operand.device:
         _say_once(f"it is a {type(buffer).__name__} on {buffer.device}, its parameter is on {operand.device}")
     else:
         return True

@@ -23,6 +23,7 @@ from torch import Tensor, is_grad_enabled
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.fixed_order import fixed_order
+from hexa_fx.ops.grad_sums import owner_of
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Listed, dense, tensors_of, versions, wanted_of
 from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward
@@ -118,10 +119,11 @@ class LayerFunction(DirectFunction):
         o = layer.gradients._make(values)
         if is_grad_enabled():  # these gradients may be derived again
             o = o._replace(**_unwritten(biases))
-        if not plain and listed:
+        if listed and not plain:
             o = o._make(map(dense, o))
+        owned = _as_owned(o, listed, ctx.next_functions) if listed and plain else o
         name, names, needs = f"{layer.name}_backward", layer.record.differentiable, o.needs
-        into = _into(o, listed) if listed and plain and (layer.one_by_one or dy.is_cuda) else {}
+        into = _into(owned, listed) if listed and plain and (layer.one_by_one or dy.is_cuda) else {}
         others = [need and name not in into for name, need in zip(names, needs)] if into else needs
 
         def call(*buffers: Tensor | None) -> list[Tensor]:
@@ -131,12 +133,13 @@ class LayerFunction(DirectFunction):
                 buffers = tuple(into.get(name, buffer) for name, buffer in zip_longest(names[1:], buffers))
             return run(name, *o, *buffers) if layer.backward is None else layer.backward(*o, *buffers)  # type: ignore[no-any-return]
 
-        found = main_grad.gradients(call, how.operands(o), others, plain)
+        nodes = [ctx.next_functions[at][0] if at >= 0 else None for at in how.nodes]
+        found = main_grad.gradients(call, how.operands(o), nodes, others, plain)
         if not listed:
             return how.given((*found, None))  # type: ignore[no-any-return]
         by_name = dict(zip(names, found))
         found = [None if name in listed else grad for name, grad in by_name.items()]
-        return (*how.given((*found, None)), *_given_to_listed(o, listed, into, by_name))
+        return (*how.given((*found, None)), *_given_to_listed(owned, listed, into, by_name))
 
 
 _AS_IT_IS = nullcontext()
@@ -185,6 +188,20 @@ def _marks_of(o: Any, marks: Sequence[bool]) -> _Marks:
     return {name: (value.sizes, list(islice(left, len(value.tensors)))) for name, value in listed}
 
 
+def _as_owned(o: Any, listed: _Marks, nodes: Sequence[tuple[Any, int]]) -> Any:
+    """The operands with lists of the parameters themselves, where what was saved is something else, as under checkpoints.
+
+    nodes: where autograd takes gradients; the last ones are of tensors of lists.
+    """
+    found, at = {}, len(nodes) - sum(len(wanted) for _, wanted in listed.values())
+    for name, (_, wanted) in listed.items():
+        weight, each = getattr(o, name), [node for node, _ in nodes[at : at + len(wanted)]]
+        at += len(wanted)
+        if weight.tensors and owner_of(each[0], weight.tensors[0]) is not weight.tensors[0]:
+            found[name] = weight.of([*map(owner_of, each, weight.tensors)])
+    return o._replace(**found)
+
+
 def _into(o: Any, listed: _Marks) -> dict[str, Any]:
     """What takes the gradients of listed operands: each tensor's own, or on a GPU a stack if gradients go on to buffers."""
     marked = [(name, getattr(o, name), wanted) for name, (_, wanted) in listed.items() if any(wanted)]
@@ -226,6 +243,7 @@ class _Kept(NamedTuple):
         biases: those of which only the shape is needed, and their places.
         operands: picks the differentiable operands without x among those of backward.
         given: picks what autograd is given for each argument among the gradients of all differentiable operands, and None.
+        nodes: of each of ``operands``, where it is among the tensors that autograd was given; -1 for none.
         dy, h: places in ``form``.
     """
 
@@ -237,6 +255,7 @@ class _Kept(NamedTuple):
     biases: tuple[tuple[str, int], ...]
     operands: Callable[[Any], tuple[Tensor | None, ...]]
     given: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]
+    nodes: tuple[int, ...]
     dy: int
     h: int
 
@@ -255,6 +274,7 @@ def _how_kept(layer: Layer, kinds: tuple[type, ...], wanted: tuple[bool, ...], r
     form = [none if place is None else place for place in found]
     saved = [at for at, place in enumerate(form) if place < len(kinds) and issubclass(kinds[place], Tensor)]
     grads = [names.index(name) if name in names else len(names) for name in record._fields]
+    tensors = [at for at, kind in enumerate(kinds[:count]) if issubclass(kind, Tensor)]
     return _Kept(
         itemgetter(*(none if at in saved else place for at, place in enumerate(form))),
         itemgetter(*(form[at] for at in saved)),
@@ -268,6 +288,7 @@ def _how_kept(layer: Layer, kinds: tuple[type, ...], wanted: tuple[bool, ...], r
         ),
         gradients.pick(*names[1:]),
         itemgetter(len(names), len(names), *grads),
+        tuple(tensors.index(at) if (at := getattr(places, name)) in tensors else -1 for name in names[1:]),
         *map(gradients._fields.index, ("dy", "h")),
     )
 

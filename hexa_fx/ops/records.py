@@ -66,7 +66,7 @@ class Form:
         flat: ``dims`` tells how many elements it has, in whatever shape.
         written: the operator writes to it.
         cast: autocast casts it.
-        wide: it has the accumulators' type, float32, or float64 for float64.
+        wide: it has the accumulators' type, float32, or float64 for float64, or that of the record's first floating operand.
     """
 
     dims: str = ""
@@ -96,7 +96,7 @@ def exactly(dtype: torch.dtype, dims: str, by: str = "", written: bool = False) 
 
 
 def added_to(dims: str, layout: str = "") -> Form:
-    """A buffer that the operator adds to, in the accumulators' type."""
+    """A buffer that the operator adds to, in the accumulators' type or the operands'."""
     return Form(dims, layout=layout, written=True, wide=True)
 
 
@@ -191,7 +191,7 @@ def _of_operand(number: int, each: Operand, known: dict[str, bool]) -> Iterator[
         yield f"if {name}.dtype is not dtype: {refused}"
     elif each.form.wide:
         yield "wide = double if dtype is double else single"
-        yield f"if {name}.dtype is not wide: {refused}"
+        yield f"if {name}.dtype is not wide and {name}.dtype is not dtype: {refused}"
     elif each.dtypes:
         yield f"if {name}.dtype not in dtypes{number}: {refused}"
     if number:
@@ -242,7 +242,11 @@ def _refusal(op: str, operands: Sequence[Operand], number: int, given: dict[str,
     beside = "" if first is each else f" beside {first.name} {shape(given[first.name])}"
     if gathered:
         beside += f", {given['top_k']} rows of {each.form.by} {shape(given[each.form.by])} for each"
-    says = f"{given['wide']} " if each.form.wide else each.form.says
+    says = (
+        f"{' or '.join(dict.fromkeys((str(given['wide']), str(given['dtype']))))} "
+        if each.form.wide
+        else each.form.says
+    )
     return InputError(f"hexa::{op}: {each.name} is {shape(t)}; expected {says}{expected}{beside}")
 
 

@@ -461,7 +461,9 @@ class _Adding(Operands):
 
 @operator("estmm_add")
 class EstmmAdd(_Adding, Estmm, leading=True):
-    """``into += estmm(x, g, ...)``, the product added before it is rounded; into in float32 (float64 for float64), any strides."""
+    """``into += estmm(x, g, ...)``: into in float32 (float64 for float64), the product added before it is rounded, or in the
+    operands' type; any strides.
+    """
 
     into: Annotated[Tensor, added_to("E N K", layout="layout")]
     returns = "()"

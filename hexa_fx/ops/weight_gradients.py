@@ -1,8 +1,8 @@
 """Gradients of weights and biases: ``hexa::estmm``, ``hexa::ess``, ``hexa::esfk`` (paper, section 3.3, Algorithms 3 and 4), and the
 same added to a buffer: ``hexa::estmm_add``, ``hexa::ess_add``, ``hexa::esfk_add``.
 
-A buffer has the accumulators' type, float32 (float64 for float64), so that a gradient is not rounded to the operands' type on its
-way into a sum over micro-batches.
+A buffer of the accumulators' type, float32 (float64 for float64), takes a gradient that was not rounded to the operands' type on
+its way into a sum over micro-batches. One of the operands' type, such as ``.grad``, takes what torch would add to it.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ REFUSED = [
     (spec_of("esmm", bm=64), "cooperative tile has 128 rows"),
     (spec_of("esmm", schedule=KernelScheduleType.Multistage), "schedule Multistage"),
     (spec_of("esmm").adding(), "adds to nothing"),
-    (spec_of("estmm", accumulate=True), "bf16 -> bf16"),
+    (spec_of("estmm").adding(DataType.f16), "bf16 -> f16"),
     (spec_of("estmm", out_dtype=DataType.f32), "bf16 -> f32"),
     *((spec_of(op, bn=128, schedule=PINGPONG), "no ping-pong") for op in ("estmm", "esfk")),
     *((spec_of(op).with_options(low_rank=1), "has no second product") for op in ("estmm", "esfk")),

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from cutlass_library import DataType
 
 from hexa_fx.codegen import render
 from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
@@ -273,19 +272,21 @@ def key_of(op: str, rows: int, experts: int, glu: str) -> Sm90Key:
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("side", ["x", "g", "neither"])
-def test_a_weight_gradient_is_added_in_boxes_of_floats(recorder: Cards, layout: str, side: str) -> None:
+@pytest.mark.parametrize("held", [torch.float32, BF16], ids=str)
+def test_a_weight_gradient_is_added_in_boxes(recorder: Cards, layout: str, side: str, held: torch.dtype) -> None:
     v, offs = routing()
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
-    into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
+    into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N), dtype=held)
     got = sm90.estmm(Estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout), into=into)
     assert got is into
-    assert (recorder.last.spec.accumulate, recorder.last.spec.out_dtype) == (True, DataType.f32)
+    assert (recorder.last.spec.accumulate, recorder.last.spec.out) == (True, cuda_operands.DTYPES[held])
     assert recorder.last.named["dw"] == into.data_ptr()
-    dtype, sizes, _, box, swizzle = recorder.drawn[into.data_ptr()]
-    assert (dtype, sizes) == (DataType.f32, (*into.shape[:0:-1], E))
+    dtype, sizes, _, box, swizzle, *_ = recorder.drawn[into.data_ptr()]
+    assert (dtype, sizes) == (cuda_operands.DTYPES[held], (*into.shape[:0:-1], E))
     turned = recorder.last.spec.option("transpose")
     assert turned == ((side, layout) in (("x", "nk"), ("g", "kn")))
-    assert (box, swizzle) == (((16, 32, 1), 64) if turned else ((32, 16, 1), 128))
+    floats = ((16, 32, 1), 64) if turned else ((32, 16, 1), 128)
+    assert (box, swizzle) == (floats if held is torch.float32 else ((64, 16, 1), 128))
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

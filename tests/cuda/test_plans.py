@@ -196,6 +196,17 @@ def test_esfk_of_few_rows_adds_in_three_products(cards: Cards) -> None:
     ]
 
 
+def test_kernels_of_sm80_add_to_floats_only(cards: Cards) -> None:
+    """What they give is stored, and torch adds it."""
+    v, offs = routing(rows := 1000)
+    x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
+    into, into_bias = (t.bfloat16() for t in buffers("nk"))
+    cuda_gemm.estmm_add(into, x, g, v, None, offs, K, "nk")
+    cuda_gemm.esfk_add(into, into_bias, x, g, into, v, offs, K, "nk")
+    assert [one.spec.op for one in cards.launches] == ["estmm", "esmm", "estmm", "ess_partial", "ess_finish"]
+    assert not any(one.spec.accumulate for one in cards.launches)
+
+
 def test_what_adds_is_not_measured(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     v, offs = routing(rows := 1000)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)

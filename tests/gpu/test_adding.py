@@ -1,4 +1,4 @@
-"""Gradients added to float32 buffers in the kernels' epilogues, against float64."""
+"""Gradients added to float32 buffers, or to ``.grad``, in the kernels' epilogues, against float64."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import grad_sums
 from tests.gpu.cases import ROUTINGS, graph_of, make_routing, randn, reference_esmm, reference_estmm, row_error, sums
 from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
 
@@ -69,6 +70,49 @@ def test_micro_batches_add_up(family: str, dtype: torch.dtype, side: str, layout
         want_bias += sums(rows, r)
     assert_sum(into, want, FLOAT32 if wide == F32 else 1e-12)
     assert_sum(into_bias, want_bias, FLOAT32 if wide == F32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("side", ["x", "g", "neither"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_sums_of_16_bits_are_those_of_torch(family: str, dtype: torch.dtype, side: str, layout: str) -> None:
+    """To the bit. Experts without rows keep what they have, NaN included."""
+    into, into_bias = (randn(*shape, dtype=dtype) for shape in (size(layout), (EXPERTS, N)))
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x = randn(TOKENS if side == "x" else r.n, D, dtype=dtype)
+        g = randn(TOKENS if side == "g" else r.n, N, dtype=dtype)
+        xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
+        empty = r.offs[1:] == r.offs[:-1]
+        into[empty] = float("nan")
+        want = into + torch.ops.hexa.estmm(x, g, xi, gi, r.offs, TOP_K, layout)
+        sums = torch.ops.hexa.ess(g, gi, r.offs, TOP_K if gi is not None else 1, None)
+        want_bias = into_bias + sums
+        torch.ops.hexa.estmm_add(into, x, g, xi, gi, r.offs, TOP_K, layout)
+        torch.ops.hexa.ess_add(into_bias, g, gi, r.offs, TOP_K if gi is not None else 1, None)
+        assert torch.equal(into.nan_to_num(7), want.nan_to_num(7))
+        assert torch.equal(into_bias, want_bias)
+        into[empty] = 0
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_esfk_adds_to_16_bits(family: str, layout: str, bias: bool, transposed: bool) -> None:
+    into, into_bias = randn(*size(layout), dtype=BF16), randn(EXPERTS, N, dtype=BF16) if bias else None
+    if transposed:
+        into = into.mT.contiguous().mT
+    w = randn(*size(layout), dtype=BF16, scale=D**-0.5)
+    for kind in (*ROUTINGS, "random"):
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
+        before = into.double(), None if into_bias is None else into_bias.double()
+        torch.ops.hexa.esfk_add(into, into_bias, x, g, w, r.v, r.offs, TOP_K, layout)
+        want = before[0] + reference_estmm(x, g, r.v, None, r, layout)
+        assert float((into.double() - want).norm() / want.norm()) < 5e-3
+        if into_bias is not None and before[1] is not None:
+            want_bias = before[1] + sums(g, r)
+            assert float((into_bias.double() - want_bias).norm() / want_bias.norm()) < 5e-3
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -137,6 +181,40 @@ def test_main_grad_of_several_micro_batches(spec: FfnSpec) -> None:
         assert error < TOLERANCE[BF16]
         change = t.main_grad[t.main_grad != 0]
         assert float((change == change.bfloat16().float()).double().mean()) < 0.2  # nothing was rounded to bf16
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("cast", [False, True])
+def test_grad_of_several_micro_batches(spec: FfnSpec, cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second on kernels add; to floats, if operands are casts of parameters."""
+    added = []
+    real = grad_sums.beside
+    monkeypatch.setattr(grad_sums, "beside", lambda *given: added.append(real(*given)) or added[-1])
+    expert = Expert(spec, BF16, True)
+    if cast:
+        held = {name: t.detach().float().requires_grad_() for name, t in expert.operands.items() if name != "x"}
+    else:
+        held = {name: t for name, t in expert.operands.items() if name != "x"}
+    x = expert.record.x
+    want: dict[str, Tensor] = {}
+    for kind in ("random", "all_to_one", "empty_experts", "sentinels"):
+        expert.index = make_routing(kind, T, K, E).index
+        expert.dy = randn(*expert.dy.shape, dtype=BF16)
+        if cast:
+            expert.record = expert.record._replace(x=x, **{name: t.to(BF16) for name, t in held.items()})
+        backward(expert)
+        if cast:
+            expert.record = expert.record._replace(
+                **{name: t.detach().requires_grad_() for name, t in expert.operands.items() if name != "x"}
+            )
+        _, *grads = expert.reference()
+        for name, gradient in zip(expert.operands, grads, strict=False):
+            want[name] = want.get(name, 0) + gradient
+    assert [sum(t is not None for t in sums) for sums in added] == [0, *[len(held)] * 3]
+    for name, t in held.items():
+        assert t.grad is not None
+        error = float((t.grad.double() - want[name]).norm() / want[name].norm())
+        assert error < TOLERANCE[BF16]
 
 
 def test_the_same_bits_every_time_and_no_host_read() -> None:

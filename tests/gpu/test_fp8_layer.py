@@ -245,6 +245,24 @@ def test_gradients_are_added_to_main_grad(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == 2 * 3
 
 
+def test_gradients_are_added_to_grad() -> None:
+    """As a second micro-batch's, of weights in bf16 and in float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = Layer(GATED, bias=True)
+        leaves = {name: t for name in cases.NAMES if (t := layer.given[name]) is not None}
+        held = {name: t.detach().to(dtype).requires_grad_() for name, t in leaves.items()}
+        layer.given.update(held)
+        y = layer.call()
+        dy = torch.randn_like(y)
+        y.backward(dy)
+        first = {name: t.grad.double() for name, t in held.items() if t.grad is not None}
+        layer.call().backward(dy)
+        for name, t in held.items():
+            assert t.grad is not None
+            assert t.grad.dtype == dtype
+            assert float((t.grad.double() - 2 * first[name]).norm() / first[name].norm()) < 1e-2
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("spec", [GATED, AGAIN], ids=["h kept", "h again"])
 def test_a_step_in_a_graph_sees_other_inputs_and_weights(spec: FfnSpec, recorded: bool) -> None:

@@ -12,6 +12,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library, main_grad
 from tests.ops.reference import GATED, Layer, Operators, layer, row_error
+from tests.ops.test_grad_sums import WAYS, gradients
 
 T, K, E, D, N = 30, 2, 5, 12, 8
 EMPTY = 3
@@ -116,8 +117,8 @@ def test_autograd_knows_that_the_buffer_changed():
 def test_what_does_not_fit_is_named():
     v, _, offs = routing()
     x, g = torch.randn(T, D).bfloat16(), torch.randn(T * K, N).bfloat16()
-    with pytest.raises(InputError, match=r"estmm_add: into is .*expected torch.float32 \(E, N, K\)"):
-        ops.estmm_add(torch.zeros(E, N, D, dtype=BF16), x, g, v, None, offs, K, "nk")
+    with pytest.raises(InputError, match=r"estmm_add: into is .*expected torch.float32 or torch.bfloat16 \(E, N, K\)"):
+        ops.estmm_add(torch.zeros(E, N, D, dtype=torch.float16), x, g, v, None, offs, K, "nk")
     with pytest.raises(InputError, match=r"estmm_add: x is .*expected \(n, 8\) beside into torch.float32 \(5, 12, 8\)"):
         ops.estmm_add(torch.zeros(E, D, N), x, g, v, None, offs, K, "nk")
     with pytest.raises(InputError, match="has no gradient"):
@@ -168,6 +169,32 @@ def test_main_grad_gets_what_grad_would(spec, without, fused):
             torch.testing.assert_close(t.main_grad, 1 + want[id(t)])
         else:
             torch.testing.assert_close(t.grad, want[id(t)])
+
+
+@pytest.mark.parametrize(("way", "times"), WAYS.values(), ids=list(WAYS))
+def test_main_grad_whatever_backward_is_made_of(way, times):
+    """What is saved for it may not be the parameters."""
+    one = layer(bias=True)
+    want = gradients(one)
+    into = with_buffers(one)
+    way(one)
+    for t, gradient in zip(into.values(), want, strict=True):
+        assert t.grad is None
+        torch.testing.assert_close(t.main_grad, 1 + times * gradient)
+
+
+@pytest.mark.parametrize("cast", [BF16, torch.float16], ids=str)
+def test_main_grad_of_parameters_that_are_cast(cast):
+    one = layer(tokens=40).to(F32)
+    into = with_buffers(one)
+    x, *others = one.operands
+    casts = [None if t is None else t.to(cast) for t in others]
+    Layer(one.index, (x.to(cast), *casts), one.spec).run().square().sum().backward()
+    for t in into.values():
+        change = t.main_grad - 1
+        assert t.grad is None
+        assert change.any()
+        assert (change == change.to(cast).float()).double().mean() < 0.2  # nothing was rounded on its way
 
 
 @pytest.mark.parametrize("names", [("w1",), ("w2",), ("b2",), ("b1",), ("w1", "w2")], ids="-".join)

@@ -352,14 +352,15 @@ def test_two_first_calls_of_a_copy():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_main_grad(bias):
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_main_grad(bias, checkpointed):
     """Of some parameters; others have their gradient in grad."""
     own, made, x = pair(bias=bias)
     for name, parameter in made.named_parameters():
         if "experts" in name and "3" not in name:
             parameter.main_grad = torch.ones_like(parameter)
     own(x).square().sum().backward()
-    made(x).square().sum().backward()
+    (checkpoint(made, x, use_reentrant=False) if checkpointed else made(x)).square().sum().backward()
     for (name, one), two in zip(own.named_parameters(), made.named_parameters()):
         parameter = two[1]
         assert hasattr(parameter, "main_grad") == (parameter.grad is None), name

@@ -35,7 +35,8 @@ struct WeightEpilogue {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (Outbox<C>::sends()) {
-      SM90_TMA_STORE_3D::copy(maps + kGradMap, s.base, x, y, t.expert);
+      if constexpr (C::AddGrad) SM90_TMA_REDUCE_ADD_3D::copy(maps + kGradMap, s.base, x, y, t.expert);
+      else SM90_TMA_STORE_3D::copy(maps + kGradMap, s.base, x, y, t.expert);
       tma_store_arrive();
     }
   }
@@ -71,7 +72,7 @@ struct WeightEpilogue {
     }
   }
 
-  // Adds rows m0 + row .. + 16 of dW[e] to the floats that are there. The copy engine does it, each number once.
+  // Adds rows m0 + row .. + 16 of dW[e] to the floats that are there. The copy engine does it, each number once, as above.
   template <class Acc>
   CUTE_DEVICE void add(const Acc& acc, int m, int row) const {
     CUTE_UNROLL
@@ -136,11 +137,14 @@ struct WeightEpilogue {
         total.y += other.y;
       }
       const int n = t.n0 + (warp / S::kParts) * kLine + 2 * l;
-      if constexpr (C::AddGrad) {
-        float2* at = reinterpret_cast<float2*>(static_cast<float*>(p.db) + int64_t(t.expert) * p.C + n);
-        if (n < p.C) *at = {at->x + total.x, at->y + total.y};
-      } else {
-        if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+      const int64_t at = int64_t(t.expert) * p.C + n;
+      if constexpr (C::AddFloats) {
+        float2* sum = reinterpret_cast<float2*>(static_cast<float*>(p.db) + at);
+        if (n < p.C) *sum = {sum->x + total.x, sum->y + total.y};
+      } else if (n < p.C) {
+        T* sum = static_cast<T*>(p.db) + at;
+        if constexpr (C::AddGrad) total = {total.x + float(sum[0]), total.y + float(sum[1])};
+        *reinterpret_cast<uint32_t*>(sum) = pack<T>(total.x, total.y);
       }
     }
     NamedBarrier::sync(256, kSumBarrier);

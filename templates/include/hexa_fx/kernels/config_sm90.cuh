@@ -65,7 +65,8 @@ struct TileConfig {
   static constexpr int BM = BM_, BN = BN_, BK = Operand::kLine, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
-  static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
+  static constexpr bool AddGrad = false;            // weight tiles add to what is there
+  static constexpr bool AddFloats = false;          // which is floats, not T
   static constexpr bool Listed = false;             // experts' matrices lie apart, see types/places.cuh
   static constexpr bool Once = false;               // weights leave L2 first: tiles of few rows, which take as long as these
   static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros

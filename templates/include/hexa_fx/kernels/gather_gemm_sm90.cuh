@@ -110,7 +110,7 @@ struct Consumer {
     }
     CUTE_UNROLL
     for (int m = 0; m < C::Blocks; ++m) {
-      if constexpr (C::AddGrad) {
+      if constexpr (C::AddFloats) {
         const int row = block_row(m) + warp_in_group() * 16;
         if (t.m0 + row < p.R) epilogue.add(acc, m, row);
       } else if constexpr (C::TransposeWeight) {
