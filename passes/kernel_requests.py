@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
+from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_layers import OPERANDS, MoeFfn, static_of
 from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls, rewritten_values
 from hexa_fx.runtime.warmup import device_of
@@ -66,16 +68,26 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
     with muted():
         for call in moe_ffn_calls(rewritten.graph, rewritten_values(captured, rewritten)):
             try:
-                layer, card = _layer(call, captured, rewritten), card_of(device.index or 0)
-                found = fp8_kernel_set(layer, card, training) if compute == "fp8_block" else ()
-                found += kernel_set(layer, card, training)
+                layer, card, in_fp8 = (
+                    _layer(call, captured, rewritten),
+                    card_of(device.index or 0),
+                    compute == "fp8_block",
+                )
+                found = kernel_set(layer, card, training)
+                if in_fp8:
+                    layer = _layer(call, captured, rewritten, cast_weights=False)
+                    found = fp8_kernel_set(layer, card, training) + found
+                if training:  # what adds to gradients of earlier micro-batches comes last
+                    further = replace(layer, added=layer.summed)
+                    found += fp8_kernel_set(further, card) if in_fp8 else kernel_set(further, card)
             except KernelError as error:  # the operators fall back and say so
                 log.debug("no kernels are built ahead for %s: %s", rewritten.path, error)
                 continue
             jit.builder().request(found)
 
 
-def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:
+def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock, cast_weights: bool = True) -> FfnLayer:
+    """cast_weights: under autocast, which casts no weights that are quantised."""
     from hexa_fx.cuda.kernel_set import FfnLayer, listed_without_data
 
     given: dict[str, Any] = dict(call.operands)
@@ -84,20 +96,21 @@ def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) ->
     parts = {weight.name: len(weight.parts) for weight in rewritten.packed}
     listed = set()
     for name in ("x", *weights):
-        if cast is not None and given[name].dtype not in (torch.float64, cast):
+        if cast is not None and given[name].dtype not in (torch.float64, cast) and (cast_weights or name == "x"):
             given[name] = given[name].to(cast)  # of lists a stack
         elif given[name].dim() == 3 and (source := _read_by(call, name)) in parts:
             given[name] = listed_without_data(given[name], parts[source])
             listed.add(name)
     trained = {name: _parameters(call, name, captured, rewritten) for name in weights}
+    stacked = {name: p for name, found in trained.items() for p in found[:1] if name not in listed and p.requires_grad}
+    wide = accumulate_dtype(given["x"].dtype)
+    added = {name: wide for name, p in stacked.items() if isinstance(getattr(p, NAME, None), torch.Tensor)}
+    sums = {name: p.dtype for name, p in stacked.items() if p.dtype in (wide, given[name].dtype)}
     return FfnLayer(
         MoeFfn(*map(given.get, MOE_FFN), *static_of(call.spec)),  # type: ignore[arg-type]
         grads=frozenset(n for n in OPERANDS if any(p.requires_grad for p in trained.get(n, ())) or n not in trained),
-        added=frozenset(
-            name
-            for name, found in trained.items()
-            if name not in listed and any(isinstance(getattr(p, NAME, None), torch.Tensor) for p in found)
-        ),
+        added=added,
+        summed=sums | added,
     )
 
 

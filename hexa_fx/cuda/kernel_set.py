@@ -7,8 +7,8 @@ on tensors without data at one number of tokens in each interval between them, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -34,7 +34,6 @@ from hexa_fx.ops import fp8_weights, library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
 from hexa_fx.ops.listed import Listed, Places
 from hexa_fx.ops.moe_ffn_autograd import LAYERS
-from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Backward, MoeFfnFp8Forward
 from hexa_fx.ops.table_layers import OPERANDS, SOURCES_OPERANDS, MoeFfn, MoeFfnSources
 
@@ -51,12 +50,14 @@ class FfnLayer:
     Args:
         call: of `hexa::moe_ffn` or `hexa::moe_ffn_sources`, with any number of tokens. Only shapes, strides and types count.
         grads: operands that training wants gradients of.
-        added: of these, the ones whose gradients are added to buffers (``main_grad``).
+        added: the types of buffers (``main_grad``) that gradients are added to, by operand.
+        summed: the same in a further micro-batch, with ``.grad`` (`hexa_fx.ops.grad_sums`).
     """
 
     call: MoeFfn | MoeFfnSources
     grads: frozenset[str] = frozenset(OPERANDS)
-    added: frozenset[str] = frozenset()
+    added: Mapping[str, torch.dtype] = field(default_factory=dict)
+    summed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def needs(self) -> list[bool]:
@@ -68,7 +69,7 @@ class FfnLayer:
         """Of each differentiable operand but the first, what its gradient is added to, or None."""
         given = ((name, getattr(self.call, name)) for name in self.call.differentiable[1:])
         return [
-            without_data(t.shape, accumulate_dtype(self.call.x.dtype)) if t is not None and name in self.added else None
+            without_data(t.shape, self.added[name]) if t is not None and name in self.added else None
             for name, t in given
         ]
 

@@ -61,7 +61,7 @@ def beside(
         owners: of those whose gradient is wanted.
         operands, nodes: and where autograd takes the gradient of each.
     """
-    if not any(type(t) in ONLY_TENSORS and t.is_leaf and t.grad is not None for t in owners):
+    if not any(t is not None and type(t) in ONLY_TENSORS and t.is_leaf and t.grad is not None for t in owners):
         return tuple(taken)
     found = [*taken] or [None] * len(owners)
     each = zip(_WEIGHTS, found, owners, operands, nodes)
