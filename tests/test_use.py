@@ -16,6 +16,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.integrations.tiny_models import tiny_model
+from hexa_fx.ops import grad_sums
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,3 +135,24 @@ def test_settings_that_change_are_one_analysis_each(folder: tuple[Path, dict[str
     before = [block.calls.kinds for block in model.report.blocks]
     step(model, folder[1], torch.bfloat16)
     assert [block.calls.kinds for block in model.report.blocks] == before
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16], ids=str)
+def test_gradients_of_micro_batches_add_up(
+    folder: tuple[Path, dict[str, Any]], cast: torch.dtype | None, checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second one on kernels add to what is there, also where that call is analysed: one in another mode."""
+    added, real = [], grad_sums.beside
+    monkeypatch.setattr(grad_sums, "beside", lambda *given: added.append(real(*given)) or added[-1])
+    sums = []
+    for model in (loaded(folder), hexa_fx.optimize_(loaded(folder), None, CONFIG)):
+        model = CHANGES["checkpoints"](model) if checkpointed else model
+        for training in (True, True, False):
+            with torch.autocast("cpu", cast) if cast is not None else nullcontext():
+                loss = model.train(training)(**folder[1], labels=folder[1]["input_ids"], use_cache=False).loss
+            loss.backward()
+        sums.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(any(t is not None for t in each) for each in added[-len(model.report.blocks) :])
+    rough = {} if cast is None else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(sums[1], sums[0], **rough)
