@@ -28,6 +28,13 @@ class TileSm80:
     warps_n: int
 
 
+def math_of(spec: KernelSpec) -> str:
+    """``tensor``, ``fast_f32`` (3xTF32) or ``simt``."""
+    if spec.option("simt"):
+        return "simt"
+    return "fast_f32" if spec.math == MathOperation.multiply_add_fast_f32 else "tensor"
+
+
 def row_bucket(rows: int, experts: int) -> int:
     """log2 of the rows an expert gets on average, rounded up; 0 for one row or none. The only thing tiles know of T."""
     return ((rows - 1) // (experts or 1)).bit_length() if rows > 1 else 0
@@ -40,7 +47,7 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
         op: ``esmm``, ``estmm`` or ``esfk``.
         arch: compute capability, 80 for 8.0.
         dtype: element type.
-        math: ``tensor``, ``fast_f32`` (3xTF32) or ``simt``.
+        math: as `math_of` says it.
         bucket: `row_bucket` of the launch; the height of tiles whose rows are an expert's.
         columns: columns of the result.
     """

@@ -7,7 +7,7 @@ that. All but the first launch begin while the one before still runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,9 +42,9 @@ from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
 from hexa_fx.cuda.places import listed, parts_of, places_of
 from hexa_fx.cuda.planning import launch, planning_of
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ir import Glu, Layout
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of, flip
@@ -52,72 +52,47 @@ from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfn
 
 
-class DecodeKey(NamedTuple):
-    """A `hexa_fx.cuda.product.ProductKey` of decode_gemm and decode_down.
+@dataclass(frozen=True)
+class DecodeTiles(Tiles):
+    """Of decode_gemm and decode_down. There is one for each product that is planned (`few_tokens`).
 
     Args:
-        experts, slots: that tables have to hold.
-        inner, columns: K, and columns of the weight.
-        ids: C++ type of routing ids.
+        slots: that tables have to hold.
         first: of a layer's launches. The next one may begin early.
-        weights: type of the weights of slots, where rows are summed.
         summed: columns that a block gives of all tokens, which it sums; 0 where rows are not summed.
         beside: a block of the second product has a place beside one of this product on each multiprocessor.
-        listed: experts' matrices lie apart (`hexa_fx.cuda.places`).
     """
 
-    card: Card
-    dtype: torch.dtype
-    bucket: int
-    experts: int
     slots: int
-    inner: int
-    columns: int
-    layout: Layout
-    ids: str
-    first: bool
-    activation: str
-    glu: Glu
-    bias: bool
-    weights: str = "f32"
+    first: bool = False
     summed: int = 0
     beside: bool = False
-    listed: bool = False
 
-    def problem(self) -> Problem:
-        op = "combine" if self.summed else "esmm"
-        return Problem(GEMM, op, DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
-
-    def tile(self, fields: Any) -> Any:
+    @staticmethod
+    def kind(**fields: Any) -> DecodeTile | DownTile:
         return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
 
-    def rule(self) -> DecodeTile | DownTile:
-        """The tile that nobody measured. There is one, or the product is not planned (`hexa_fx.cuda.decode`)."""
-        sizes = (self.card.arch, self.bucket, self.experts, self.slots)
+    def rule(self, key: ProductKey) -> DecodeTile | DownTile:
+        sizes = (key.card.arch, key.bucket, key.experts, self.slots)
         if self.summed:
-            summed = choose_summed(self.card.name, *sizes, self.summed, self.inner)
+            summed = choose_summed(key.card.name, *sizes, self.summed, key.inner)
             assert summed is not None, "asked before"
             return summed
-        found = choose_tile(*sizes, self.layout == "nk")
+        found = choose_tile(*sizes, key.kernel.layout == "nk")
         assert found is not None, "asked before"
         return replace(found, blocks=1) if self.beside and found.rows == ROWS[0] else found
 
-    def candidates(self) -> list[DecodeTile]:
+    def candidates(self, key: ProductKey) -> list[DecodeTile]:
         return candidates()
 
-    def at(self, bucket: int) -> DecodeKey:
-        return self._replace(bucket=bucket)
+    def measured_as(self, key: ProductKey, problem: Problem) -> Problem:
+        return replace(problem, op="combine" if self.summed else problem.op, gather=self.first)
 
-    def spec(self, tile: DecodeTile | DownTile) -> KernelSpec:
-        down = isinstance(tile, DownTile)
-        family, op = (DOWN, "combine") if down else (GEMM, "esmm")
-        spec = KernelSpec(family, op, self.card.arch, DTYPES[self.dtype], stages=tile.stages, layout=self.layout)
-        spec = replace(spec, bias=self.bias)
-        spec = spec.with_options(experts=room(EXPERTS, self.experts), id=self.ids, weights=self.weights)
-        spec = spec.with_options(listed=True) if self.listed else spec
+    def complete(self, key: ProductKey, tile: DecodeTile | DownTile) -> KernelSpec:
+        spec = replace(key.kernel, stages=tile.stages)
         if isinstance(tile, DownTile):
+            spec = replace(spec, family=DOWN, op="combine")
             return spec.with_options(tiles=tile.tiles, dependent=True, slots=room(SUMMED_SLOTS, self.slots))
-        spec = replace(spec, activation=self.activation, glu=self.glu)
         summed, dependent = self.summed > 0, tile.dependent and not self.first
         shape: dict[str, Option] = {"rows": tile.rows, "warps_m": tile.warps_m, "dependent": dependent}
         return spec.with_options(**shape, slots=slots_of(tile, self.slots, summed), first=self.first, summed=summed)
@@ -222,29 +197,20 @@ def _summed_columns(card: Card, o: EsmmAct, slots: DecodeSlots) -> int:
 def _up(o: EsmmAct, slots: DecodeSlots, summed: bool) -> Tensor:
     """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
     d = o.x.new_empty((slots.rows, o.inner))
-    key = _key(o, slots)._replace(first=True, beside=summed and o.inner >= LONG_LINES)
-    _product(key, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
+    tiles = DecodeTiles(slots.rows, first=True, beside=summed and o.inner >= LONG_LINES)
+    _product(tiles, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
     return d
 
 
 def _down(o: EsmmAct, slots: DecodeSlots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
     """(n, D) by slot; summed, if blocks give so many columns of all tokens: (T, D)."""
     d = o.x.new_empty((slots.ids.shape[0] if summed else slots.rows, o.inner))
-    weights = contiguous(weights)
-    name = "f32" if weights is None else DTYPES[weights.dtype].name
-    _product(_key(o, slots)._replace(summed=summed, weights=name), o, slots, d, weights)
+    _product(DecodeTiles(slots.rows, summed=summed), o, slots, d, contiguous(weights))
     return d
 
 
-def _key(o: EsmmAct, slots: DecodeSlots) -> DecodeKey:
-    sizes = (slots.bucket, slots.experts, slots.rows, columns_of(o.w1, flip(o.layout)), columns_of(o.w1, o.layout))
-    ids, card, has_bias = ID_TYPES[slots.ids.dtype], planning_of(o.x).card, o.b1 is not None
-    key = DecodeKey(card, o.x.dtype, *sizes, o.layout, ids, False, o.activation, o.glu, has_bias)
-    return key._replace(listed=bool(listed(o.w1)))
-
-
 def _product(
-    key: DecodeKey, o: EsmmAct, slots: DecodeSlots, d: Tensor, weights: Tensor | None = None, units: int = UNITS
+    tiles: DecodeTiles, o: EsmmAct, slots: DecodeSlots, d: Tensor, weights: Tensor | None = None, units: int = UNITS
 ) -> None:
     """Launches one product.
 
@@ -254,20 +220,27 @@ def _product(
         weights: of slots, where their rows are summed.
         units: of work that a multiprocessor has for each of its blocks, at least.
     """
-    planning, n = planning_of(o.x), o.inner
+    planning, n, inner, experts = planning_of(o.x), o.inner, columns_of(o.w1, flip(o.layout)), slots.experts
+    static: dict[str, Any] = {"activation": o.activation, "glu": o.glu, "bias": o.b1 is not None}
+    spec = KernelSpec(GEMM, "esmm", planning.card.arch, DTYPES[o.x.dtype], layout=o.layout, **static)
+    name = "f32" if weights is None else DTYPES[weights.dtype].name
+    types = {"id": ID_TYPES[slots.ids.dtype], "weights": name, **dict(listed(o.w1))}
+    spec = spec.with_options(experts=room(EXPERTS, experts), **types)
+    rows = experts << slots.bucket  # which is all that tiles go by
+    key = ProductKey(tiles, spec, planning.card, rows, experts, inner, columns_of(o.w1, o.layout))
     tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
     by_expert, by_line, _ = o.w1.stride()
     pointers = {"x": o.x, "w": o.w1, "w2": o.w3, "bias": contiguous(o.b1), "bias2": contiguous(o.b3), "d": d}
     pointers |= {"ids": slots.ids, "weights": weights}
     strides = {"x_stride": o.x.stride()[0], "w_line": by_line, "w_expert": by_expert}
-    sizes = {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(o.top_k)}
-    sizes |= {"together": slots.ids.shape[1] if key.summed else 1, "columns": key.summed}
+    sizes = {"slots": slots.rows, "n": n, "k": inner, "experts": experts, "top_k": divisor(o.top_k)}
+    sizes |= {"together": slots.ids.shape[1] if tiles.summed else 1, "columns": tiles.summed}
     places = planning.card.multiprocessors
-    if key.summed or isinstance(tile, DownTile):
-        blocks = ceil_div(n, key.summed)
+    if tiles.summed or isinstance(tile, DownTile):
+        blocks = ceil_div(n, tiles.summed)
     else:
-        most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
+        most = min(slots.rows, slots.rows // tile.rows + experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
     constants = constants_of(o.activation, o.params)
     launch(o.x, spec, (blocks, 1, 1), *places_of(o.w1, o.w3), **pointers, **strides, **sizes, act_params=constants)

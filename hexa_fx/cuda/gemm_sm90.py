@@ -8,6 +8,7 @@ those with a second product (`hexa_fx.ops.esmm_packed`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,13 @@ from hexa_fx.codegen.family_gemm_sm90 import (
     line_elements,
     swaps,
 )
-from hexa_fx.codegen.spec import Option
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.kernel import Kernel
+from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, places_of
 from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
-from hexa_fx.cuda.product import GemmKey, kernel_for
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
@@ -143,31 +144,34 @@ ADDS_ALIGNED = True
 """Buffers that gradients are added to have rows of whole 16 bytes."""
 
 
-class Sm90Key(GemmKey):
+class Sm90Tiles(Tiles):
     """Of gather_gemm_sm90."""
 
-    @property
-    def own_columns(self) -> int:
-        """Columns that a tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
-        return self.inner if self.op == "esfk" else self.columns
+    kind = TileSm90
 
-    def tile(self, fields: Any) -> TileSm90:
-        return TileSm90(**fields)
+    def rule(self, key: ProductKey) -> TileSm90:
+        spec, own = key.kernel, _own_columns(key)
+        sizes, swapped = (key.rows, key.experts, own, key.inner), swaps(spec.op, spec.glu, spec.layout)
+        return choose_tile(spec.op, *sizes, swapped, bool(spec.option("transpose")), key.card.name)
 
-    def rule(self) -> TileSm90:
-        sizes, swapped = (self.rows, self.experts, self.own_columns, self.inner), swaps(self.op, self.glu, self.layout)
-        return choose_tile(self.op, *sizes, swapped, ("transpose", True) in self.options, self.card.name)
-
-    def candidates(self) -> Sequence[TileSm90]:
-        rule, narrow = self.rule(), self.op in NARROW_OPS and self.own_columns <= NARROW_COLUMNS
+    def candidates(self, key: ProductKey) -> Sequence[TileSm90]:
+        op, rule = key.kernel.op, self.rule(key)
+        narrow = op in NARROW_OPS and _own_columns(key) <= NARROW_COLUMNS
         streamed = STREAMED_TILES if rule in STREAMED_TILES else ()
-        return tuple(dict.fromkeys((rule, *streamed, *(NARROW_CANDIDATES if narrow else CANDIDATES[self.op]))))
+        return tuple(dict.fromkeys((rule, *streamed, *(NARROW_CANDIDATES if narrow else CANDIDATES[op]))))
 
-    def of_tile(self, tile: TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
-        tables = next(size for size in TABLES if self.experts <= size)  # the smallest that hold the experts
+    def complete(self, key: ProductKey, tile: TileSm90) -> KernelSpec:
         flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
-        own = {"bk": line_elements(DTYPES[self.dtype]), "schedule": tile.kernel_schedule}
-        return own, {"cluster": tile.cluster, "experts": tables, **flags}
+        spec = replace(key.kernel, bm=tile.bm, bn=tile.bn, stages=tile.stages, schedule=tile.kernel_schedule)
+        return spec.with_options(cluster=tile.cluster, **flags)
+
+
+TILES = Sm90Tiles()
+
+
+def _own_columns(key: ProductKey) -> int:
+    """Columns that a tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
+    return key.inner if key.kernel.op == "esfk" else key.columns
 
 
 def takes(o: Any) -> bool:
@@ -253,11 +257,11 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
         return
     bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
     options = (*(() if act is None else (("store_h", o.keep_h),)), *_low_rank(added), *listed(w1))
-    sizes, static = (rows, w1.shape[0], x.shape[1], o.width), (layout, o.v is not None)
-    epilogue = {"activation": o.activation, "glu": o.glu, "bias": bias is not None, "options": options}
-    (key, tile), halves = _tiled(op, x, *sizes, *static, **epilogue), 1 if o.glu == "none" else 2
+    sizes, halves = (rows, w1.shape[0], x.shape[1], o.width), 1 if o.glu == "none" else 2
+    static: dict[str, Any] = {"layout": layout, "gather": o.v is not None, "bias": bias is not None}
+    kernel, tile = _tiled(op, x, sizes, options, activation=o.activation, glu=o.glu, **static)
     mixed = tile.swapped and halves == 2
-    in_staging = added is not None and adds_in_staging(kernel_for(key, tile).spec)
+    in_staging = added is not None and adds_in_staging(kernel.spec)
     maps = Maps(
         rows=None if o.v is not None else rows_map(x, tile.row_box),
         weight=mixed_map(w1, tile.fetch) if mixed else weight_map(w1, layout, tile.bn // 2, tile.fetch),
@@ -271,7 +275,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     tensors = {"a": x, "out": out, "act": act, "bias": bias, "bias_up": bias_up}
     numbers = {"n": o.rows if last else 0, "K": x.shape[1], "N": inner, "R": 0 if added is None else added.rank}
     more = {**numbers, "bias_ld": bias_ld, "act_params": constants_of(o.activation, o.params)}
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
+    _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
 
 @product
@@ -290,8 +294,8 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
     sizes, glu = (rows, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
-    epilogue = {"activation": o.activation, "glu": glu, "options": (*_low_rank(added), *listed(weight))}
-    key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, **epilogue)
+    static: dict[str, Any] = {"layout": o.layout, "gather": True, "activation": o.activation, "glu": glu}
+    kernel, tile = _tiled("esmm_act_backward", dy, sizes, (*_low_rank(added), *listed(weight)), **static)
     parts = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32) if dots is None else dots
     weights = weight_map(weight, o.layout, tile.bn // 2, tile.fetch)
     second = added_maps(added, o.layout, tile)
@@ -300,7 +304,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
     more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
+    _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
     if dots is not None:
         return dh, a, dots
     return dh, a, parts.sum(0) if parts.shape[0] > 1 else parts[0]
@@ -328,10 +332,11 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         dw = into
     if not n or not dw.numel():
         return dw
-    static = {"gather": v is not None, "accumulate": into is not None, "options": (("transpose", transpose),)}
-    key, tile = _tiled("estmm", p, n, experts, rows, columns, **static)
+    sizes, options = (n, experts, rows, columns), (("transpose", transpose),)
+    kernel, tile = _tiled("estmm", p, sizes, options, into is not None, gather=v is not None)
     maps = Maps(p=_whole_rows(p, v), q=rows_map(q, 64), grad=_gradient(dw, p, transpose))
-    _launch(key, tile, maps, v, o.offs, o.top_k, p=p, p_ld=p.stride()[0], dw=dw, R=rows, C=columns)
+    given = {"n": n, "p": p, "p_ld": p.stride()[0], "dw": dw, "R": rows, "C": columns}
+    _launch(kernel, tile, maps, v, o.offs, o.top_k, **given)
     return dw
 
 
@@ -357,8 +362,8 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     p, q = x, g
     if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
         p, q, turned = g, x, not turned
-    static = {"accumulate": into is not None, "options": (("transpose", turned), *listed(weight))}
-    key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
+    sizes, options = (n, experts, rows, columns), (("transpose", turned), *listed(weight))
+    kernel, tile = _tiled("esfk", x, sizes, options, into is not None, layout=flipped, gather=v is not None)
     if tile.split and not has_bias:
         dx = esmm(Esmm(g, weight, None, None, o.offs, 1, flipped))
         return dx, estmm(o.to(Estmm, layout=stored), into=None if into is None else into.weight), None
@@ -375,8 +380,8 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         out=chunk_map(dx),
         grad=_gradient(dw, p, turned),
     )
-    sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
-    _launch(key, tile, maps, v, o.offs, o.top_k, *places_of(weight), out=dx, p=p, dw=dw, db=db, **sizes)
+    given = {"n": n, "K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
+    _launch(kernel, tile, maps, v, o.offs, o.top_k, *places_of(weight), out=dx, p=p, dw=dw, db=db, **given)
     return dx, dw, db
 
 
@@ -392,19 +397,28 @@ def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
 
 
-def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[Sm90Key, TileSm90]:
-    """The key of a product and its tile. Sizes begin with rows, experts, inner and columns; see `GemmKey`."""
-    planning = planning_of(x)
-    key = Sm90Key(FAMILY, op, planning.card, x.dtype, planning.math_of(x.dtype), *sizes, **static)
+def _tiled(
+    op: str,
+    x: Tensor,
+    sizes: tuple[int, int, int, int],
+    options: Sequence[tuple[str, Option]],
+    adds: bool = False,
+    **static: Any,
+) -> tuple[Kernel, TileSm90]:
+    """The kernel of a product, and its tile. sizes: rows, experts, inner and columns of `ProductKey`. adds: to what is there."""
+    planning, dtype, (rows, experts, inner, columns) = planning_of(x), DTYPES[x.dtype], sizes
+    tables = next(size for size in TABLES if experts <= size)  # the smallest that hold the experts
+    spec = KernelSpec(FAMILY, op, planning.card.arch, dtype, bk=line_elements(dtype), **static)
+    spec = spec.with_options(experts=tables, **dict(options))
+    key = ProductKey(TILES, spec.adding() if adds else spec, planning.card, rows, experts, inner, columns)
     tile: TileSm90 = planning.tile_of(key)
-    return key, tile
+    return kernel_of(key.spec(tile)), tile
 
 
 def _launch(
-    key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, *more: Piece, **fields: Any
+    kernel: Kernel, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, *more: Piece, **fields: Any
 ) -> None:
-    given = {"v": v, "n": key.rows, **divided_by(top_k)} | fields
-    launch_persistent(kernel_for(key, tile), offs, maps, *more, group_m=tile.group_m, **given)
+    launch_persistent(kernel, offs, maps, *more, group_m=tile.group_m, v=v, **divided_by(top_k), **fields)
 
 
 def launch_persistent(kernel: Kernel, offs: Tensor, maps: Maps, *more: Piece, group_m: int, **fields: Any) -> None:

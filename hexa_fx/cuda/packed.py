@@ -7,7 +7,7 @@ same weights are unpacked again for each eight of them, and matrices that were u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from struct import pack, unpack
 from typing import Any, NamedTuple
 
@@ -30,17 +30,16 @@ from hexa_fx.codegen.family_packed import (
     rows_of_tile,
 )
 from hexa_fx.codegen.spec import KernelSpec, Option
-from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.choosing import Card, card_of
+from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.operands import DTYPES, aligned, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Operand, launch, planning_of
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.four_bit import FourBit
-from hexa_fx.ir import Glu
 from hexa_fx.ops.table import EsmmAct
 
 
@@ -73,51 +72,24 @@ class Codes(NamedTuple):
         return ceil_div(lines, self.scale_rows) * ceil_div(depth, self.block)
 
 
-class PackedKey(NamedTuple):
-    """A `hexa_fx.cuda.product.ProductKey` of packed_gemm.
+class PackedTiles(Tiles):
+    """Of packed_gemm."""
 
-    Args:
-        scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
-        codes: what the weight is made of.
-    """
+    kind = PackedTile
 
-    card: Card
-    dtype: torch.dtype
-    bucket: int
-    inner: int
-    columns: int
-    scale: str
-    codes: Codes
-    gather: bool
-    activation: str
-    glu: Glu
-    bias: bool
-    keep_h: bool
+    def rule(self, key: ProductKey) -> PackedTile:
+        return choose_tile(key.inner, int(key.kernel.option("block")), key.bucket)
 
-    def problem(self) -> Problem:
-        return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
+    def candidates(self, key: ProductKey) -> list[PackedTile]:
+        return candidates(key.inner, int(key.kernel.option("block")))
 
-    def tile(self, fields: Any) -> Any:
-        return PackedTile(**fields)
-
-    def rule(self) -> PackedTile:
-        return choose_tile(self.inner, self.codes.block, self.bucket)
-
-    def candidates(self) -> list[PackedTile]:
-        return candidates(self.inner, self.codes.block)
-
-    def at(self, bucket: int) -> PackedKey:
-        return self._replace(bucket=bucket)
-
-    def spec(self, tile: PackedTile) -> KernelSpec:
-        spec = KernelSpec(FAMILY, "esmm", self.card.arch, DTYPES[self.dtype], bk=DEPTH, gather=self.gather)
-        spec = replace(spec, activation=self.activation, glu=self.glu, bias=self.bias)
-        packed: dict[str, Option] = {"scale": self.scale, **self.codes._asdict()}
-        keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
-        spec = spec.with_options(**packed, **keep, **asdict(tile), passes=tile.passes(self.inner))
-        lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
+    def complete(self, key: ProductKey, tile: PackedTile) -> KernelSpec:
+        spec = key.kernel.with_options(**asdict(tile), passes=tile.passes(key.inner))
+        lines = key.columns // 2 if spec.glu in ("concat", "interleaved") else key.columns
         return spec.with_options(full=lines % columns_of_tile(spec) == 0)
 
+
+TILES = PackedTiles()
 
 MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written
@@ -210,21 +182,26 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     if n == 0 or inner == 0:
         return
     b1, b3 = contiguous(base.b1), contiguous(base.b3)
-    planning = planning_of(x)
-    sizes = (row_bucket(n, experts), o.depth, base.w1.shape[1], _SCALES[o.scales.dtype], codes_of(o.format))
-    static = (base.v is not None, base.activation, base.glu, b1 is not None, d is not None)
-    key = PackedKey(planning.card, x.dtype, *sizes, *static)
+    planning, of_format, depth, lines = planning_of(x), codes_of(o.format), o.depth, base.w1.shape[1]
+    static: dict[str, Any] = {"activation": base.activation, "glu": base.glu, "bias": b1 is not None}
+    spec = KernelSpec(
+        FAMILY, "esmm", planning.card.arch, DTYPES[x.dtype], bk=DEPTH, gather=base.v is not None, **static
+    )
+    keep: dict[str, Option] = {} if (base.activation, base.glu) == ("none", "none") else {"keep_h": d is not None}
+    spec = spec.with_options(scale=_SCALES[o.scales.dtype], **of_format._asdict(), **keep)
+    rows = experts << row_bucket(n, experts)  # which is all that tiles go by
+    key = ProductKey(TILES, spec, planning.card, rows, experts, depth, lines)
     pointers = {"x": x, "code": base.w1, "code2": base.w3, "scale": o.scales, "scale2": o.scales_up, "bias": b1}
     pointers |= {"bias2": b3, "d": d, "act": act, "v": base.v, "offs": base.offs}
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
-    codes, scales = key.columns * key.inner // key.codes.per_byte, key.codes.scales(key.columns, key.inner)
+    codes, scales = lines * depth // of_format.per_byte, of_format.scales(lines, depth)
     strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
     strides |= {"d_stride": 0 if d is None else d.shape[1]}
-    numbers = {"rows": n, "n": inner, "k": key.inner, "experts": experts, "top_k": divisor(base.top_k)}
+    numbers = {"rows": n, "n": inner, "k": depth, "experts": experts, "top_k": divisor(base.top_k)}
     constants, values = constants_of(base.activation, base.params), _values(o.format, x.dtype)
-    grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
+    grid = (min(units, planning.card.multiprocessors * resident_blocks(spec)), 1, 1)
     launch(x, spec, grid, **pointers, **strides, **numbers, act_params=constants, values=values)
 
 
