@@ -15,7 +15,7 @@ from hexa_fx.cuda.modes import runs_torch_only
 _LAYERS = tuple(
     f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources", "quantized_ffn") for end in ("", "_forward", "_backward")
 )
-_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed_rows")
+_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed")
 
 
 @cache
