@@ -18,7 +18,7 @@ from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ir import Layout
 from hexa_fx.ops import library
-from hexa_fx.ops.esmm_packed import activated, composed, differentiated, summed
+from hexa_fx.ops.products import activated, composed, differentiated, summed
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import (
     ActivateBackward,
@@ -98,21 +98,21 @@ def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("esmm_low_rank")
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper, two and an addition elsewhere."""
+    """See hexa_fx.ops.products. One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
     return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
+    """See hexa_fx.ops.products. One launch on Hopper."""
     o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
     return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
+    """See hexa_fx.ops.products. One launch on Hopper."""
     o = _stored_alike(o)
     return differentiated(o, by=CUDA) if family_of(o) is None else _by_slot(o, *_launched(family_of(o), o))
 
@@ -153,7 +153,7 @@ def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("estmm_add")
 def estmm_add(o: EstmmAdd) -> None:
-    """See hexa_fx.ops.weight_gradients. The epilogue of the weight tiles adds."""
+    """See hexa_fx.ops.products. The epilogue of the weight tiles adds."""
     family = family_of(o)
     held, layout = _held(o.into, o.layout, family)
     _launched(family, o.to(Estmm, layout=layout), into=held)
@@ -162,7 +162,7 @@ def estmm_add(o: EstmmAdd) -> None:
 
 @cuda_kernel("esfk_add")
 def esfk_add(given: EsfkAdd) -> Tensor:
-    """See hexa_fx.ops.weight_gradients. Launches as `esfk` does."""
+    """See hexa_fx.ops.products. Launches as `esfk` does."""
     into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
     family = family_of(o)
     if family is None:

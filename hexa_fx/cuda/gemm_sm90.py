@@ -2,7 +2,7 @@
 
 Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
 objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Row products also take the records of
-those with a second product (`hexa_fx.ops.esmm_packed`).
+those with a second product (`hexa_fx.ops.products`).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
-from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.listed import Listed
+from hexa_fx.ops.products import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import library, main_grad, moe_ffn_autograd
-from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
 from hexa_fx.ops.main_grad import ListedGradients
+from hexa_fx.ops.products import esmm_cpu, estmm_add_cpu, projection_backward
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
 from hexa_fx.ops.table_layers import MoeFfn
 from hexa_fx.ops.tiles import at_once
-from hexa_fx.ops.weight_gradients import estmm_add_cpu
 from hexa_fx.torch_private import (
     DisableTorchFunction,
     _AutoDispatchBelowAutograd,

@@ -1,7 +1,7 @@
 """Factors of low-rank additions to weights, as a layer's programs read them: ``x @ W^T + s (x @ A^T) @ C^T``.
 
 Neither ``W + s C A`` nor a packed W as a whole ever exists. ``u = x @ A^T`` is an expert-specific product with the rank r as its
-width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.esmm_packed`). A is (E, r, K) and C (E, N, r), of any
+width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.products`). A is (E, r, K) and C (E, N, r), of any
 strides and dtype. Copies of them are made where they are read, so that none is kept for backward.
 
 Functions here are nodes of programs, by other operators, which `hexa_fx.passes.lowering.graph_pass` makes those of a device.

@@ -24,8 +24,6 @@ from hexa_fx.torch_private import _embedding_bag_forward_only
 _FEW_SLOTS = 64
 _MANY_SLOTS = 2048
 
-reindex = library.wrapper("reindex")
-
 
 def reindex_cpu(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """CPU kernel."""
@@ -135,10 +133,19 @@ def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(num_experts + 2, dtype=dtype, device="cpu")
 
 
+def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Stable sort; ids out of range are sentinels."""
+    ids = top_k_index.reshape(-1).to(torch.int32)
+    ids = torch.where((ids < 0) | (ids > num_experts), num_experts, ids)
+    ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offs = torch.searchsorted(ids, experts, out_int32=True)
+    v = order.to(torch.int32)
+    return v, invert(v), offs
+
+
 library.register_kernel("reindex", "cpu", reindex_cpu)
-
-
-combine = library.wrapper("combine")
+library.register_kernel("reindex", "any", reindex_any)
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
