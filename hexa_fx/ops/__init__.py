@@ -7,11 +7,10 @@ D model size, I intermediate size.
 from __future__ import annotations
 
 from hexa_fx import registry
-from hexa_fx.ops import fp8_reference, moe_ffn_fp8, products, second_derivatives  # noqa: F401  (register kernels and formulas)
+from hexa_fx.ops import fp8_reference, moe_ffn_fp8, products  # noqa: F401  (register kernels and formulas)
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
-from hexa_fx.ops.experts import experts
 from hexa_fx.ops.library import wrapper
-from hexa_fx.ops.moe_ffn import moe_ffn
+from hexa_fx.ops.moe_ffn import experts, moe_ffn
 
 esmm = wrapper("esmm")
 activate = wrapper("activate", params=())

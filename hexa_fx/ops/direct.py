@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
+from hexa_fx.ops import library, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.listed import Listed
@@ -27,32 +27,29 @@ from hexa_fx.torch_private import _AutoDispatchBelowAutograd, untraced
 
 _OPS = torch.ops.hexa
 _LAYERS = moe_ffn_autograd.LAYERS
-_MOE_FFN = _LAYERS["moe_ffn"]
 
 
-def moe_ffn(*args: Any) -> Any:
-    """``hexa::moe_ffn``."""
+def _layer(name: str, args: tuple[Any, ...]) -> Any:
     if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(_MOE_FFN, args)
-    return _layer("moe_ffn", "moe_ffn_sources", args)
-
-
-def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
+        return moe_ffn_autograd.plain(_LAYERS[name], args)
     if any(map(sources.is_source, args)):
         if sources.has_scaled_rows(args):
             with fixed_order() if name == "moe_ffn_fixed" else nullcontext():
                 return sources.moe_ffn(*args)
-        name, args = with_sources, tuple(sources.operands(args))
+        name, args = name.replace("moe_ffn", "moe_ffn_sources"), tuple(sources.operands(args))
         if library.is_eager(args, cuda=True):
             return moe_ffn_autograd.plain(_LAYERS[name], args)
-    return listed_calls.layer(name, *args) if Listed in map(type, args) else library.overload(name)(*args)
+    return sources.layer(name, *args) if Listed in map(type, args) else library.overload(name)(*args)
+
+
+def moe_ffn(*args: Any) -> Any:
+    """``hexa::moe_ffn``."""
+    return _layer("moe_ffn", args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
-    if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
-    return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
+    return _layer("moe_ffn_fixed", args)
 
 
 def moe_ffn_fp8(*args: Any) -> Any:
@@ -63,11 +60,11 @@ def moe_ffn_fp8(*args: Any) -> Any:
         o = MoeFfnFp8Forward._make(args)
         found = moe_ffn_fp8_layer.from_sources(o)
         if found is None:
-            return _layer("moe_ffn", "moe_ffn_sources", tuple(o.to(MoeFfn)))
+            return moe_ffn(*o.to(MoeFfn))
         if library.is_eager((*found,), cuda=True):
             return moe_ffn_fp8_layer.on_packed(found)
         return _OPS.moe_ffn_fp8.default(*found)
-    return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
+    return sources.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
 
 
 def reindex(*args: Any) -> Any:
