@@ -60,7 +60,6 @@ TILES_A_BLOCK = 4
 
 @cuda_kernel("quantize_rows_fp8")
 def quantize_rows_fp8(o: QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8."""
     x, (q, s) = dense_rows(o.x), o.results()
     grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), _sizes(x, by_line=x.stride()[0])
     op, fit = "quantize_rows_binary" if o.binary else "quantize_rows", _fits(x)
@@ -81,7 +80,7 @@ def quantize_columns_fp8(o: QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
 
 @cuda_kernel("group_rows_fp8")
 def group_rows_fp8(o: GroupRowsFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. As `quantize_columns_fp8`, of half the bytes."""
+    """As `quantize_columns_fp8`, of half the bytes."""
     x, xs, (q, s) = o.x.contiguous(), o.xs.contiguous(), o.results()
     grid, sizes = _tiles(s), _sizes(x, x.shape[1], o.offs.shape[0] - 1, o.top_k)
     _quantize("group_rows", s, grid, {"x": x, "x3": xs, "v": o.v, "offs": o.offs, "q": q, "s": s}, sizes)
@@ -123,7 +122,7 @@ class _Matrices(NamedTuple):
 
 @cuda_kernel("quantize_weight_fp8")
 def quantize_weight_fp8(o: QuantizeWeightFp8) -> None:
-    """See hexa_fx.ops.table_fp8. Both orientations from one read, in the one that the weight lies in."""
+    """Both orientations from one read, in the one that the weight lies in."""
     w, w3 = o.w, o.w3
     if not w.numel():
         return
@@ -160,7 +159,7 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 
 @cuda_kernel("combine_fp8")
 def combine_fp8(o: CombineFp8) -> Tensor:
-    """See hexa_fx.ops.table_fp8. A block for each token, of many as many as the card holds at a time."""
+    """A block for each token, of many as many as the card holds at a time."""
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
     pointers = {"y": o.y, "scales": o.ys, "weights": weights, "inv": o.inv, "routed": o.offs[-1:], "out": out}
@@ -173,7 +172,7 @@ def combine_fp8(o: CombineFp8) -> Tensor:
 
 @cuda_kernel("ess_fp8")
 def ess_fp8(o: EssFp8) -> Tensor:
-    """See hexa_fx.ops.table_fp8. A warp has a column of an expert."""
+    """A warp has a column of an expert."""
     y, g, gs, offs = o.results(), o.g.contiguous(), o.gs.contiguous(), o.offs
     experts, width = y.shape
     sizes = {"by_column": 1, "columns": width, "experts": experts, "top_k": 1}
@@ -304,7 +303,7 @@ def _no_products(card: Card, experts: int) -> str:
 
 @cuda_kernel("esmm_act_fp8")
 def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. One launch: the epilogue quantises."""
+    """One launch: the epilogue quantises."""
     h, hs, a, a_scales = results = o.results()
     out, scales = (h, hs) if o.keep_h else (None, None)
     _rows(o, out, scales, (a, a_scales))
@@ -313,7 +312,7 @@ def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cuda_kernel("esmm_fp8")
 def esmm_fp8(o: EsmmFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. One launch."""
+    """One launch."""
     y, ys = o.results()
     _rows(o.to(EsmmActFp8, top_k=1, **_PLAIN), y, ys)
     return y, ys
@@ -371,7 +370,7 @@ def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
 
 @cuda_kernel("estmm_fp8")
 def estmm_fp8(o: EstmmFp8) -> None:
-    """See hexa_fx.ops.table_fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
+    """One launch, and a second pass where the copy engine cannot write to ``out``."""
     out, held, (p, ps, q, qs) = o.out, o.out, (o.x, o.xs, o.g, o.gs)
     turned = out.stride()[2] != 1 and out.stride()[1] == 1
     if turned:

@@ -51,7 +51,6 @@ def _launched(family: ModuleType | None, o: Any, **into: Any) -> Any:
 
 @cuda_kernel("esmm")
 def esmm(o: Esmm) -> Tensor:
-    """See hexa_fx.ops.esmm."""
     y = low_rank_sm90.esmm(o)
     if y is not None:
         return y
@@ -81,14 +80,13 @@ def fused_segment(o: Esmm | EsmmAct | EsmmActBackward, into: Segment) -> Tensor:
 
 @cuda_kernel("esmm_act")
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.esmm."""
     o = _both_biases(o)
     return _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward")
 def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
+    """One launch on Hopper, two elsewhere."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
     if family_of(o) is None:
@@ -98,21 +96,21 @@ def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("esmm_low_rank")
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """See hexa_fx.ops.products. One launch on Hopper, two and an addition elsewhere."""
+    """One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
     return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.products. One launch on Hopper."""
+    """One launch on Hopper."""
     o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
     return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.products. One launch on Hopper."""
+    """One launch on Hopper."""
     o = _stored_alike(o)
     return differentiated(o, by=CUDA) if family_of(o) is None else _by_slot(o, *_launched(family_of(o), o))
 
@@ -130,7 +128,6 @@ def _stored_alike(o: Added) -> Added:
 
 @cuda_kernel("estmm")
 def estmm(o: Estmm) -> Tensor:
-    """See hexa_fx.ops.estmm."""
     dw = low_rank_sm90.estmm(o)
     if dw is not None:
         return dw
@@ -139,7 +136,7 @@ def estmm(o: Estmm) -> Tensor:
 
 @cuda_kernel("esfk")
 def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
+    """One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
     where dX wants lower tiles than dW.
     """
     family = family_of(o)
@@ -153,7 +150,7 @@ def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
 
 @cuda_kernel("estmm_add")
 def estmm_add(o: EstmmAdd) -> None:
-    """See hexa_fx.ops.products. The epilogue of the weight tiles adds."""
+    """The epilogue of the weight tiles adds."""
     family = family_of(o)
     held, layout = _held(o.into, o.layout, family)
     _launched(family, o.to(Estmm, layout=layout), into=held)
@@ -162,7 +159,7 @@ def estmm_add(o: EstmmAdd) -> None:
 
 @cuda_kernel("esfk_add")
 def esfk_add(given: EsfkAdd) -> Tensor:
-    """See hexa_fx.ops.products. Launches as `esfk` does."""
+    """Launches as `esfk` does."""
     into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
     family = family_of(o)
     if family is None:
@@ -216,5 +213,4 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
 
 @cuda_kernel("low_rank_gradients")
 def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.low_rank_gradients."""
     return low_rank_sm90.gradients(o) or composed(o, by=CUDA)

@@ -335,7 +335,6 @@ _RANKS = 8
 
 @cuda_kernel("esmm_packed")
 def esmm_packed(o: EsmmPacked) -> Tensor:
-    """See hexa_fx.ops.products."""
     product = _of_few_rows(o)
     if product is not None:
         return streamed_esmm(product)
@@ -347,7 +346,6 @@ def esmm_packed(o: EsmmPacked) -> Tensor:
 
 @cuda_kernel("esmm_packed_low_rank")
 def esmm_packed_low_rank(o: EsmmPackedLowRank) -> Tensor:
-    """See hexa_fx.ops.products."""
     if not _fuses(o, o.u):
         return summed(o, by=CUDA)
     y, c = o.results(), o.c.contiguous()
@@ -358,7 +356,6 @@ def esmm_packed_low_rank(o: EsmmPackedLowRank) -> Tensor:
 
 @cuda_kernel("esmm_act_packed")
 def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.products."""
     few = _of_few_rows(o)
     if few is not None and o.u is None:
         return streamed_esmm_act(few._replace(base=o.dense(o.packed)))
@@ -373,7 +370,6 @@ def esmm_act_packed(o: EsmmActPacked) -> tuple[Tensor, Tensor]:
 
 @cuda_kernel("esmm_act_backward_packed")
 def esmm_act_backward_packed(o: EsmmActBackwardPacked) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.products."""
     if _of_few_rows(o.product) is not None or not _fuses(o.product, o.u, o.activation):
         return differentiated(o, by=CUDA)
     (dh, a, dweights), o = o.results(), o._replace(c=contiguous(o.c))

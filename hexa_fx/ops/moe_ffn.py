@@ -109,7 +109,7 @@ def forward_on(device: str, training: bool, o: Layer) -> Any:
     """The forward program of a device type: y, for training also what backward needs. Arguments are not checked."""
     of_sources = isinstance(o, MoeFfnSources)
     given = _given(_operands[MoeFfnSources if of_sources else MoeFfn](o))
-    found = programs(o.static, given, device, () if training else None).forward(*o)
+    found = programs(o.static, given, device, library.kernel_generation, () if training else None).forward(*o)
     if not training or not (of_sources or o.recompute_h):
         return found
     y, *kept = found
@@ -127,7 +127,8 @@ def backward_on(device: str, record: type[Gradients], args: Iterable[Any], fused
     o, buffers = record.split(tuple(args))
     h: Any = o.h if o.h is None or isinstance(o.h, list) else [o.h]
     given = _given(_operands_of_backward[record](o))
-    program = programs(o.static, given, device, tuple(o.needs), _given(buffers), fused)
+    kind = o.static, given, device, library.kernel_generation
+    program = programs(*kind, tuple(o.needs), _given(buffers), fused)
     return list(program.backward(*o._replace(h=h), *buffers))
 
 

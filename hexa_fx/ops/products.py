@@ -70,7 +70,6 @@ _OPS = torch.ops.hexa
 
 @library.kernel("esmm", "cpu")
 def esmm_cpu(o: Esmm) -> Tensor:
-    """CPU kernel."""
     tile = whole(o.v, o.offs, o.top_k, o.x)
     return tile.padded(tiles.esmm(tile, o._replace(x=tile.operand(o.x, o.v))))
 
@@ -129,14 +128,12 @@ library.register_autograd("esmm", esmm_backward, keep_for_esmm)
 
 @library.kernel("activate", "cpu", "any")
 def activate_generic(o: Activate) -> Tensor:
-    """Kernel for any device, made of torch's own operators."""
     wide = o.h.to(accumulate_dtype(o.h.dtype))
     return activation_forward(wide, o.activation, o.glu, o.params).to(o.h.dtype)
 
 
 @library.kernel("activate_backward", "cpu", "any")
 def activate_backward_generic(o: ActivateBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel for any device, made of torch's own operators."""
     da, h, top_k_weights, v, offs, *static = o
     wide = accumulate_dtype(h.dtype)
     if top_k_weights is None:
@@ -181,7 +178,7 @@ library.register_autograd_kernel("esmm_act", _differentiable)
 
 @library.kernel("esmm_packed", "any", "cpu")
 def expert_by_expert(o: EsmmPacked) -> Tensor:
-    """Kernel for any device: one expert's matrix exists at a time. Reads the offsets on the host."""
+    """One expert's matrix exists at a time. Reads the offsets on the host."""
     x = gather_rows(o.x, o.v, o.top_k)
     y = x.new_zeros((x.shape[0], o.columns))
     wide = x.to(cpu.compute_dtype(x.dtype)) if x.device.type == "cpu" else x
@@ -219,7 +216,7 @@ library.register_autograd("esmm_packed", _backward, _setup_context)
 @library.kernel("esmm_low_rank", "any")
 @library.kernel("esmm_packed_low_rank", "any")
 def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
-    """Kernel for any device, by other operators: a product, and a second one where there is one."""
+    """A product, and a second one where there is one."""
     y: Tensor = by.esmm_packed(*o.to(EsmmPacked)) if isinstance(o, EsmmPacked) else by.esmm(*o.to(Esmm))
     u, c = getattr(o, "u", None), getattr(o, "c", None)
     return y if u is None else y.add_(by.esmm(u, c, None, None, o.offs, 1, o.layout))
@@ -229,7 +226,7 @@ def summed(o: EsmmLowRank | EsmmPacked, by: Any = _OPS) -> Tensor:
 @library.kernel("esmm_act_low_rank", "any")
 @library.kernel("esmm_act_packed", "any")
 def activated(o: EsmmAct | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tensor]:
-    """Kernel for any device, by other operators: the products, then the activation."""
+    """The products, then the activation."""
     if isinstance(o, EsmmActPacked):
         h = summed(o, by)
     else:
@@ -246,7 +243,7 @@ def activated(o: EsmmAct | EsmmActPacked, by: Any = _OPS) -> tuple[Tensor, Tenso
 @library.kernel("esmm_act_backward_low_rank", "any")
 @library.kernel("esmm_act_backward_packed", "any")
 def differentiated(o: EsmmActBackward | EsmmActBackwardPacked, by: Any = _OPS) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel for any device, by other operators: the products, then the activation's gradient."""
+    """The products, then the activation's gradient."""
     packed = isinstance(o, EsmmActBackwardPacked)
     da = summed(o.to(EsmmPackedLowRank, x=o.dy), by) if packed else _product(o.to(EsmmLowRank, x=o.dy), by)
     return by.activate_backward(*o.to(ActivateBackward, da=da))  # type: ignore[no-any-return]
@@ -269,7 +266,7 @@ for _kernel, *_names in (
 
 @library.kernel("low_rank_gradients", "any")
 def composed(o: LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
-    """Kernel for any device, by other operators: one reading of rows that are in order, two of gathered ones."""
+    """One reading of rows that are in order, two of gathered ones."""
     rows, u = (o.v, o.offs, o.top_k), o.u
     if o.top_k_weights is not None and o.v is not None:
         u = torch.mul(u, o.top_k_weights.reshape(-1, 1).index_select(0, o.v)).to(u.dtype)
@@ -289,7 +286,6 @@ def composed(o: LowRankGradients, by: Any = _OPS) -> tuple[Tensor, Tensor]:
 
 @library.kernel("scaled_transpose", "any")
 def scaled_transpose_any(o: ScaledTranspose) -> Tensor:
-    """Kernel for any device."""
     wide = torch.promote_types(accumulate_dtype(o.x.dtype), accumulate_dtype(o.dtype))
     factor = o.x if o.scale == 1 else o.x.to(wide) * o.scale
     return factor.t().to(o.dtype, memory_format=torch.contiguous_format).contiguous()
@@ -303,7 +299,6 @@ def gathered(o: Rows) -> Rows:
 
 @library.kernel("estmm", "cpu")
 def estmm_cpu(o: Estmm) -> Tensor:
-    """CPU kernel."""
     return at_once("estmm", gathered(o))  # type: ignore[no-any-return]
 
 
@@ -357,7 +352,6 @@ library.register_autograd("ess", _backward_of_ess, _setup_ess)
 
 @library.kernel("estmm_add", "cpu")
 def estmm_add_cpu(o: EstmmAdd) -> None:
-    """CPU kernel."""
     at_once("estmm_add", gathered(o))
 
 
@@ -368,14 +362,13 @@ for _name in ("ess", "esfk", "ess_add", "esfk_add"):
 @library.kernel("estmm_add", "any")
 @library.kernel("ess_add", "any")
 def added_any(o: EstmmAdd | EssAdd) -> None:
-    """Kernel for any device: torch adds the gradient, already rounded to the operands' type."""
+    """Torch adds the gradient, already rounded to the operands' type."""
     ops = _OPS
     o.into.add_(ops.estmm(*o.to(Estmm)) if isinstance(o, EstmmAdd) else ops.ess(*o.to(Ess)))
 
 
 @library.kernel("esfk_add", "any")
 def esfk_add_any(o: EsfkAdd) -> Tensor:
-    """As `added_any`."""
     dx, dw, db = _OPS.esfk(*o.to(Esfk, has_bias=o.into_bias is not None))
     o.into.add_(dw)
     if o.into_bias is not None:

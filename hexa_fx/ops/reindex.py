@@ -26,7 +26,6 @@ _MANY_SLOTS = 2048
 
 
 def reindex_cpu(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """CPU kernel."""
     return sort_slots(top_k_index, num_experts).tensors()
 
 
@@ -149,7 +148,6 @@ library.register_kernel("reindex", "any", reindex_any)
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """Kernel for any device, made of torch's own operators."""
     wide = accumulate_dtype(y.dtype)
     slots = torch.where(routed_rows(offs, y.shape[0]), y, 0).to(wide).index_select(0, inv)
     if top_k_weights is not None:
@@ -159,7 +157,7 @@ def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: 
 
 
 def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """CPU kernel. torch's embedding bag gathers and sums in one pass, accumulating in float32."""
+    """Torch's embedding bag gathers and sums in one pass, accumulating in float32."""
     n = inv.shape[0]
     if n == 0 or y.shape[1] == 0:
         return y.new_zeros((n // top_k, y.shape[1]))
