@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -56,6 +56,7 @@ _KERNELS: dict[tuple[str, str], Kernel] = {}
 _CHECKED: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST: dict[tuple[str, str], Kernel] = {}
 _RECORDS: dict[str, type[Operands]] = {}
+FORMULAS: dict[str, Formula] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
 _AFTER_AUTOGRAD = _after_autograd_keyset
@@ -223,6 +224,56 @@ class Kernels:
 def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None = None) -> None:
     """Registers the autograd formula of ``hexa::<name>`` (see torch.library.register_autograd)."""
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+class Formula:
+    """The gradients of an operator.
+
+    Args:
+        record: of its operands.
+        gradients: takes these, of each whether it needs a gradient, and the gradients of the results; gives gradients by name.
+        kept_for: operands that are only kept for the gradient of another, or for none.
+    """
+
+    def __init__(
+        self, record: Any, gradients: Callable[..., Mapping[str, Any]], kept_for: Mapping[str, str | None]
+    ) -> None:
+        self.record, self.gradients, place = record, gradients, record._fields.index
+        self._kept_for = [(place(name), None if by is None else place(by)) for name, by in kept_for.items()]
+
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        """Keeps the operands in an autograd function's context."""
+        needs, values = ctx.needs_input_grad, [*inputs]
+        for place, by in self._kept_for:
+            if by is None or not needs[by]:
+                values[place] = None
+        saved = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*[values[place] for place in saved])
+        for place in saved:
+            values[place] = None
+        ctx.static = values, saved
+
+    def kept(self, ctx: Any) -> Any:
+        """The operands, and of each whether it needs a gradient. Under a checkpoint they are computed again now."""
+        values, saved = [*ctx.static[0]], ctx.static[1]
+        for place, tensor in zip(saved, ctx.saved_tensors):
+            values[place] = tensor
+        return self.record._make(values), self.record._make(ctx.needs_input_grad)
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """What autograd is given for every argument."""
+        return self.record.by_argument(**self.gradients(*self.kept(ctx), *grads))  # type: ignore[no-any-return]
+
+
+def formula(name: str, **kept_for: str | None) -> Callable[[F], F]:
+    """Decorates the gradients of ``hexa::<name>``, as `Formula` has them."""
+
+    def decorate(gradients: F) -> F:
+        made = FORMULAS[name] = Formula(_RECORDS[name], gradients, kept_for)
+        register_autograd(name, made.backward, made.keep)
+        return gradients
+
+    return decorate
 
 
 def _refuse_double_backward(name: str) -> None:

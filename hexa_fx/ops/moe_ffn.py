@@ -169,19 +169,11 @@ _register("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward)
 
 
 _GIVEN = ("dy", *OPERANDS)
-_SAVED = (*_GIVEN, "v", "inv", "offs")
-_saved = MoeFfnBackward.pick(*_SAVED)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    o = MoeFfnBackward._make(inputs)
-    ctx.save_for_backward(*_saved(o))
-    ctx.static = o._replace(h=None, **dict.fromkeys(_SAVED))
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+@library.formula("moe_ffn_backward", h=None)
+def _derived_again(o: MoeFfnBackward, _: Any, grads: list[Tensor | None]) -> dict[str, Any]:
     """Gradients of dy, x, routing weights and parameters, from those of the layer's gradients. h follows from x."""
-    o = ctx.static._replace(**dict(zip(_SAVED, ctx.saved_tensors, strict=True)))
     if o.x is None:
         raise InputError(
             "hexa::moe_ffn: x is not kept where the weights that it is multiplied by are frozen, and a second derivative needs it; "
@@ -198,8 +190,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
         leaves = {name: each for name, each in given.items() if each.requires_grad}
         values, upstream = zip(*asked) if asked else ((), ())
         found = torch.autograd.grad(values, [*leaves.values()], upstream, create_graph=again, allow_unused=True)
-    params: list[float] | None = None if o.params else []  # torch takes an empty list for one of tensors
-    return MoeFfnBackward.by_argument(**dict(zip(leaves, found)), params=params)
+    return {
+        **dict(zip(leaves, found)),
+        "params": None if o.params else [],
+    }  # torch takes an empty list for one of tensors
 
 
 def _layer(o: MoeFfnBackward) -> Tensor:
@@ -211,9 +205,6 @@ def _layer(o: MoeFfnBackward) -> Tensor:
     a = activation_forward(h.to(accumulate_dtype(h.dtype)), o.activation, o.glu, o.params).to(h.dtype)
     y = _OPS.esmm(a, o.w2, o.b2, None, o.offs, 1, o.layout2)
     return _OPS.combine(y, o.top_k_weights, o.inv, o.offs, o.top_k)  # type: ignore[no-any-return]
-
-
-library.register_autograd("moe_ffn_backward", _backward, _keep)
 
 
 def experts(

@@ -74,56 +74,29 @@ def esmm_cpu(o: Esmm) -> Tensor:
     return tile.padded(tiles.esmm(tile, o._replace(x=tile.operand(o.x, o.v))))
 
 
-def keep_for_esmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
-    """What backward needs."""
-    o, needs = Esmm._make(inputs), Esmm.marks(ctx.needs_input_grad)
-    ctx.save_for_backward(o.x if needs.weight else None, o.weight, o.v, o.offs)
-    ctx.static = (o.top_k, o.layout)
-
-
-def esmm_backward(ctx: Any, g: Tensor, saved: tuple[Any, ...] | None = None) -> tuple[Tensor | None, ...]:
-    """Gradients of every argument. saved: what was kept, if it was asked for before."""
-    x, weight, v, offs = saved or ctx.saved_tensors
-    needs = Esmm.marks(ctx.needs_input_grad)
-    wanted = needs.x, needs.weight, needs.bias
-    dx, dw, db = projection_backward(wanted, x, g, weight, v, offs, *ctx.static)
-    return Esmm.by_argument(x=dx, weight=dw, bias=db)
-
-
-def projection_backward(
-    needs: tuple[Any, Any, Any],
-    x: Tensor | None,
-    g: Tensor,
-    weight: Any,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it. x is read for dW only.
-
-    Where they are to be derived again they come from one operator each, since ``esfk`` is not derived. Kernels read listed weights.
+@library.formula("esmm", x="weight", bias=None)
+def esmm_gradients(o: Esmm, needs: Any, g: Tensor) -> dict[str, Any]:
+    """In the operators. Where they are to be derived again they come from one each, since ``esfk`` is not derived. Kernels read
+    listed weights.
     """
     ops: Any = _OPS
+    weight: Any = o.weight
+    v, offs, top_k, layout = o.v, o.offs, o.top_k, o.layout
     if type(weight) is Listed:
         ops, (weight,) = library.Kernels(g.device.type), readable((weight,), g.device.type)
     dx = dw = db = None
-    of_x, of_weight, of_bias = needs
-    if of_x and of_weight and not torch.is_grad_enabled():
-        dx, dw, db = ops.esfk(x, g, weight, v, offs, top_k, layout, of_bias)
+    if needs.x and needs.weight and not torch.is_grad_enabled():
+        dx, dw, db = ops.esfk(o.x, g, weight, v, offs, top_k, layout, needs.bias)
     else:
-        if of_x:
+        if needs.x:
             dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
-        if of_weight:
-            dw = ops.estmm(x, g, v, None, offs, top_k, layout)
-        if of_bias:
+        if needs.weight:
+            dw = ops.estmm(o.x, g, v, None, offs, top_k, layout)
+        if needs.bias:
             db = ops.ess(g, None, offs, 1, None)
     if dx is not None and v is not None:
         dx = ops.combine(dx, None, invert(v), offs, top_k)
-    return dx, dw, db if of_bias else None
-
-
-library.register_autograd("esmm", esmm_backward, keep_for_esmm)
+    return {"x": dx, "weight": dw, "bias": db if needs.bias else None}
 
 
 @library.kernel("activate", "cpu", "any")
@@ -149,18 +122,10 @@ def activate_backward_generic(o: ActivateBackward) -> tuple[Tensor, Tensor, Tens
     return dh.to(h.dtype), a.to(h.dtype), dweights.to(top_k_weights.dtype)
 
 
-def _keep_for_activate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    h, *ctx.static = inputs
-    ctx.save_for_backward(h)
-
-
-def _backward_of_activate(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
-    (h,) = ctx.saved_tensors
-    dh, _, _ = _OPS.activate_backward(da, h, None, None, None, *ctx.static)
-    return Activate.by_argument(h=dh)
-
-
-library.register_autograd("activate", _backward_of_activate, _keep_for_activate)
+@library.formula("activate")
+def _of_activate(o: Activate, needs: Any, da: Tensor) -> dict[str, Any]:
+    dh, _, _ = _OPS.activate_backward(da, o.h, None, None, None, o.activation, o.glu, o.params)
+    return {"h": dh}
 
 
 library.kernel("esmm_act", "cpu")(partial(tiles.at_once, "esmm_act"))
@@ -302,52 +267,32 @@ def estmm_cpu(o: Estmm) -> Tensor:
     return at_once("estmm", gathered(o))  # type: ignore[no-any-return]
 
 
-def _setup_estmm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, top_k, layout = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.static = (top_k, layout)
-
-
-def _backward_of_estmm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, g, x_index, g_index, offs = ctx.saved_tensors
-    top_k, layout = ctx.static
-    needs = Estmm.marks(ctx.needs_input_grad)
-    dx = dg = None
+@library.formula("estmm")
+def _of_estmm(o: Estmm, needs: Any, grad: Tensor) -> dict[str, Any]:
+    (x, g, x_index, g_index, offs, top_k, layout), dx, dg = o, None, None
     if needs.x:
         rows = _OPS.esmm(g, grad, None, g_index, offs, top_k if g_index is not None else 1, flip(layout))
         dx = rows if x_index is None else _OPS.combine(rows, None, invert(x_index), offs, top_k)
     if needs.g:
         rows = _OPS.esmm(x, grad, None, x_index, offs, top_k if x_index is not None else 1, layout)
         dg = rows if g_index is None else _OPS.combine(rows, None, invert(g_index), offs, top_k)
-    return Estmm.by_argument(x=dx, g=dg)
+    return {"x": dx, "g": dg}
 
 
-library.register_autograd("estmm", _backward_of_estmm, _setup_estmm)
-
-
-def _setup_ess(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    o, needs = Ess._make(inputs), Ess.marks(ctx.needs_input_grad)
-    ctx.save_for_backward(o.g if needs.scale else None, o.v, o.offs, o.scale)
-    ctx.static = (o.top_k, row_count(o.g, o.v))
-
-
-def _backward_of_ess(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    g, v, offs, scale = ctx.saved_tensors
-    top_k, n = ctx.static
-    rows = expert_rows(grad, offs, n)
+@library.formula("ess")
+def _of_ess(o: Ess, needs: Any, grad: Tensor) -> dict[str, Any]:
+    (g, v, offs, top_k, scale), dscale = o, None
+    rows = expert_rows(grad, offs, row_count(g, v))
     if v is None:
-        return Ess.by_argument(g=rows)
+        return {"g": rows}
     inv = invert(v)
     weights = None if scale is None else scale.reshape(-1, top_k)
-    dg = _OPS.combine(rows, weights, inv, offs, top_k) if Ess.marks(ctx.needs_input_grad).g else None
-    if g is None:
-        return Ess.by_argument(g=dg)
-    wide = accumulate_dtype(grad.dtype)
-    dots = (g.repeat_interleave(top_k, 0).to(wide) * rows.index_select(0, inv).to(wide)).sum(1)
-    return Ess.by_argument(g=dg, scale=dots.view(scale.shape).to(scale.dtype))
-
-
-library.register_autograd("ess", _backward_of_ess, _setup_ess)
+    dg = _OPS.combine(rows, weights, inv, offs, top_k) if needs.g else None
+    if scale is not None and needs.scale:
+        wide = accumulate_dtype(grad.dtype)
+        dots = (g.repeat_interleave(top_k, 0).to(wide) * rows.index_select(0, inv).to(wide)).sum(1)
+        dscale = dots.view(scale.shape).to(scale.dtype)
+    return {"g": dg, "scale": dscale}
 
 
 @library.kernel("estmm_add", "cpu")

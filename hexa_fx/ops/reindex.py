@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -174,41 +173,21 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     )[0]
 
 
-def keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
-    """What backward needs."""
-    o, needs = Combine._make(inputs), Combine.marks(ctx.needs_input_grad)
-    ctx.save_for_backward(o.y if needs.top_k_weights else None, o.top_k_weights, o.inv, o.offs)
-    ctx.top_k = o.top_k
-
-
-def _gradients(
-    grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights): the first if it is needed, the second if y is given."""
+@library.formula("combine", y="top_k_weights")
+def _of_combine(o: Combine, needs: Any, grad: Tensor) -> dict[str, Any]:
+    y, weights, inv, offs, top_k = o
     dy = dweights = None
-    wide = accumulate_dtype(grad.dtype)
-    v = invert(inv)
+    wide, v = accumulate_dtype(grad.dtype), invert(inv)
     routed = routed_rows(offs, v.shape[0])
     rows = grad.index_select(0, v.div(top_k, rounding_mode="floor")).to(wide)
-    if needs_dy:
+    if needs.y:
         scaled = rows if weights is None else rows * weights.to(wide).reshape(-1).index_select(0, v).unsqueeze(1)
         dy = torch.where(routed, scaled, 0).to(grad.dtype)
-    if y is not None and weights is not None:
+    if weights is not None and needs.top_k_weights:
         dots = torch.where(routed.squeeze(1), (rows * y.to(wide)).sum(1), 0)
         dweights = dots.index_select(0, inv).view(weights.shape).to(weights.dtype)
-    return dy, dweights
-
-
-def combine_backward(
-    ctx: Any, grad: Tensor, saved: tuple[Any, ...] | None = None, gradients: Callable[..., Any] = _gradients
-) -> tuple[Tensor | None, ...]:
-    """Gradients of every argument. saved: what was kept, if it was asked for before. gradients: as `_gradients`."""
-    y, weights, inv, offs = saved or ctx.saved_tensors
-    needs_dy = bool(Combine.marks(ctx.needs_input_grad).y)
-    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, needs_dy)
-    return Combine.by_argument(y=dy, top_k_weights=dweights)
+    return {"y": dy, "top_k_weights": dweights}
 
 
 library.register_kernel("combine", "cpu", combine_cpu)
 library.register_kernel("combine", "any", combine_generic)
-library.register_autograd("combine", combine_backward, keep_for_combine)

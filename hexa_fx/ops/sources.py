@@ -7,6 +7,7 @@ Listed ones are no tensors to torch's dispatcher, so their operators are called 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from hexa_fx.ops import library, main_grad, moe_ffn_autograd
 from hexa_fx.ops.library import DirectFunction
 from hexa_fx.ops.listed import Listed, dense, readable, tensors_of
 from hexa_fx.ops.main_grad import ListedGradients
-from hexa_fx.ops.products import esmm_cpu, estmm_add_cpu, projection_backward
+from hexa_fx.ops.products import esmm_cpu, esmm_gradients, estmm_add_cpu
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, flip
 from hexa_fx.ops.table import Esmm, EssAdd, EstmmAdd
@@ -234,20 +235,22 @@ class _Esmm(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (g,), (x, v, offs, *tensors) = grads, ctx.saved_tensors
-        weight, rows = ctx.weight.of(tensors), (v, offs, ctx.rows)
-        needs = ctx.needs.x, any(ctx.of_weight), ctx.needs.bias or any(ctx.of_bias)
-        if g.is_cuda or not library.is_plain_tensor(g):
-            dx, dw, db = _from_stacks(needs, x, g, weight, *rows, ctx.layout)
+        weight, plain = ctx.weight.of(tensors), library.is_plain_tensor(g)
+        o = Esmm(x, weight, None, v, offs, ctx.rows, ctx.layout)
+        needs = ctx.needs._replace(weight=any(ctx.of_weight), bias=ctx.needs.bias or any(ctx.of_bias))
+        if g.is_cuda or not plain:
+            with _AutoDispatchBelowAutograd() if plain else nullcontext():
+                found = esmm_gradients(o if plain else o._replace(weight=weight.stack()), needs, g)
             given = [
-                *main_grad.shares("weight", weight, ctx.of_weight, dw),
-                *main_grad.shares("bias", ctx.bias, ctx.of_bias, db),
+                *main_grad.shares("weight", weight, ctx.of_weight, found["weight"]),
+                *main_grad.shares("bias", ctx.bias, ctx.of_bias, found["bias"]),
             ]
-            return *Esmm.by_argument(x=dx, bias=None if ctx.of_bias else db), *given
+            return *Esmm.by_argument(x=found["x"], bias=None if ctx.of_bias else found["bias"]), *given
         into: Any = ListedGradients("weight", weight, ctx.of_weight)
         into_bias: Any = ListedGradients("bias", ctx.bias, ctx.of_bias) if ctx.of_bias else None
         with _AutoDispatchBelowAutograd():
-            needs = needs[0], False, needs[2] and into_bias is None
-            dx, _, db = projection_backward(needs, x, g, weight, *rows, ctx.layout)
+            needs = needs._replace(weight=False, bias=needs.bias and into_bias is None)
+            found = esmm_gradients(o, needs, g)
             if any(ctx.of_weight):
                 estmm_add_cpu(
                     EstmmAdd(into=into, x=x, g=g, x_index=v, g_index=None, offs=offs, top_k=ctx.rows, layout=ctx.layout)
@@ -255,14 +258,4 @@ class _Esmm(DirectFunction):
             if any(ctx.of_bias):
                 at_once("ess_add", EssAdd(into=into_bias, g=g, v=None, offs=offs, top_k=1, scale=None))
         given = [*into.results(), *([] if into_bias is None else into_bias.results())]
-        return *Esmm.by_argument(x=dx, bias=db), *given
-
-
-def _from_stacks(
-    needs: tuple[bool, bool, bool], x: Tensor, g: Tensor, weight: Listed, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    """Gradients of one esmm, those of weight and bias as stacks."""
-    if not library.is_plain_tensor(g):
-        return projection_backward(needs, x, g, weight.stack(), *rest)
-    with _AutoDispatchBelowAutograd():
-        return projection_backward(needs, x, g, weight, *rest)
+        return *Esmm.by_argument(x=found["x"], bias=found["bias"]), *given
