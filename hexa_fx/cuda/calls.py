@@ -18,8 +18,7 @@ from hexa_fx.cuda.fallback import falls_back_for_good, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import Operand, Planning
-from hexa_fx.cuda.product import AnyTile, ProductKey, built_tile, chosen_tile, fixed_tile
-from hexa_fx.cuda.tune import autotuning, tune
+from hexa_fx.cuda.product import AnyTile, ProductKey, autotuning, built_tile, chosen_tile, fixed_tile, tune
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed

@@ -25,7 +25,7 @@ from hexa_fx.cuda.packed import streamed_layer, streams
 from hexa_fx.cuda.places import readable
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
-from hexa_fx.cuda.tune import autotuning
+from hexa_fx.cuda.product import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8

@@ -156,26 +156,14 @@ def expert_by_expert(o: EsmmPacked) -> Tensor:
     return y
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    o = EsmmPacked._make(inputs)
-    ctx.save_for_backward(o.packed, *o.scales, o.v, o.offs)
-    ctx.static = (o.format, o.top_k, o.layout)
-
-
-def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    packed, *scales, v, offs = ctx.saved_tensors
-    format, top_k, layout = ctx.static
-    needs = EsmmPacked.marks(ctx.needs_input_grad)
-    dx = db = None
+@library.formula("esmm_packed", x=None, bias=None)
+def _of_esmm_packed(o: EsmmPacked, needs: Any, g: Tensor) -> dict[str, Any]:
+    dx = None
     if needs.x:
-        dx = _OPS.esmm_packed(g, packed, scales, format, None, None, offs, 1, flip(layout))
-        dx = dx if v is None else _OPS.combine(dx, None, invert(v), offs, top_k)
-    if needs.bias:
-        db = _OPS.ess(g, None, offs, 1, None)
-    return EsmmPacked.by_argument(x=dx, scales=[None] * len(scales), bias=db)
-
-
-library.register_autograd("esmm_packed", _backward, _setup_context)
+        dx = _OPS.esmm_packed(g, o.packed, o.scales, o.format, None, None, o.offs, 1, flip(o.layout))
+        dx = dx if o.v is None else _OPS.combine(dx, None, invert(o.v), o.offs, o.top_k)
+    db = _OPS.ess(g, None, o.offs, 1, None) if needs.bias else None
+    return {"x": dx, "scales": [None] * len(o.scales), "bias": db}
 
 
 @library.kernel("esmm_low_rank", "any")

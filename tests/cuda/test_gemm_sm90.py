@@ -14,7 +14,7 @@ from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.cuda import tune as cuda_tune
+from hexa_fx.cuda import product as cuda_product
 from hexa_fx.cuda.gemm_sm90 import FAMILY, TILES
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.product import ProductKey
@@ -192,7 +192,7 @@ def test_a_measured_tile_beats_the_rule(recorder: Cards, monkeypatch: pytest.Mon
     key = key_of("esmm", T * K, E, "none", D, N)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(*arguments))
     assert (recorder.last.spec.bm, recorder.last.named["group_m"]) == (PINGPONG.bm, 16)
@@ -205,7 +205,7 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     v, offs = routing()
     key = key_of("esmm", T * K, E, "none", D, N)
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"))
     assert recorder.last.spec.stages == COOPERATIVE.stages
@@ -238,7 +238,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
     v, offs = routing()
     key = key_of("esmm_act", T * K, E, "concat", D, 2 * N)
     table = TunedTable("A Card").with_entry(key.problem(), asdict(SWAPPED), 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
