@@ -13,26 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_decode import (
-    COMBINE,
-    COMBINE_THREADS,
-    DOWN,
-    EXPERTS,
-    GEMM,
-    LONG_LINES,
-    MOST_SHORT_BUCKET,
-    ROWS,
-    SLOTS,
-    SUMMED_SLOTS,
-    DecodeTile,
-    DownTile,
-    candidates,
-    choose_summed,
-    choose_tile,
-    room,
-    slots_of,
-    very_few,
-)
+from hexa_fx.codegen import family_decode as family
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.spec import KernelSpec, Option
@@ -69,33 +50,37 @@ class DecodeTiles(Tiles):
     beside: bool = False
 
     @staticmethod
-    def kind(**fields: Any) -> DecodeTile | DownTile:
-        return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
+    def kind(**fields: Any) -> family.DecodeTile | family.DownTile:
+        return family.DownTile(**fields) if "tiles" in fields else family.DecodeTile(**fields)
 
-    def rule(self, key: ProductKey) -> DecodeTile | DownTile:
+    def rule(self, key: ProductKey) -> family.DecodeTile | family.DownTile:
         sizes = (key.card.arch, key.bucket, key.experts, self.slots)
         if self.summed:
-            summed = choose_summed(key.card.name, *sizes, self.summed, key.inner)
+            summed = family.choose_summed(key.card.name, *sizes, self.summed, key.inner)
             assert summed is not None, "asked before"
             return summed
-        found = choose_tile(*sizes, key.kernel.layout == "nk")
+        found = family.choose_tile(*sizes, key.kernel.layout == "nk")
         assert found is not None, "asked before"
-        return replace(found, blocks=1) if self.beside and found.rows == ROWS[0] else found
+        return replace(found, blocks=1) if self.beside and found.rows == family.ROWS[0] else found
 
-    def candidates(self, key: ProductKey) -> list[DecodeTile]:
-        return candidates()
+    def candidates(self, key: ProductKey) -> list[family.DecodeTile]:
+        return family.candidates()
 
     def measured_as(self, key: ProductKey, problem: Problem) -> Problem:
         return replace(problem, op="combine" if self.summed else problem.op, gather=self.first)
 
-    def complete(self, key: ProductKey, tile: DecodeTile | DownTile) -> KernelSpec:
+    def complete(self, key: ProductKey, tile: family.DecodeTile | family.DownTile) -> KernelSpec:
         spec = replace(key.kernel, stages=tile.stages)
-        if isinstance(tile, DownTile):
-            spec = replace(spec, family=DOWN, op="combine")
-            return spec.with_options(tiles=tile.tiles, dependent=True, slots=room(SUMMED_SLOTS, self.slots))
+        if isinstance(tile, family.DownTile):
+            spec = replace(spec, family=family.DOWN, op="combine")
+            return spec.with_options(
+                tiles=tile.tiles, dependent=True, slots=family.room(family.SUMMED_SLOTS, self.slots)
+            )
         summed, dependent = self.summed > 0, tile.dependent and not self.first
         shape: dict[str, Option] = {"rows": tile.rows, "warps_m": tile.warps_m, "dependent": dependent}
-        return spec.with_options(**shape, slots=slots_of(tile, self.slots, summed), first=self.first, summed=summed)
+        return spec.with_options(
+            **shape, slots=family.slots_of(tile, self.slots, summed), first=self.first, summed=summed
+        )
 
 
 MOST_TOKENS = 256
@@ -137,7 +122,7 @@ def few_tokens(o: MoeFfn) -> Tensor | None:
     if not (_takes(card, first, slots) and _takes(card, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
-    if not columns and not very_few(slots.rows, slots.experts):
+    if not columns and not family.very_few(slots.rows, slots.experts):
         return None
     second = second._replace(x=_up(first, slots, columns > 0))
     if columns:
@@ -148,8 +133,8 @@ def few_tokens(o: MoeFfn) -> Tensor | None:
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
     """Whether a call has so few tokens that its layer only streams weights, and these launches are wanted for it on the card."""
     tokens, top_k = top_k_index.shape
-    few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
-    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_SHORT_BUCKET
+    few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= family.SLOTS[-1] and 0 < experts <= family.EXPERTS[-1]
+    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= family.MOST_SHORT_BUCKET
     return fits and are_wanted()
 
 
@@ -177,7 +162,7 @@ def _takes(card: Card, o: EsmmAct, slots: DecodeSlots) -> bool:
         return False  # halves of a tile are of one matrix each
     both = o.w3 is None or (o.b1 is None) == (o.b3 is None)
     pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w1.shape[1:], o.inner))
-    tile = choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
+    tile = family.choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
     return alike and both and pieces and tile is not None
 
 
@@ -190,14 +175,14 @@ def _summed_columns(card: Card, o: EsmmAct, slots: DecodeSlots) -> int:
     if o.layout != "nk":
         return 0
     columns = ceil_div(n, 8 * card.multiprocessors) * 8
-    tile = choose_summed(card.name, card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
+    tile = family.choose_summed(card.name, card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
     return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
 
 
 def _up(o: EsmmAct, slots: DecodeSlots, summed: bool) -> Tensor:
     """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
     d = o.x.new_empty((slots.rows, o.inner))
-    tiles = DecodeTiles(slots.rows, first=True, beside=summed and o.inner >= LONG_LINES)
+    tiles = DecodeTiles(slots.rows, first=True, beside=summed and o.inner >= family.LONG_LINES)
     _product(tiles, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
     return d
 
@@ -222,13 +207,13 @@ def _product(
     """
     planning, n, inner, experts = planning_of(o.x), o.inner, columns_of(o.w1, flip(o.layout)), slots.experts
     static: dict[str, Any] = {"activation": o.activation, "glu": o.glu, "bias": o.b1 is not None}
-    spec = KernelSpec(GEMM, "esmm", planning.card.arch, DTYPES[o.x.dtype], layout=o.layout, **static)
+    spec = KernelSpec(family.GEMM, "esmm", planning.card.arch, DTYPES[o.x.dtype], layout=o.layout, **static)
     name = "f32" if weights is None else DTYPES[weights.dtype].name
     types = {"id": ID_TYPES[slots.ids.dtype], "weights": name, **dict(listed(o.w1))}
-    spec = spec.with_options(experts=room(EXPERTS, experts), **types)
+    spec = spec.with_options(experts=family.room(family.EXPERTS, experts), **types)
     rows = experts << slots.bucket  # which is all that tiles go by
     key = ProductKey(tiles, spec, planning.card, rows, experts, inner, columns_of(o.w1, o.layout))
-    tile: DecodeTile | DownTile = planning.tile_of(key)
+    tile: family.DecodeTile | family.DownTile = planning.tile_of(key)
     spec = key.spec(tile)
     by_expert, by_line, _ = o.w1.stride()
     pointers = {"x": o.x, "w": o.w1, "w2": o.w3, "bias": contiguous(o.b1), "bias2": contiguous(o.b3), "d": d}
@@ -237,7 +222,7 @@ def _product(
     sizes = {"slots": slots.rows, "n": n, "k": inner, "experts": experts, "top_k": divisor(o.top_k)}
     sizes |= {"together": slots.ids.shape[1] if tiles.summed else 1, "columns": tiles.summed}
     places = planning.card.multiprocessors
-    if tiles.summed or isinstance(tile, DownTile):
+    if tiles.summed or isinstance(tile, family.DownTile):
         blocks = ceil_div(n, tiles.summed)
     else:
         most = min(slots.rows, slots.rows // tile.rows + experts) * ceil_div(n, columns_of_tile(spec))
@@ -249,9 +234,9 @@ def _product(
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:
     """(T, D): rows by slot, times their weights, added up in the order of slots."""
     width, weights, (tokens, top_k) = y.shape[1], contiguous(top_k_weights), slots.ids.shape
-    parts = ceil_div(width, 8 * COMBINE_THREADS)
+    parts = ceil_div(width, 8 * family.COMBINE_THREADS)
     out = y.new_empty((tokens, width))
-    spec = rows_spec(COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
+    spec = rows_spec(family.COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
     fields = {"y": y, "weights": weights, "ids": slots.ids, "out": out}
     sizes = {"width": width, "top_k": top_k, "experts": slots.experts, "parts": parts}
     launch(y, spec, (tokens * parts, 1, 1), **fields, **sizes)

@@ -14,24 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import (
-    ARGS,
-    CANDIDATES,
-    INNER,
-    LINE_BYTES,
-    MAX_EXPERTS,
-    NARROW_CANDIDATES,
-    NARROW_COLUMNS,
-    NARROW_OPS,
-    STREAMED_TILES,
-    TABLES,
-    TileSm90,
-    adds_in_staging,
-    choose_tile,
-    cluster_of,
-    line_elements,
-    swaps,
-)
+from hexa_fx.codegen import family_gemm_sm90 as family
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.kernel import Kernel, kernel_of
@@ -62,7 +45,7 @@ class Maps(NamedTuple):
 
 def line(t: Tensor) -> int:
     """Elements of a line of shared memory, which is as wide as a box is."""
-    return LINE_BYTES // t.element_size()
+    return family.LINE_BYTES // t.element_size()
 
 
 def rows_map(x: Tensor, rows: int, columns: int | None = None) -> TensorMap:
@@ -78,7 +61,7 @@ def chunk_map(x: Tensor) -> TensorMap:
     return rows_map(x, 16)
 
 
-def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
+def result_map(x: Tensor, tile: family.TileSm90, halves: int = 1) -> TensorMap:
     """The boxes that a row product's results leave in. A swapped tile's warpgroup has half of its columns, which are gate and up in
     `halves`.
     """
@@ -86,14 +69,14 @@ def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
 
 
 def added_maps(
-    added: Added | None, layout: Layout, tile: TileSm90, mixed: bool = False, in_staging: bool = False
+    added: Added | None, layout: Layout, tile: family.TileSm90, mixed: bool = False, in_staging: bool = False
 ) -> dict[str, TensorMap | None]:
     """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns,
     up to a step of the contraction, or to one wgmma's part of it `in_staging`.
     """
     if added is None:
         return {}
-    inner = INNER if in_staging else line(added.u)
+    inner = family.INNER if in_staging else line(added.u)
     c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch, inner)
     up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2, inner=inner)
     return {"p": rows_map(added.u, tile.row_box, inner), "q": c, "grad": up}
@@ -109,7 +92,7 @@ def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
     by_expert, by_row, _ = weight.stride()
     shape, strides = (inner, 8, 2, columns // 16, experts), (by_row, columns // 2 * by_row, 8 * by_row, by_expert)
     box = (line(weight), 8, 2, 8, 1)
-    return TensorMap(weight, (DTYPES[weight.dtype], shape, strides, box, LINE_BYTES, fetch))
+    return TensorMap(weight, (DTYPES[weight.dtype], shape, strides, box, family.LINE_BYTES, fetch))
 
 
 def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128, inner: int | None = None) -> TensorMap:
@@ -132,7 +115,7 @@ def added_map(dw: Tensor, turned: bool) -> TensorMap:
     """The boxes of floats that a warp adds to dW: 16 rows x a line of P^T Q, of which half a line is `turned`."""
     experts, rows, columns = dw.shape
     by_expert, by_row, _ = dw.stride()
-    box, swizzle = ((16, line(dw), 1), LINE_BYTES // 2) if turned else ((line(dw), 16, 1), LINE_BYTES)
+    box, swizzle = ((16, line(dw), 1), family.LINE_BYTES // 2) if turned else ((line(dw), 16, 1), family.LINE_BYTES)
     return TensorMap(dw, (DTYPES[dw.dtype], (columns, rows, experts), (by_row, by_expert), box, swizzle))
 
 
@@ -147,20 +130,20 @@ ADDS_ALIGNED = True
 class Sm90Tiles(Tiles):
     """Of gather_gemm_sm90."""
 
-    kind = TileSm90
+    kind = family.TileSm90
 
-    def rule(self, key: ProductKey) -> TileSm90:
+    def rule(self, key: ProductKey) -> family.TileSm90:
         spec, own = key.kernel, _own_columns(key)
-        sizes, swapped = (key.rows, key.experts, own, key.inner), swaps(spec.op, spec.glu, spec.layout)
-        return choose_tile(spec.op, *sizes, swapped, bool(spec.option("transpose")), key.card.name)
+        sizes, swapped = (key.rows, key.experts, own, key.inner), family.swaps(spec.op, spec.glu, spec.layout)
+        return family.choose_tile(spec.op, *sizes, swapped, bool(spec.option("transpose")), key.card.name)
 
-    def candidates(self, key: ProductKey) -> Sequence[TileSm90]:
+    def candidates(self, key: ProductKey) -> Sequence[family.TileSm90]:
         op, rule = key.kernel.op, self.rule(key)
-        narrow = op in NARROW_OPS and _own_columns(key) <= NARROW_COLUMNS
-        streamed = STREAMED_TILES if rule in STREAMED_TILES else ()
-        return tuple(dict.fromkeys((rule, *streamed, *(NARROW_CANDIDATES if narrow else CANDIDATES[op]))))
+        narrow = op in family.NARROW_OPS and _own_columns(key) <= family.NARROW_COLUMNS
+        streamed = family.STREAMED_TILES if rule in family.STREAMED_TILES else ()
+        return tuple(dict.fromkeys((rule, *streamed, *(family.NARROW_CANDIDATES if narrow else family.CANDIDATES[op]))))
 
-    def complete(self, key: ProductKey, tile: TileSm90) -> KernelSpec:
+    def complete(self, key: ProductKey, tile: family.TileSm90) -> KernelSpec:
         flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
         spec = replace(key.kernel, bm=tile.bm, bn=tile.bn, stages=tile.stages, schedule=tile.kernel_schedule)
         return spec.with_options(cluster=tile.cluster, **flags)
@@ -190,7 +173,7 @@ def takes(o: Any) -> bool:
     second = _second_of(o) or ()
     if isinstance(o, EsmmActBackward):
         return not has_few_rows(o.v.shape[0], o.offs) and _takes(o.offs, (o.inner,), o.dy, o.weight, o.h, *second)
-    if not swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
+    if not family.swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
         return False
     return _takes(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *second)
 
@@ -218,8 +201,8 @@ def _stored(*biases: Tensor | None) -> list[Tensor]:
 
 def unsupported(*tensors: Tensor | None, experts: int) -> str:
     """Why this family cannot take these operands; empty if it can. The inner dimension must be contiguous."""
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts; the tile tables hold {MAX_EXPERTS}"
+    if experts > family.MAX_EXPERTS:
+        return f"{experts} experts; the tile tables hold {family.MAX_EXPERTS}"
     for t in tensors:
         if t is None:
             continue
@@ -261,7 +244,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     static: dict[str, Any] = {"layout": layout, "gather": o.v is not None, "bias": bias is not None}
     kernel, tile = _tiled(op, x, sizes, options, activation=o.activation, glu=o.glu, **static)
     mixed = tile.swapped and halves == 2
-    in_staging = added is not None and adds_in_staging(kernel.spec)
+    in_staging = added is not None and family.adds_in_staging(kernel.spec)
     maps = Maps(
         rows=None if o.v is not None else rows_map(x, tile.row_box),
         weight=mixed_map(w1, tile.fetch) if mixed else weight_map(w1, layout, tile.bn // 2, tile.fetch),
@@ -322,7 +305,7 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         p, v, q, transpose = o.x, o.x_index, o.g, layout == "nk"
     else:
         p, v, q, transpose = o.g, o.g_index, o.x, layout == "kn"
-    if v is None and transpose and q.shape[1] > NARROW_COLUMNS:  # narrow tiles are so along Q
+    if v is None and transpose and q.shape[1] > family.NARROW_COLUMNS:  # narrow tiles are so along Q
         p, q, transpose = q, p, False
     rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
     shape = (experts, columns, rows) if transpose else (experts, rows, columns)
@@ -360,7 +343,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         return dx, g.new_zeros(weight.shape), g.new_zeros((experts, columns)) if has_bias else None
     turned = stored == "nk"
     p, q = x, g
-    if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
+    if v is None and not has_bias and rows <= family.NARROW_COLUMNS < columns:  # narrow tiles are so along Q
         p, q, turned = g, x, not turned
     sizes, options = (n, experts, rows, columns), (("transpose", turned), *listed(weight))
     kernel, tile = _tiled("esfk", x, sizes, options, into is not None, layout=flipped, gather=v is not None)
@@ -394,7 +377,11 @@ def _second_of(o: Esmm | EsmmAct | EsmmActBackward) -> Added | None:
 
 def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     """Options of a kernel that adds a second product."""
-    return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
+    return (
+        ()
+        if added is None
+        else (("low_rank", min(ceil_div(added.rank, family.INNER), family.LINE_BYTES // 2 // family.INNER)),)
+    )
 
 
 def _tiled(
@@ -404,27 +391,34 @@ def _tiled(
     options: Sequence[tuple[str, Option]],
     adds: bool = False,
     **static: Any,
-) -> tuple[Kernel, TileSm90]:
+) -> tuple[Kernel, family.TileSm90]:
     """The kernel of a product, and its tile. sizes: rows, experts, inner and columns of `ProductKey`. adds: to what is there."""
     planning, dtype, (rows, experts, inner, columns) = planning_of(x), DTYPES[x.dtype], sizes
-    tables = next(size for size in TABLES if experts <= size)  # the smallest that hold the experts
-    spec = KernelSpec(FAMILY, op, planning.card.arch, dtype, bk=line_elements(dtype), **static)
+    tables = next(size for size in family.TABLES if experts <= size)  # the smallest that hold the experts
+    spec = KernelSpec(FAMILY, op, planning.card.arch, dtype, bk=family.line_elements(dtype), **static)
     spec = spec.with_options(experts=tables, **dict(options))
     key = ProductKey(TILES, spec.adding() if adds else spec, planning.card, rows, experts, inner, columns)
-    tile: TileSm90 = planning.tile_of(key)
+    tile: family.TileSm90 = planning.tile_of(key)
     return kernel_of(key.spec(tile)), tile
 
 
 def _launch(
-    kernel: Kernel, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, *more: Piece, **fields: Any
+    kernel: Kernel,
+    tile: family.TileSm90,
+    maps: Maps,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    *more: Piece,
+    **fields: Any,
 ) -> None:
     launch_persistent(kernel, offs, maps, *more, group_m=tile.group_m, v=v, **divided_by(top_k), **fields)
 
 
 def launch_persistent(kernel: Kernel, offs: Tensor, maps: Maps, *more: Piece, group_m: int, **fields: Any) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue. more: what the arguments end with."""
-    planning, cluster = planning_of(offs), cluster_of(kernel.spec)
-    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=group_m, **fields)
+    planning, cluster = planning_of(offs), family.cluster_of(kernel.spec)
+    piece = family.ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=group_m, **fields)
     blocks = planning.card.multiprocessors // cluster * cluster
     planning.launch(kernel, (blocks, 1, 1), (piece, *more), maps)
 

@@ -18,21 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen import family_packed as family
 from hexa_fx.codegen.family import get_family
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
-from hexa_fx.codegen.family_packed import (
-    DEPTH,
-    FAMILY,
-    LANE,
-    MOST_DEPTH,
-    MOST_EXPERTS,
-    PackedTile,
-    candidates,
-    choose_tile,
-    columns_of_tile,
-    resident_blocks,
-    rows_of_tile,
-)
 from hexa_fx.codegen.family_unpack import UNPACK, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import cuda_kernel, product
@@ -80,7 +68,7 @@ class Codes(NamedTuple):
     @property
     def together(self) -> int:
         """What K is a multiple of."""
-        return self.block if self.element == "code4" else LANE
+        return self.block if self.element == "code4" else family.LANE
 
     def scales(self, lines: int, depth: int) -> int:
         """Of an expert."""
@@ -90,18 +78,18 @@ class Codes(NamedTuple):
 class PackedTiles(Tiles):
     """Of packed_gemm."""
 
-    kind = PackedTile
+    kind = family.PackedTile
 
-    def rule(self, key: ProductKey) -> PackedTile:
-        return choose_tile(key.inner, int(key.kernel.option("block")), key.bucket)
+    def rule(self, key: ProductKey) -> family.PackedTile:
+        return family.choose_tile(key.inner, int(key.kernel.option("block")), key.bucket)
 
-    def candidates(self, key: ProductKey) -> list[PackedTile]:
-        return candidates(key.inner, int(key.kernel.option("block")))
+    def candidates(self, key: ProductKey) -> list[family.PackedTile]:
+        return family.candidates(key.inner, int(key.kernel.option("block")))
 
-    def complete(self, key: ProductKey, tile: PackedTile) -> KernelSpec:
+    def complete(self, key: ProductKey, tile: family.PackedTile) -> KernelSpec:
         spec = key.kernel.with_options(**asdict(tile), passes=tile.passes(key.inner))
         lines = key.columns // 2 if spec.glu in ("concat", "interleaved") else key.columns
-        return spec.with_options(full=lines % columns_of_tile(spec) == 0)
+        return spec.with_options(full=lines % family.columns_of_tile(spec) == 0)
 
 
 TILES = PackedTiles()
@@ -142,7 +130,7 @@ def codes_of(format: Streamed) -> Codes:
     if isinstance(format, FourBit):
         return Codes("code4", format.block, 1, format.high_first)
     rows, columns = format.block
-    return Codes("int8" if format.dtype == torch.int8 else "e4m3", columns or MOST_DEPTH, rows, False)
+    return Codes("int8" if format.dtype == torch.int8 else "e4m3", columns or family.MOST_DEPTH, rows, False)
 
 
 def streamed(format: str, scales: Sequence[Tensor], layout: str) -> Streamed | None:
@@ -155,17 +143,17 @@ def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
     x, experts, together = o.base.x, o.base.offs.shape[0] - 1, codes_of(o.format).together
     card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
-    if reason := get_family(FAMILY).why_not_on(card.arch):
+    if reason := get_family(family.FAMILY).why_not_on(card.arch):
         return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"rows are {x.dtype}; the kernels multiply bfloat16 and float16"
     scale = _SCALES.get(o.scales.dtype)
     if scale is None or (scale == "e8m0" and x.dtype != torch.bfloat16):
         return f"scales are {o.scales.dtype} for rows of {x.dtype}"
-    if o.depth % together or o.depth > MOST_DEPTH:
-        return f"lines of {o.depth} values; the kernels take multiples of {together} up to {MOST_DEPTH}"
-    if experts > MOST_EXPERTS:
-        return f"{experts} experts; the kernels' tables hold {MOST_EXPERTS}"
+    if o.depth % together or o.depth > family.MOST_DEPTH:
+        return f"lines of {o.depth} values; the kernels take multiples of {together} up to {family.MOST_DEPTH}"
+    if experts > family.MOST_EXPERTS:
+        return f"{experts} experts; the kernels' tables hold {family.MOST_EXPERTS}"
     if row_bucket(o.base.rows, experts) > MOST_BUCKET:
         return f"{o.base.rows} rows for {experts} experts; matrices that are unpacked once are faster"
     codes, scales = ([t for t in both if t is not None] for both in ((o.base.w1, o.base.w3), (o.scales, o.scales_up)))
@@ -200,7 +188,7 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     planning, of_format, depth, lines = planning_of(x), codes_of(o.format), o.depth, base.w1.shape[1]
     static: dict[str, Any] = {"activation": base.activation, "glu": base.glu, "bias": b1 is not None}
     spec = KernelSpec(
-        FAMILY, "esmm", planning.card.arch, DTYPES[x.dtype], bk=DEPTH, gather=base.v is not None, **static
+        family.FAMILY, "esmm", planning.card.arch, DTYPES[x.dtype], bk=family.DEPTH, gather=base.v is not None, **static
     )
     keep: dict[str, Option] = {} if (base.activation, base.glu) == ("none", "none") else {"keep_h": d is not None}
     spec = spec.with_options(scale=_SCALES[o.scales.dtype], **of_format._asdict(), **keep)
@@ -208,15 +196,15 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     key = ProductKey(TILES, spec, planning.card, rows, experts, depth, lines)
     pointers = {"x": x, "code": base.w1, "code2": base.w3, "scale": o.scales, "scale2": o.scales_up, "bias": b1}
     pointers |= {"bias2": b3, "d": d, "act": act, "v": base.v, "offs": base.offs}
-    tile: PackedTile = planning.tile_of(key)
+    tile: family.PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
-    units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
+    units = (n // family.rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, family.columns_of_tile(spec))
     codes, scales = lines * depth // of_format.per_byte, of_format.scales(lines, depth)
     strides = {"x_stride": x.stride()[0], "code_expert": codes, "scale_expert": scales, "act_stride": inner}
     strides |= {"d_stride": 0 if d is None else d.shape[1]}
     numbers = {"rows": n, "n": inner, "k": depth, "experts": experts, "top_k": divisor(base.top_k)}
     constants, values = constants_of(base.activation, base.params), _values(o.format, x.dtype)
-    grid = (min(units, planning.card.multiprocessors * resident_blocks(spec)), 1, 1)
+    grid = (min(units, planning.card.multiprocessors * family.resident_blocks(spec)), 1, 1)
     launch(x, spec, grid, **pointers, **strides, **numbers, act_params=constants, values=values)
 
 

@@ -178,7 +178,7 @@ def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Cards) -> Non
 
 def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Cards) -> None:
     v, offs = routing()
-    tile = sm90.TileSm90(cluster=2)
+    tile = TileSm90(cluster=2)
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"), tile)
     assert recorder.last.blocks == (130, 1, 1)
     assert recorder.last.spec.option("cluster") == 2
