@@ -1,6 +1,6 @@
 """``main_grad``: a buffer on a parameter that its gradient is added to, in place of ``.grad``.
 
-If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.weight_gradients`). Otherwise torch
+If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.products`). Otherwise torch
 adds the finished gradient. A parameter without a buffer may hold a ``.grad`` that the program adds to (`hexa_fx.ops.grad_sums`).
 """
 

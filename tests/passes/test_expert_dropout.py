@@ -11,7 +11,7 @@ import hexa_fx
 from hexa_fx import analysis
 from hexa_fx.analysis import analyse_model
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ops.reindex import reindex
+from hexa_fx.ops import reindex
 from hexa_fx.passes.partition.layers import that_spread
 from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
 from tests.zoo.common import MLP, Looped
