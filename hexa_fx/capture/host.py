@@ -117,10 +117,7 @@ def _range_shim(recorder: Recorder) -> type:
 
 def _len_shim(recorder: Recorder) -> Callable[[Any], Any]:
     def shim(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.shape[0]
-        pieces = recorder.pieces.number(value)
-        return len(value) if pieces is None else pieces
+        return value.shape[0] if isinstance(value, torch.Tensor) else recorder.length_of(value)
 
     return shim
 

@@ -156,7 +156,7 @@ def lifted(value: Any, recorder: Recorder) -> Any:
     """
     if isinstance(value, SymbolicSize):
         return recorder.record_call(torch.Size, (recorder.lift(tuple(value)),), torch.Size(map(plain, value)))
-    numbers = recorder.pieces.given_by(value)
+    numbers = recorder.giver_of(value)
     if numbers is not None and numbers.target == "tolist":
         return _asked_again(numbers, recorder)
     if type(value) in (tuple, list):

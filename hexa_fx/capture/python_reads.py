@@ -71,7 +71,9 @@ class PythonReads:
     """
 
     def __init__(self, block: nn.Module, recorder: Recorder) -> None:
-        self._block, self._recorder = block, recorder
+        self._block, self.recorder = block, recorder
+        recorder.told = self
+        self.before_call: Callable[[str, Any, Any], None]
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
         self.settings = Settings(recorder.scopes)
@@ -86,7 +88,7 @@ class PythonReads:
     @property
     def _scope(self) -> str:
         """Path of the module whose code runs."""
-        return self._recorder.scopes[-1]
+        return self.recorder.scopes[-1]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -250,7 +252,16 @@ class PythonReads:
         edge = Edge(module, registry, names, names)
         self.edges.of(module).setdefault(registry, edge).scopes.add(self._scope)
 
-    # -- what is asked of tensors -------------------------------------------------------------------------------------
+    # -- what the recorder tells --------------------------------------------------------------------------------------
+
+    def leave(self, scope: str) -> None:
+        """As the code of a module hands over to another's."""
+        self.objects.leave(scope)
+
+    def note_write(self, parameter: torch.Tensor) -> None:
+        """Notes that code writes to a parameter, as of the module whose code does."""
+        name = next(name for name, tensor in self.recorder.parameters.items() if tensor is parameter)
+        self.ran.changed[name, self._scope] = user_location()
 
     def asked(self, tensor: Any, attribute: str) -> None:
         """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
@@ -283,8 +294,8 @@ class PythonReads:
 
         They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
         """
-        if self._recorder.functions_running:
-            self._recorder.functions_running[-1].update(scopes)
+        if self.recorder.functions_running:
+            self.recorder.functions_running[-1].update(scopes)
             return
         self.ran.asks["gradient"] |= scopes
         for scope in scopes:

@@ -45,8 +45,8 @@ from hexa_fx.capture.calls import (
     written_tensor,
 )
 from hexa_fx.capture.ran_code import untold
-from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
-from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
+from hexa_fx.capture.records import Listener, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
+from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.contexts import items_set
 from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, tensors_in
 from hexa_fx.isolation.trial_modes import end_after
@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
     counts_loops: bool = False  # whether the run holds for as many rows as loops go over
-    told: Listeners = field(default_factory=Listeners)
+    told: Listener = field(init=False)
     functions_running: list[set[str]] = field(default_factory=list)
     """What is told of each `autograd.Function` that runs once it is over, outermost first."""
 
@@ -88,7 +88,9 @@ class Recorder(TorchFunctionMode):
         self._memory = MemoryNumbers(self.parameters.values())
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
-        self.pieces = Pieces(self)
+        self._pieces: dict[
+            int, tuple[Any, torch.fx.Node]
+        ] = {}  # lists and tuples that calls gave, by id, and their nodes
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
         self.asked: dict[str, Any] = {}  # what stands for numbers that every call asks modules for, by dotted name
 
@@ -209,7 +211,7 @@ class Recorder(TorchFunctionMode):
             self._bind(result, node)
             return result
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            return self.pieces.note(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
+            return self._note_pieces(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
         return result
 
     def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
@@ -221,8 +223,28 @@ class Recorder(TorchFunctionMode):
         """The result of ``item()`` or ``tolist()`` as symbolic numbers."""
         if isinstance(value, list):
             items = (self.add("call_function", operator.getitem, (node, i), {}, item) for i, item in enumerate(value))
-            return self.pieces.note([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
+            return self._note_pieces([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
         return value if isinstance(value, (bool, complex)) else wrap(value, node, self)
+
+    def _note_pieces(self, pieces: Any, node: torch.fx.Node) -> Any:
+        self._pieces[id(pieces)] = pieces, node
+        return pieces
+
+    def giver_of(self, pieces: Any) -> torch.fx.Node | None:
+        """The call that gave a list or tuple; None if none did, or it was added to since."""
+        known, node = self._pieces.get(id(pieces), ((), None))
+        return node if node is not None and known is pieces and len(known) == len(record_of(node).value) else None
+
+    def length_of(self, pieces: Any) -> Any:
+        """Of such a list or tuple, a symbolic number: a size that code may decide on. The plain one of others."""
+        node = self.giver_of(pieces)
+        if node is None:
+            return len(pieces)
+        if node.target == "tolist":
+            size = self.add("call_method", "size", (node.args[0], 0), {}, len(pieces))
+        else:
+            size = self.record_call(len, (node,), len(pieces))
+        return wrap(len(pieces), size, self)
 
     def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:  # of a call that was made elsewhere
         self._wrap_result(result, self.add("call_function", function, lifted_args, {}, result))

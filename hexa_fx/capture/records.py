@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -131,19 +131,17 @@ class ModuleCall:
         return isinstance(self.function, OpOverload)
 
 
-def _nobody(*said: Any) -> None:
-    """Whom a recorder tells that was given no one to tell."""
-
-
-@dataclass
-class Listeners:
+class Listener(Protocol):
     """Whom a recorder tells what no node says."""
 
-    leave: Callable[[str], None] = _nobody
-    """That the code of a module, by its path, hands over to another's."""
-    asked: Callable[[Any, str], None] = _nobody
-    """What else than numbers is asked of a tensor; (None, "") for a call of torch."""
-    asked_gradients: Callable[[set[str]], None] = _nobody
-    """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
-    before_call: Callable[[str, Any, Any], None] = _nobody
-    """Of every call, by name and arguments."""
+    def leave(self, scope: str) -> None:
+        """That the code of a module, by its path, hands over to another's."""
+
+    def asked(self, tensor: Any, attribute: str) -> None:
+        """What else than numbers is asked of a tensor; of None for a call of torch."""
+
+    def asked_gradients(self, scopes: set[str]) -> None:
+        """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
+
+    def before_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """Of every call."""
