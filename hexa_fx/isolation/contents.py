@@ -6,9 +6,7 @@ Modules hold them beside their parameters (``self.losses.append(loss)``), and co
 from __future__ import annotations
 
 import functools
-import math
 import operator
-import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +30,8 @@ from hexa_fx.isolation.lookup import (
 )
 from hexa_fx.isolation.module_tree import modules_of, named_modules
 from hexa_fx.isolation.purity import is_users, module_name
+
+_DEEPEST = 6
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,9 @@ def is_of_other_library(parameter: torch.Tensor) -> bool:
 
 
 def _inside(
-    name: str,
-    value: Any,
-    seen: set[int],
-    enters: Callable[[Any], bool] = is_object,
-    deepest: int = 4,
-    most: float = 4096,
-    most_items: float = math.inf,
+    name: str, value: Any, seen: set[int], enters: Callable[[Any], bool] = is_object, most: int = 1 << 12
 ) -> Iterator[Holder]:
-    """The value and what is inside it, as far as ``enters`` says, but of no more than ``most`` in all nor of what has more items."""
+    """The value and what is inside it, as far as ``enters`` says, until ``most`` are ``seen``."""
     left: deque[tuple[int, str, Any]] = deque([(1, name, value)])
     while left and len(seen) < most:
         depth, label, holder = left.popleft()
@@ -112,9 +106,8 @@ def _inside(
         seen.add(id(holder))
         if not isinstance(holder, (tuple, frozenset)):
             yield Holder(label, holder)
-        held = contents(holder)
-        if depth < deepest and len(held) <= most_items:
-            left.extend((depth + 1, _step(label, key), item) for key, item in held if enters(item))
+        if depth < _DEEPEST:
+            left.extend((depth + 1, _step(label, key), item) for key, item in contents(holder) if enters(item))
 
 
 def _step(label: str, key: Any) -> str:
@@ -355,7 +348,7 @@ def _behind_names(namespaces: Iterable[dict[str, Any]]) -> Iterator[Holder]:
             if name.startswith("__") or id(value) in seen or not (kind is value or is_object(value)):
                 continue
             if isinstance(value, _LISTS) or is_users(kind.__module__):
-                yield from _inside(name, value, seen, _may_keep_results, 6, math.inf, 256)
+                yield from _inside(name, value, seen, _may_keep_results, 1 << 17)
 
 
 def _may_keep_results(value: Any) -> bool:
