@@ -6,7 +6,7 @@ tensors that happen to hold the same numbers, the least surprising reading is pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -172,7 +172,10 @@ def _find_after(
         return sources or (counts_of_choices(slots, search) if slots.apart else ()), 1.0
     except Refuse as refusal:
         constants = ((number, number) for number in _constants(search.end, search.tags))
-        for other, numbers in chain(factors_of_experts(slots, search), constants, factors_on_outputs(slots, search)):
+        others: Iterator[tuple[RoutingSource | float, torch.Tensor | float]] = chain(
+            factors_of_experts(slots, search), constants, factors_on_outputs(slots, search)
+        )
+        for other, numbers in others:
             with suppress(Refuse):
                 found = find_factor(active.after / numbers, slots, search, covers_dropped)
                 return ((*found, other), 1.0) if isinstance(other, RoutingSource) else (found, other)
