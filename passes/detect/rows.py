@@ -31,7 +31,7 @@ class RowMatch(NamedTuple):
         """In another order, with padding where it has none of the rows (-1)."""
         if order is None:
             return self
-        token, expert, scale = (values[order.clamp(min=0)] for values in self)
+        token, expert, scale = (_laid_out(values, order) for values in self)
         return RowMatch(torch.where(order < 0, -1, token), expert, scale)
 
 
@@ -128,7 +128,12 @@ class Instance:
 
     def laid_out(self, node: Node, rows: torch.Tensor) -> torch.Tensor:
         """The rows of one of its products, or of what the second is given, in the order of the second product's."""
-        return rows if node not in self.order else rows[self.order[node].clamp(min=0)]
+        return rows if node not in self.order else _laid_out(rows, self.order[node])
+
+
+def _laid_out(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """In another order, which is of none of them (-1) where it has padding, or there are none."""
+    return rows[order.clamp(min=0)] if len(rows) else rows.new_zeros(len(order), *rows.shape[1:])
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

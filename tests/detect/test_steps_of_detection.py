@@ -13,7 +13,7 @@ from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
 from hexa_fx.passes.detect.row_order import row_orders
-from hexa_fx.passes.detect.rows import RowMatcher
+from hexa_fx.passes.detect.rows import RowMatch, RowMatcher
 from hexa_fx.passes.detect.tags import expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
@@ -143,6 +143,11 @@ def test_row_matcher_finds_token_expert_and_scale():
     assert torch.equal(match.token[keep], token[keep])
     assert torch.equal(match.expert[keep], expert[keep])
     torch.testing.assert_close(match.scale[keep], scale[keep])
+
+
+def test_rows_of_an_expert_without_any_may_be_padded():
+    none = torch.zeros(0, dtype=torch.long)
+    assert RowMatch(none, none, none.double()).laid_out(torch.tensor([-1, -1])).token.tolist() == [-1, -1]
 
 
 ROWS = torch.arange(3 * E).reshape(3, E)
