@@ -99,7 +99,8 @@ class Specialiser:
         module = forward.module
         if forward.exhausted:
             return forward.exhausted
-        if reason := why_not_analysed() or why_partitioned(module):
+        before = bool(forward.specialisations) and not forward.saved_own
+        if reason := why_not_analysed(before) or why_partitioned(module):
             return f"{miss or 'it was not analysed yet'}; this call cannot be analysed: {reason}"
         with _analysing:
             known = forward.refusal_of(args, kwargs, miss)

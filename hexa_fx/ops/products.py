@@ -10,8 +10,8 @@ A packed weight is frozen: rows and biases have gradients, it has none. ``hexa::
 product in the same accumulator, ``x @ W^T + u @ C^T``, plain, before an activation or before its gradient: a low-rank addition to a
 weight with ``u = x A^T``. ``hexa::low_rank_gradients`` has the gradients of such a factor and of its rows, and
 ``hexa::scaled_transpose`` brings factors from the memory order of PEFT, (N, r, E), and their gradients back. A buffer of the
-accumulators' type, float32 (float64 for float64), takes a gradient that was not rounded on its way into a sum over micro-batches; one
-of the operands' type, such as ``.grad``, takes what torch would add to it.
+accumulators' type, float32 (float64 for float64), takes a gradient that was not rounded on its way into a sum over micro-batches;
+one of the operands' type, such as ``.grad``, takes what torch would add to it.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ class HexaForward(InPlace):
     def _forget_calls(self) -> None:
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.ran, self.own = 0, Counter[str]()
+        self.saved_own = False  # whether the original ran in a checkpoint, whose second run has to save as much
         self._warned, self._mistakes, self._tried = False, 0, False
         # Who was refused and waits for this module around it, which is tried next; and whether one around this is tried.
         self.inner: HexaForward | None = None
@@ -388,6 +389,7 @@ class HexaForward(InPlace):
 
     def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
         self.why = f": {reason}"
+        self.saved_own |= reason != SMALL and saving_is_counted()
         if not self.lost:  # else no call ran
             self.own[reason] += 1
             if reason not in _UNSAID and not self._tried:
@@ -428,12 +430,12 @@ class HexaForward(InPlace):
     @contextmanager
     def on_trial(self) -> Iterator[None]:
         """A context in which calls are neither analysed nor counted, and nothing is said of them."""
-        analyst, ran, own, tried = self.analyst, self.ran, self.own.copy(), self._tried
+        analyst, ran, own, saved_own, tried = self.analyst, self.ran, self.own.copy(), self.saved_own, self._tried
         self.analyst, self._tried = None, True
         try:
             yield
         finally:
-            self.analyst, self.ran, self.own, self._tried = analyst, ran, own, tried
+            self.analyst, self.ran, self.own, self.saved_own, self._tried = analyst, ran, own, saved_own, tried
 
     def _copied(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE}
@@ -456,5 +458,6 @@ class HexaForward(InPlace):
 
 
 _OF_ONE = frozenset(
-    "_module within arguments restarted called ran own inner waits _warned _mistakes _tried _latest __doc__ __name__".split()
+    "_module within arguments restarted called ran own saved_own inner waits _warned _mistakes _tried _latest __doc__ "
+    "__name__".split()
 )

@@ -268,25 +268,28 @@ def _is_of_all(weight: Node, experts: int) -> bool:
     return any(value.dim() >= 2 and value.shape[0] == experts for value in values)
 
 
-def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str | None]:
+def _assign_biases(ordered: Sequence[Contraction], later: list[str | None]) -> list[str | None]:
     """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
     if not later:
         return [None if c.bias is None else c.bias for c in ordered]
     return [later[i] if i < len(later) else None for i in range(len(ordered))]
 
 
-def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str], str | None]]:
+def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str | None], str | None]]:
     """Expert parameters between the projections as (biases, gain), likeliest first.
 
     Raises:
         Refuse: there are more of them than a body has places for.
     """
     inside = any(contraction.bias is not None for contraction in first)
-    ways: list[tuple[list[str], str | None]] = []
+    ways: list[tuple[list[str | None], str | None]] = []
     if len(later) <= len(first) and not (later and inside):
-        ways += [(list(added), None) for added in permutations(later)]  # the up projection may come before the gate
+        each = [*later, *[None] * (len(first) - len(later))] if later else []
+        ways += [
+            ([*added], None) for added in permutations(each)
+        ]  # the up projection may come first, or have the only one
     if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
-        ways += [(list(added), later[-1]) for added in permutations(later[:-1])]
+        ways += [([*added], later[-1]) for added in permutations(later[:-1])]
     if not ways:
         raise Refuse(
             f"between their projections the experts compute with {len(later)} parameters ({', '.join(later)}); biases of the first "

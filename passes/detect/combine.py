@@ -7,6 +7,7 @@ same linear map.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.decisions import decision_left
-from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, is_tensor, live_nodes
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, is_tensor, live_nodes
 from hexa_fx.passes.detect.projections import Instance, feature_size
 from hexa_fx.passes.detect.rows import Rows
 from hexa_fx.passes.detect.rules import refuse_randomness
@@ -114,15 +115,19 @@ def find_combine(
 def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
     """The last of the casts and views that directly follow the combine and belong to it.
 
-    A view to leading sizes that no input has could not be restored for other sizes, so it is left outside.
+    A view to leading sizes that no input has could not be restored for other sizes, so it is left outside. So is what comes after
+    random numbers: experts draw theirs where the combine is.
     """
     known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
     last, alike = node, {node}
+    undrawn = set(
+        itertools.takewhile(lambda n: not draws(n), itertools.dropwhile(lambda n: n is not node, node.graph.nodes))
+    )
     for candidate in candidates[candidates.index(node) + 1 :]:
         read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
         if candidate.target is functional.after:  # the whole buffer, read again after a write through a view of it
             read = set(candidate.all_input_nodes[1:])
-        if not _keeps_numbers(candidate) or not read <= alike:
+        if not _keeps_numbers(candidate) or not read <= alike or candidate not in undrawn:
             break
         alike.add(candidate)
         shape = record_of(candidate).value.shape

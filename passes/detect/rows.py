@@ -149,7 +149,11 @@ class Rows:
 
 def laid_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """``rows`` in an ``order`` of `row_orders`, and zeros where it has none of them."""
-    return rows if order is None else rows[order.clamp(min=0)].masked_fill((order < 0)[:, None], 0.0)
+    if order is None:
+        return rows
+    if not len(rows):  # of an expert without any
+        return rows.new_zeros(len(order), *rows.shape[1:])
+    return rows[order.clamp(min=0)].masked_fill((order < 0)[:, None], 0.0)
 
 
 def match_rows(

@@ -12,7 +12,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
-from hexa_fx.passes.detect.rows import RowMatcher, row_orders
+from hexa_fx.passes.detect.rows import RowMatcher, laid_out, row_orders
 from hexa_fx.passes.detect.tags import expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
@@ -142,6 +142,10 @@ def test_row_matcher_finds_token_expert_and_scale():
     assert torch.equal(match.token[keep], token[keep])
     assert torch.equal(match.expert[keep], expert[keep])
     torch.testing.assert_close(match.scale[keep], scale[keep])
+
+
+def test_rows_of_an_expert_without_any_may_be_padded():
+    assert laid_out(torch.ones(0, D), torch.tensor([-1, -1])).tolist() == [[0] * D] * 2
 
 
 ROWS = torch.arange(3 * E).reshape(3, E)

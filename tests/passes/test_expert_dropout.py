@@ -70,6 +70,24 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
         torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
 
 
+class CopiedAfterNoise(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        noise = torch.randn(x.shape)
+        return noise + out.clone()
+
+
+def test_experts_draw_before_what_the_code_draws_after_them() -> None:
+    block, x = CopiedAfterNoise("").train(), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x)
+    assert optimized.report.rewritten, optimized.report
+    torch.testing.assert_close(outcome(optimized, x), outcome(block, x))
+
+
 @pytest.mark.parametrize("rows", ["last expert first", "heaviest first", "all"])
 def test_other_draws_are_refused_in_train_mode(rows: str) -> None:
     block, x = Mixture(rows), torch.randn(9, D)
