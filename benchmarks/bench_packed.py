@@ -129,12 +129,12 @@ def up(layer: Layer, c: Call, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     s, (v, _, offs) = layer.shape, rows
     static: Any = (s.top_k, "nk", s.activation, s.glu, s.params, False)
     base = EsmmAct(c.x, layer.w1[0], layer.b1, None, None, v, offs, *static)
-    return packed.esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
+    return packed.streamed_esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
 
 
 def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     base = Esmm(a, layer.w2[0], layer.b2, None, rows[2], 1, "nk").plain
-    return packed.esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
+    return packed.streamed_esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
 
 
 def run_packed(layer: Layer, c: Call) -> Tensor:

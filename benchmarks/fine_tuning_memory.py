@@ -16,7 +16,7 @@ CARDS = (24, 48, 80)
 CONTEXT = 1.5 * GIB
 """Left of a card for the context and the allocator."""
 WORKSPACE = 256 << 20
-"""Of unpacked matrices (hexa_fx.cuda.packed_rows.MOST_BYTES)."""
+"""Of unpacked matrices (hexa_fx.cuda.packed.MOST_BYTES)."""
 
 
 @dataclass(frozen=True)

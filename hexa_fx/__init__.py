@@ -83,9 +83,9 @@ def __dir__() -> list[str]:
 
 
 def _compiler() -> Callable[[Any, str], Any]:
-    from hexa_fx.passes.lowering.compile import compile_ffn
+    from hexa_fx.passes.lowering.pipelines import CompiledFfn
 
-    return compile_ffn
+    return CompiledFfn
 
 
 def _cuda_kernels() -> Callable[[], None]:

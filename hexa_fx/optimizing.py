@@ -25,7 +25,6 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock, RoutingSite
 from hexa_fx.isolation.module_tree import inside
 from hexa_fx.isolation.shadow import shadow_of
-from hexa_fx.isolation.size import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes.block_analysis import BlockAnalysis, StructureCache
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -47,7 +46,6 @@ from hexa_fx.runtime.call_kinds import RefusedKind
 from hexa_fx.runtime.forward import PUT_ON, Analyst, HexaForward
 from hexa_fx.runtime.install import install, installed_forward, is_installed, uninstall
 from hexa_fx.runtime.sampled_check import SampledCheck
-from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.source_kernels import request_kernels_of_sources
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
@@ -111,7 +109,7 @@ def at_first_call(
     """
     part, beside = replace(model, path=path), None
     try:
-        with undisturbed(), collections_are_cheap(), compiled_as_python():
+        with undisturbed(), compiled_as_python():
             # here, since the parameters of a shadow may want gradients, too
             if is_elsewhere(module):
                 let_go(module)
@@ -219,7 +217,6 @@ def _install_all(model: nn.Module, found: ModelAnalysis, config: HexaConfig, par
         installed[waiting].around = around
     for forward in installed.values() if config.check_every else ():
         forward.sampled = SampledCheck(config.check_every, config.strict)
-    request_kernels_of_steps(model, found.unusual_examples)
     report = with_compute(found.report, said, _never_small(forms))
     blocks = (*report.found, *(BlockReport(waiting, "waiting") for waiting in found.waiting))
     report = with_forwards(replace(report, found=blocks, later=part.later), installed, model)

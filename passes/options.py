@@ -22,9 +22,10 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.outcome import observe
 from hexa_fx.ops import fp8_weights, moe_ffn_fp8
-from hexa_fx.ops.fallback import reindex_any, takes_grouped_mm
 from hexa_fx.ops.moe_ffn import backward_on
 from hexa_fx.ops.moe_ffn_autograd import LAYERS, LayerFunction
+from hexa_fx.ops.products import takes_grouped_mm
+from hexa_fx.ops.reindex import reindex_any
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward
 from hexa_fx.runtime.guards import GuardMiss

@@ -71,7 +71,7 @@ def test_a_model_takes_the_walk():
     )
     ran = trace(lambda: made.append(hexa_fx.optimize(*models.factory(), hexa_fx.HexaConfig(verify=False))))
     assert_in_order([step for step in walk[:called] if step[0] != "passes/verify/__init__.py"], ran)
-    program._made.cache_clear()
+    program.programs.cache_clear()
     with torch.no_grad():
         assert_in_order(walk[called:], trace(lambda: made[0](torch.randn(40, 500, 8))))
 

@@ -29,7 +29,7 @@ from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import MODULE_STATE, REGISTRIES, getattr_of, getattr_plain, is_object, lookup
 from hexa_fx.isolation.module_tree import modules_of
-from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, is_users, logs, module_name
+from hexa_fx.isolation.purity import ATTRIBUTE, DATA, HOOK, LOOK_UP, asking_frame, is_users, logs, module_name
 from hexa_fx.isolation.read_values import (
     IsA,
     Keys,
@@ -44,7 +44,6 @@ _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_in
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _CHANGED = {**dict.fromkeys(_HOOKS, HOOK), SETS_DATA: DATA, "requires_grad_": ATTRIBUTE}
 """What is done to a tensor, and no condition."""
-_PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
@@ -63,15 +62,12 @@ _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod, functool
 
 
 class PythonReads:
-    """What one run reads.
-
-    Args:
-        block: the module that will run.
-        recorder: of the run.
-    """
+    """What one run of a block reads, as its recorder and the classes of what it comes to tell."""
 
     def __init__(self, block: nn.Module, recorder: Recorder) -> None:
-        self._block, self._recorder = block, recorder
+        self._block, self.recorder = block, recorder
+        recorder.told = self
+        self.before_call: Callable[[str, Any, Any], None]
         self.edges = ReadEdges(block)
         self._met: dict[int, Any] = {}
         self.settings = Settings(recorder.scopes)
@@ -86,7 +82,7 @@ class PythonReads:
     @property
     def _scope(self) -> str:
         """Path of the module whose code runs."""
-        return self._recorder.scopes[-1]
+        return self.recorder.scopes[-1]
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -176,7 +172,9 @@ class PythonReads:
             return
         noting = self._noting(cls.__getattribute__)
         noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
-        methods = {"__getattribute__": noting, **({} if issubclass(cls, nn.Module) else self.objects.noting(cls))}
+        methods: dict[str, Any] = {"__getattribute__": noting}
+        if not issubclass(cls, nn.Module):
+            methods["__setattr__"] = self.objects.noting(cls)
         self._patched[cls] = {name: vars(cls).get(name) for name in methods}
         for name, method in methods.items():
             type.__setattr__(cls, name, method)
@@ -250,18 +248,23 @@ class PythonReads:
         edge = Edge(module, registry, names, names)
         self.edges.of(module).setdefault(registry, edge).scopes.add(self._scope)
 
-    # -- what is asked of tensors -------------------------------------------------------------------------------------
+    # -- what the recorder tells --------------------------------------------------------------------------------------
+
+    def leave(self, scope: str) -> None:
+        """As the code of a module hands over to another's."""
+        self.objects.leave(scope)
+
+    def note_write(self, parameter: torch.Tensor) -> None:
+        """Notes that code writes to a parameter, as of the module whose code does."""
+        name = next(name for name, tensor in self.recorder.parameters.items() if tensor is parameter)
+        self.ran.changed[name, self._scope] = user_location()
 
     def asked(self, tensor: Any, attribute: str) -> None:
         """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and module_name(frame.f_globals).startswith(_PASSED_THROUGH):
-            frame = frame.f_back
-        if (
-            frame is None
-            or attribute not in _OF_GRADIENTS | _CHANGED.keys()
-            or not is_users(module_name(frame.f_globals))
-        ):
+        if attribute not in _OF_GRADIENTS | _CHANGED.keys():
+            return
+        frame = asking_frame(("hexa_fx.", "torch._tensor.", "torch.overrides."))
+        if frame is None or not is_users(module_name(frame.f_globals)):
             return
         if attribute in _CHANGED:
             self._note_done(tensor, attribute)
@@ -283,8 +286,8 @@ class PythonReads:
 
         They are never on inside an `autograd.Function`. There it asks what holds outside, which is noted once the function is over.
         """
-        if self._recorder.functions_running:
-            self._recorder.functions_running[-1].update(scopes)
+        if self.recorder.functions_running:
+            self.recorder.functions_running[-1].update(scopes)
             return
         self.ran.asks["gradient"] |= scopes
         for scope in scopes:

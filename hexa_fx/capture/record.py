@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,20 +13,20 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_any, tree_leaves
 
-from hexa_fx.capture.calls import user_location, why_not_recorded
+from hexa_fx.capture.calls import why_not_recorded
 from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import scripts_as_python, visible_host
-from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, StoredValue, stored_values
+from hexa_fx.capture.kept import UNKNOWN, ChangedInPlace, stored_values
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.ran_code import RanCode
 from hexa_fx.capture.recorder import Recorder
-from hexa_fx.capture.records import Listeners, NodeRecord, reached, record_of
+from hexa_fx.capture.records import NodeRecord, reached, record_of
 from hexa_fx.capture.symint import wrap
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import ModuleAttribute
 from hexa_fx.isolation.contents import Contents, Holder
-from hexa_fx.isolation.lookup import is_object, number_at, put_number, step, tensors_in
+from hexa_fx.isolation.lookup import is_object, number_at, put_number, tensors_in
 from hexa_fx.isolation.module_state import ModuleSnapshot, restored
 from hexa_fx.isolation.module_tree import inside, kept_tensors, tensors_by_name
 from hexa_fx.isolation.size import is_out_of_memory, of_one_number
@@ -132,8 +130,7 @@ def capture(
     ``no_grad`` shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them
     alone: adding zero would leave no trace. Code that fails under these conditions is run again without them.
 
-    Raises:
-        CaptureError: the block does not run on these inputs; the message quotes its error.
+    Raises `CaptureError`, which quotes the block's own error, if it does not run on these inputs.
     """
     for conditions in _CONDITIONS:
         try:
@@ -162,16 +159,21 @@ def _capture(
     bound = _bind_arguments(block, args, kwargs)
     with (
         _as_capture_error(path or type(block).__name__),
-        _trial(block, replacements, as_it_is, gradients and not as_it_is) as (recorder, snapshot, replaced),
-        _readers(block, recorder) as reads,
+        _trial(block, replacements, as_it_is, gradients and not as_it_is) as (reads, snapshot, replaced),
     ):
+        recorder = reads.recorder
         with reads.noted():
             _ask_for_numbers(block, recorder, replacements.numbers)
             result, arguments, given = _run(block, recorder, reads.ran, kept, bound, replacements.arguments)
-        recorder.told.leave("")
+        reads.leave("")
         dtypes = {name: tensor.dtype for name, tensor in tensors_by_name(block).items()}
         output = recorder.lift_result(result)
-        stored = _stored(block, snapshot, recorder, reads)
+        # lists and dicts, then attributes of modules and objects: an attribute may be the list itself
+        stored = (
+            *reads.objects.added(reads.edges, reads.ran, recorder),
+            *stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold),
+            *reads.objects.stored(reads.edges, reads.settings, recorder),
+        )
         kept_before = {*map(id, tree_leaves(list(snapshot.values()))), *map(id, reads.edges.tensors())}
         changed = [*reads.objects.changed(reads.edges)]
         changed += [ChangedInPlace(holder.label, frozenset({""})) for holder, _ in given.changed()]
@@ -203,36 +205,12 @@ def _capture(
     )
 
 
-def _note_write(recorder: Recorder, ran: RanCode, parameter: torch.Tensor) -> None:
-    """Notes that code writes to a parameter, as of the module whose code does."""
-    name = next(name for name, tensor in recorder.parameters.items() if tensor is parameter)
-    ran.changed[name, recorder.scopes[-1]] = user_location()
-
-
-@contextmanager
-def _readers(block: nn.Module, recorder: Recorder) -> Iterator[PythonReads]:
-    """A context in which it is noted what the code comes to, at whose end lists, objects and parameters are as they were."""
-    reads = PythonReads(block, recorder)
-    note_write = functools.partial(_note_write, recorder, reads.ran)
-    with reads.objects.restored(), parameters_restored(block, note_write) as before_call:
-        recorder.told = Listeners(reads.objects.leave, reads.asked, reads.asked_gradients, before_call)
-        yield reads
-
-
-def _stored(
-    block: nn.Module, snapshot: ModuleSnapshot, recorder: Recorder, reads: PythonReads
-) -> tuple[StoredValue, ...]:
-    """What was put into lists and dicts, then what was set on modules and in objects: an attribute may be the list itself."""
-    of_modules = [*stored_values(block, snapshot, reads.settings, recorder, reads.edges.hold)]
-    of_objects = [*reads.objects.stored(reads.edges, reads.settings, recorder)]
-    return *reads.objects.added(reads.edges, reads.ran, recorder), *of_modules, *of_objects
-
-
 @contextmanager
 def _trial(
     block: nn.Module, replacements: Replacements, as_it_is: bool, gradients: bool
-) -> Iterator[tuple[Recorder, ModuleSnapshot, dict[str, torch.Tensor]]]:
-    """A context for one run. Gives its recorder, what the modules held before, and what stands in for parameters."""
+) -> Iterator[tuple[PythonReads, ModuleSnapshot, dict[str, torch.Tensor]]]:
+    """A context for one run, at whose end all is as it was. Gives the reader of what the code comes to, which the recorder tells,
+    what the modules held before, and what stands in for parameters."""
     parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
     parameters |= {**dict(block.named_buffers(remove_duplicate=False)), **kept_tensors(block)}
     found = {name: number_at(block, name) for name in replacements.numbers}
@@ -252,8 +230,10 @@ def _trial(
             idle=replacements.idle,
             counts_loops=replacements.counts_loops,
         )
+        reads = PythonReads(block, recorder)
         try:
-            yield recorder, snapshot, replaced
+            with reads.objects.restored(), parameters_restored(block, reads.note_write) as reads.before_call:
+                yield reads, snapshot, replaced
         finally:
             put_back(((tensor, recorder.constants[name]) for name, tensor in recorder.met.items()), recorder.written)
 
@@ -286,19 +266,11 @@ def _ask_for_numbers(block: nn.Module, recorder: Recorder, names: Collection[str
     for name in sorted(names):
         path, _, _ = name.rpartition(".")
         tensor = recorder.parameters[name]
-        read = (recorder.lift(tensor), *_past_attributes(block, name))
-        number = recorder.add("call_function", guards.item, read, {}, tensor.item())
+        number = recorder.add("call_function", guards.item, (recorder.lift(tensor),), {}, tensor.item())
         recorder.scopes.append(path)
         recorder.asked[name] = wrap(tensor.item(), number, recorder)
         put_number(block, name, recorder.asked[name])
         recorder.scopes.pop()
-
-
-def _past_attributes(block: nn.Module, name: str) -> tuple[str, ...]:
-    """The steps of a dotted name from the first dict on."""
-    steps = name.split(".")
-    on_way = itertools.accumulate(steps, step, initial=block)
-    return tuple(steps[next((n for n, holder in enumerate(on_way) if isinstance(holder, dict)), len(steps)) :])
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}
@@ -333,10 +305,7 @@ def _run(
     bound: inspect.BoundArguments,
     replaced: Mapping[str, torch.Tensor],
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
-    """Calls the block's forward with copies of the tensors.
-
-    Returns the result, the named arguments, and what lists, dicts and objects among these contained.
-    """
+    """The result of a call with copies of tensors, the named arguments, and what lists, dicts and objects among them contained."""
     named: list[tuple[str, Any]] = []
     holders: list[Holder] = []
 

@@ -45,8 +45,8 @@ from hexa_fx.capture.calls import (
     written_tensor,
 )
 from hexa_fx.capture.ran_code import untold
-from hexa_fx.capture.records import Listeners, MemoryNumbers, ModuleCall, NodeRecord, memory_of, record_of
-from hexa_fx.capture.symint import SYMBOLIC, Pieces, SymbolicSize, noted_text, plain, wrap
+from hexa_fx.capture.records import Listener, ModuleCall, NodeRecord, memory_of, record_of
+from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, noted_text, plain, wrap
 from hexa_fx.contexts import items_set
 from hexa_fx.isolation.lookup import MISSING, attributes, fields_of, tensors_in
 from hexa_fx.isolation.trial_modes import end_after
@@ -70,7 +70,7 @@ class Recorder(TorchFunctionMode):
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)  # results of calls, by number of their node
     idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
     counts_loops: bool = False  # whether the run holds for as many rows as loops go over
-    told: Listeners = field(default_factory=Listeners)
+    told: Listener = field(init=False)
     functions_running: list[set[str]] = field(default_factory=list)
     """What is told of each `autograd.Function` that runs once it is over, outermost first."""
 
@@ -85,10 +85,15 @@ class Recorder(TorchFunctionMode):
         self.written: dict[int, tuple[torch.fx.Node, int]] = {}  # by storage: the last write, the id of its tensor
         members_last = sorted(self.parameters.items(), key=lambda item: any(map(str.isdigit, item[0].split("."))))
         self._parameter_name = {id(tensor): name for name, tensor in members_last}  # of two, that of a list's member
-        self._memory = MemoryNumbers(self.parameters.values())
+        self._lasting = frozenset(map(memory_of, self.parameters.values()))
+        # Memory of others goes by numbers: a weight that is moved later, as packed ones are, may come to lie where a recorded value
+        # lay that is gone by then, and by its address that would be a part of it.
+        self._memory_numbers: dict[int, int] = {}
         self._cast_on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
-        self.pieces = Pieces(self)
+        self._pieces: dict[
+            int, tuple[Any, torch.fx.Node]
+        ] = {}  # lists and tuples that calls gave, by id, and their nodes
         self.met: dict[str, torch.Tensor] = {}  # for every constant, the tensor it was read from
         self.asked: dict[str, Any] = {}  # what stands for numbers that every call asks modules for, by dotted name
 
@@ -99,7 +104,9 @@ class Recorder(TorchFunctionMode):
         end_after(self.count)
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs)
-        storage = self._memory.of(value) if isinstance(value, torch.Tensor) else None
+        storage = memory_of(value) if isinstance(value, torch.Tensor) else None
+        if storage is not None and storage not in self._lasting:
+            storage = self._memory_numbers.setdefault(storage, -1 - len(self._memory_numbers))
         gradient = torch.is_grad_enabled() or not self.sees_gradients or bool(self.functions_running)
         off = next((device for device in self._cast_on if not torch.is_autocast_enabled(device)), "")
         at = self.scopes[-1], user_location()
@@ -137,7 +144,7 @@ class Recorder(TorchFunctionMode):
             return value
         check_readable(value)
         detached = value.detach()
-        return detached if memory_of(value) in self._memory.lasting else detached.clone()
+        return detached if memory_of(value) in self._lasting else detached.clone()
 
     def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> torch.fx.Node:
         self._node_of[id(tensor)] = node
@@ -209,7 +216,7 @@ class Recorder(TorchFunctionMode):
             self._bind(result, node)
             return result
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            return self.pieces.note(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
+            return self._note_pieces(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
         return result
 
     def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
@@ -221,17 +228,37 @@ class Recorder(TorchFunctionMode):
         """The result of ``item()`` or ``tolist()`` as symbolic numbers."""
         if isinstance(value, list):
             items = (self.add("call_function", operator.getitem, (node, i), {}, item) for i, item in enumerate(value))
-            return self.pieces.note([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
+            return self._note_pieces([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
         return value if isinstance(value, (bool, complex)) else wrap(value, node, self)
+
+    def _note_pieces(self, pieces: Any, node: torch.fx.Node) -> Any:
+        self._pieces[id(pieces)] = pieces, node
+        return pieces
+
+    def giver_of(self, pieces: Any) -> torch.fx.Node | None:
+        """The call that gave a list or tuple; None if none did, or it was added to since."""
+        known, node = self._pieces.get(id(pieces), ((), None))
+        return node if node is not None and known is pieces and len(known) == len(record_of(node).value) else None
+
+    def length_of(self, pieces: Any) -> Any:
+        """Of such a list or tuple, a symbolic number: a size that code may decide on. The plain one of others."""
+        node = self.giver_of(pieces)
+        if node is None:
+            return len(pieces)
+        if node.target == "tolist":
+            size = self.add("call_method", "size", (node.args[0], 0), {}, len(pieces))
+        else:
+            size = self.record_call(len, (node,), len(pieces))
+        return wrap(len(pieces), size, self)
 
     def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:  # of a call that was made elsewhere
         self._wrap_result(result, self.add("call_function", function, lifted_args, {}, result))
 
-    def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def record_leaf(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
         with DisableTorchFunction():
-            lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
-            result = function(*as_plain(tuple(args)), **as_plain(kwargs))
+            lifted_args, lifted_kwargs = self.lift(args), self.lift(kwargs)
+            result = function(*as_plain(args), **as_plain(kwargs))
             return self._wrap_result(result, self.add("call_function", function, lifted_args, lifted_kwargs, result))
 
     # -- the mode ------------------------------------------------------------------------------------------------------
@@ -244,13 +271,13 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
-        if exchanges(name, args) and memory_of(args[0]) not in self._memory.lasting:
+        if exchanges(name, args) and memory_of(args[0]) not in self._lasting:
             with torch.no_grad():  # the same numbers, by a write that shows
                 return self._call(torch.Tensor.copy_, "copy_", args, {}, args, {})
         if is_bookkeeping(name, plain_args, plain_kwargs):
             self._ask(plain_args[0] if plain_args else None, name)
             result = func(*plain_args, **plain_kwargs)
-            if name == SETS_GRADIENT and memory_of(args[0]) not in self._memory.lasting:
+            if name == SETS_GRADIENT and memory_of(args[0]) not in self._lasting:
                 self._bind(args[0], self.add("call_method", name, self.lift(args), self.lift(kwargs), args[0]))
             return result
         if name in SYMBOLIC_FUNCTIONS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -22,26 +22,6 @@ def memory_of(tensor: torch.Tensor) -> int:
     """Identity of the memory behind a tensor. Empty tensors have none, so a negative id tells them apart."""
     pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
     return pointer or -id(tensor)
-
-
-class MemoryNumbers:
-    """Tells the memory of a run's values apart, also once the run is over and their addresses are given to other tensors.
-
-    Weights that move between two runs, as packed ones do, may come to lie where a recorded value lay. By its address that value
-    would then be a part of them.
-
-    Args:
-        lasting: parameters and buffers. Their memory goes by its address.
-    """
-
-    def __init__(self, lasting: Iterable[torch.Tensor]) -> None:
-        self.lasting = frozenset(map(memory_of, lasting))
-        self._numbers: dict[int, int] = {}
-
-    def of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's memory. What was numbered before has to be held meanwhile."""
-        memory = memory_of(tensor)
-        return memory if memory in self.lasting else self._numbers.setdefault(memory, -1 - len(self._numbers))
 
 
 def number_of_new(value: torch.Tensor) -> int:
@@ -131,19 +111,17 @@ class ModuleCall:
         return isinstance(self.function, OpOverload)
 
 
-def _nobody(*said: Any) -> None:
-    """Whom a recorder tells that was given no one to tell."""
-
-
-@dataclass
-class Listeners:
+class Listener(Protocol):
     """Whom a recorder tells what no node says."""
 
-    leave: Callable[[str], None] = _nobody
-    """That the code of a module, by its path, hands over to another's."""
-    asked: Callable[[Any, str], None] = _nobody
-    """What else than numbers is asked of a tensor; (None, "") for a call of torch."""
-    asked_gradients: Callable[[set[str]], None] = _nobody
-    """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
-    before_call: Callable[[str, Any, Any], None] = _nobody
-    """Of every call, by name and arguments."""
+    def leave(self, scope: str) -> None:
+        """That the code of a module, by its path, hands over to another's."""
+
+    def asked(self, tensor: Any, attribute: str) -> None:
+        """What else than numbers is asked of a tensor; of None for a call of torch."""
+
+    def asked_gradients(self, scopes: set[str]) -> None:
+        """Once an `autograd.Function` is over, the modules whose code asked in it whether values have gradients."""
+
+    def before_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """Of every call."""

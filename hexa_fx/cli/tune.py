@@ -32,7 +32,7 @@ def tune(
     """Measure which tiles are fastest on this machine's GPU, for layers of known models, and keep the table."""
     import torch
 
-    from hexa_fx.cuda.tune import add_table, table_path
+    from hexa_fx.cuda.product import add_table, table_path
 
     if not torch.cuda.is_available():
         raise InputError("no GPU is here; run it on the machine whose tiles are wanted")
@@ -74,7 +74,7 @@ def _measure(models: list[str], tokens: list[int], dtype: str, again: bool) -> i
     from hexa_fx.cli.model_layers import MODELS
     from hexa_fx.cli.tune_layers import run_layer, sizes_of
     from hexa_fx.codegen.tuned import TunedTable
-    from hexa_fx.cuda.tune import table_path
+    from hexa_fx.cuda.product import table_path
 
     if dtype not in _DTYPES:
         raise InputError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")

@@ -1,34 +1,29 @@
-"""A kernel family: one template, the checks of the specs it accepts, and how its kernels are launched.
+"""A kernel family: one template, the specs that it accepts, and how its kernels are launched.
 
-How a kernel is added
-    1. The algorithm: a plain header in the folder of its role, ``templates/include/hexa_fx/ROLE/NAME.cuh``. No host
-       code, no ``<cuda_runtime.h>``, nothing that NVRTC cannot compile. Kernels' argument structs live there too.
-    2. The entry: ``templates/NAME.cu.j2``. It includes the header, states the types and tiles and defines
-       ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
-       (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``
-       (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false). The macro of ``entry.j2`` writes its
-       end where a class ``Kernel`` works in dynamic shared memory.
-    3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``_MODULES``.
-    4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
-       ``handle.launch(device_index, grid, (packed,), stream)``. Several blobs are several kernel
-       parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
-
-`args` names the fields of the argument struct, in its order and as it names them. Emit
-``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template; a test compares the fields.
+docs/writing_a_kernel_template.md says how one is added: a module ``family_NAME.py``, listed in ``_MODULES``. `args` names the
+fields of the argument struct, in its order and as it names them; the template compares the size, and a test the fields.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from struct import Struct
 from typing import Any, NamedTuple
 
-from hexa_fx.codegen.cutlass import SharedMemPerCC
+from hexa_fx.codegen.cutlass import DataType, SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
+
+FLOATS = (DataType.bf16, DataType.f16, DataType.f32, DataType.f64)
+HALVES = FLOATS[:2]
+FLOAT_NAMES = tuple(dtype.name for dtype in FLOATS)
+PAIRS = ("swiglu_oai", "swiglu_limited")
+"""Activations that are functions of gate and up."""
+ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu", "sigmoid", "tanh", *PAIRS)
+"""Names that templates/include/hexa_fx/epilogue/activations.cuh knows: those of hexa_fx.ops.activations."""
 
 
 class Field(NamedTuple):
@@ -128,7 +123,11 @@ class Family:
         args: layout of the (last) by-value argument struct.
         shape: KernelSpec -> LaunchShape.
         values: KernelSpec -> what else the template sees.
-        check: KernelSpec -> reasons why it cannot be generated; empty when it can.
+        takes: what fields and options of a spec may be; those that are not named may be anything. Without ``out``, results have the
+            operands' type, or that of the accumulators where they are added.
+        adds: operators whose results may be added to what is there.
+        adds_narrow: to what has the operands' type, too.
+        check: KernelSpec -> other reasons why it cannot be generated; empty when it can.
         arch_specific: needs the ``a`` target (wgmma, setmaxnreg), sm_90a, and runs on no other compute capability.
     """
 
@@ -137,6 +136,9 @@ class Family:
     args: Args
     shape: Callable[[KernelSpec], LaunchShape]
     values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
+    takes: Mapping[str, Collection[object]] = field(default_factory=dict)
+    adds: tuple[str, ...] = ()
+    adds_narrow: bool = False
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
     min_arch: int = 80
     arch_specific: bool = False
@@ -188,6 +190,30 @@ def _common(family: Family, spec: KernelSpec) -> Iterable[str]:
         yield f"family {family.name} serves {', '.join(family.ops)}, not {spec.op}"
     if reason := family.why_not_on(spec.arch):
         yield reason
+    for name, values in family.takes.items():
+        value = spec.option(name, getattr(spec, name, 0))
+        if value not in values:
+            yield f"{name} is {_said(value)}; expected {_choices(values)}"
+    if spec.activation not in ACTIVATIONS:
+        yield f"activation {spec.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+    if spec.activation in PAIRS and spec.glu == "none":
+        yield f"{spec.activation} is a function of gate and up, so glu cannot be none"
+    if spec.accumulate and spec.op not in family.adds:
+        yield f"{spec.op} adds to nothing"
+    stored = spec.dtype if not spec.accumulate or (family.adds_narrow and not spec.adds_floats) else spec.wide
+    if "out" not in family.takes and spec.out is not stored:
+        yield f"{spec.dtype.name} -> {spec.out.name}; results have the operands' type, sums of launches {spec.wide.name}"
+
+
+def _said(value: object) -> str:
+    return str(getattr(value, "name", value))
+
+
+def _choices(values: Collection[object]) -> str:
+    if isinstance(values, range):
+        return f"{values[0]} to {values[-1]}"
+    *most, last = map(_said, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import FLOATS, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, bookkeeping_bytes, cluster_of, expert_tables, whole_kib
-from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
 FAMILY = "block_gemm_sm90"
@@ -21,8 +20,14 @@ PART = 128
 SCALES = Args("P a_scale, w_scale, h_scale, act_scale, p_scale, q_scale; i p_scale_ld, q_scale_ld")
 """hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
 
-_ADDED_TO = (DataType.bf16, DataType.f16, DataType.f32)
-_OUT = (*_ADDED_TO, DataType.u8)
+_TAKES = {"dtype": (DataType.e4m3,), "out": (*FLOATS[:3], DataType.u8, DataType.e4m3), "aligned": (True,)}
+_TAKES |= {
+    "bm": (TILE_M,),
+    "bn": (TILE_N,),
+    "bk": (TILE_K,),
+    "layout": ("nk",),
+    "glu": ("none", "concat"),
+}  # gate before up
 
 
 def block_shape(spec: KernelSpec) -> SimpleNamespace:
@@ -63,28 +68,16 @@ def _shape(spec: KernelSpec) -> LaunchShape:
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype is not DataType.e4m3:
-        yield f"{spec.dtype.name} operands; these kernels multiply e4m3"
-    if spec.out not in (_ADDED_TO if spec.accumulate else (*_OUT, spec.dtype)):
-        yield f"results of {spec.out.name}; expected bf16, f16, f32 or bytes, and no bytes where they are added"
+    if spec.accumulate and spec.out not in FLOATS:
+        yield f"results of {spec.out.name} are added; expected bf16, f16 or f32"
     if (spec.op == "esmm_act") != (spec.out is spec.dtype):
         yield f"{spec.op} -> {spec.out.name}: activations leave quantised, all else does not"
     if spec.out is DataType.u8 and spec.op != "esmm":
         yield f"{spec.op} -> bytes; rows that are only summed leave so, of esmm"
-    if spec.accumulate and spec.op != "estmm":
-        yield f"{spec.op} adds to nothing; estmm does"
-    if (spec.bm, spec.bn, spec.bk) != (TILE_M, TILE_N, TILE_K):
-        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected {TILE_M}x{TILE_N}x{TILE_K}"
     if spec.op == "estmm" and cluster_of(spec) > 1:
         yield "both warpgroups of one block share a weight tile, so no clusters"
     if spec.op == "estmm" and spec.gather:
         yield "weight gradients read rows that are turned round already"
-    if spec.glu not in ("none", "concat") or spec.layout != "nk":
-        yield f"{spec.glu} gate and up of a weight {spec.layout}; quantised weights are (E, N, K), gate before up"
-    if spec.op == "esmm_act":
-        yield from check_activation(spec)
-    if not spec.aligned:
-        yield "the copy engine needs 16-byte aligned addresses and strides"
 
 
 FAMILIES = (
@@ -94,6 +87,8 @@ FAMILIES = (
         args=Args(f"{ARGS.text}; {SCALES.text}"),
         shape=_shape,
         values=lambda spec: {"shape": block_shape(spec)},
+        takes=_TAKES,
+        adds=("estmm",),
         check=_check,
         min_arch=90,
         arch_specific=True,

@@ -7,13 +7,11 @@ launch may begin while the one before still runs (option ``dependent``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import FLOAT_NAMES, HALVES, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import FAST_MEMORY
-from hexa_fx.codegen.family_rows import FLOATS, ID_NAMES, check_activation
+from hexa_fx.codegen.family_rows import ID_NAMES
 from hexa_fx.codegen.spec import KernelSpec
 
 GEMM, DOWN, COMBINE = "decode_gemm", "decode_down", "decode_combine"
@@ -198,34 +196,8 @@ def _blocks(spec: KernelSpec) -> dict[str, object]:
     return {"blocks": 2 if int(spec.option("rows")) <= _MOST_ROWS_OF_TWO else 1}
 
 
-def _check_combine(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in (DataType.bf16, DataType.f16):
-        yield f"element type {spec.dtype.name}; expected bf16 or f16"
-    if spec.option("id") not in ID_NAMES:
-        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_NAMES)}"
-    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
-        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
-
-
-def _check_gemm(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_combine(spec)
-    yield from check_activation(spec)
-    if not spec.aligned or spec.accumulate:
-        yield "weights and rows lie at multiples of 16 bytes, and results are stored"
-    if spec.option("rows") not in ROWS or spec.option("warps_m") not in (1, 2, 4, 8) or spec.stages < 2:
-        yield f"tile of {spec.option('rows')} rows, {spec.option('warps_m')} warps, {spec.stages} stages"
-    if spec.option("experts") not in EXPERTS or spec.option("slots") not in (*SLOTS, *SUMMED_SLOTS):
-        yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
-
-
-def _check_down(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_combine(spec)
-    if not spec.aligned or spec.layout != "nk" or spec.option("tiles") not in (1, 2) or spec.stages < 2:
-        yield f"{spec.option('tiles')} tiles, {spec.stages} stages, layout {spec.layout}"
-    if spec.option("experts") not in EXPERTS or spec.option("slots") not in SUMMED_SLOTS:
-        yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
-
-
+_TAKES = {"dtype": HALVES, "id": ID_NAMES, "weights": FLOAT_NAMES, "aligned": (True,)}
+_PIPELINE = {"stages": range(2, _MOST_STAGES + 1), "experts": EXPERTS}
 _ARGS = Args(
     "P x, w, w2, bias, bias2, d, ids, weights; q x_stride, w_line, w_expert; i slots, n, k, experts; 3I top_k; "
     "i together, columns; 2f act_params"
@@ -238,7 +210,7 @@ FAMILIES = (
         args=_ARGS,
         shape=_shape,
         values=_blocks,
-        check=_check_gemm,
+        takes={**_TAKES, **_PIPELINE, "rows": ROWS, "warps_m": (1, 2, 4, 8), "slots": (*SLOTS, *SUMMED_SLOTS)},
     ),
     Family(
         name=DOWN,
@@ -246,13 +218,13 @@ FAMILIES = (
         args=_ARGS,
         shape=_down_shape,
         values=lambda spec: {"blocks": 1},
-        check=_check_down,
+        takes={**_TAKES, **_PIPELINE, "layout": ("nk",), "tiles": (1, 2), "slots": SUMMED_SLOTS},
     ),
     Family(
         name=COMBINE,
         ops=("combine",),
         args=Args("P y, weights, ids, out; i width, top_k, experts, parts"),
         shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec), overlaps=True),
-        check=_check_combine,
+        takes=_TAKES,
     ),
 )

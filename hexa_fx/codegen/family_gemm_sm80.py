@@ -7,12 +7,11 @@ projection. Its ``layout`` is the weight's in dX = dY W^T; with option ``transpo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType, MathOperation
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
-from hexa_fx.codegen.family_rows import FLOATS, check_accumulate, check_activation
+from hexa_fx.codegen.family import FLOATS, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 
 
@@ -28,6 +27,13 @@ class TileSm80:
     warps_n: int
 
 
+def math_of(spec: KernelSpec) -> str:
+    """``tensor``, ``fast_f32`` (3xTF32) or ``simt``."""
+    if spec.option("simt"):
+        return "simt"
+    return "fast_f32" if spec.math == MathOperation.multiply_add_fast_f32 else "tensor"
+
+
 def row_bucket(rows: int, experts: int) -> int:
     """log2 of the rows an expert gets on average, rounded up; 0 for one row or none. The only thing tiles know of T."""
     return ((rows - 1) // (experts or 1)).bit_length() if rows > 1 else 0
@@ -40,7 +46,7 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
         op: ``esmm``, ``estmm`` or ``esfk``.
         arch: compute capability, 80 for 8.0.
         dtype: element type.
-        math: ``tensor``, ``fast_f32`` (3xTF32) or ``simt``.
+        math: as `math_of` says it.
         bucket: `row_bucket` of the launch; the height of tiles whose rows are an expert's.
         columns: columns of the result.
     """
@@ -112,16 +118,9 @@ def _operand_bytes(spec: KernelSpec, extent: int, along_k: bool) -> int:
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in FLOATS:
-        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
-        return
-    yield from check_accumulate(spec, "estmm")
     yield from _check_math(spec)
     yield from _check_tile(spec)
     yield from _check_registers(spec)
-    yield from check_activation(spec)
-    if spec.schedule != KernelScheduleType.Multistage:
-        yield f"schedule {spec.schedule.name}; expected Multistage"
     if spec.op == "estmm" and (spec.activation != "none" or spec.glu != "none" or spec.bias):
         yield "estmm has no epilogue"
 
@@ -137,9 +136,6 @@ def _check_math(spec: KernelSpec) -> Iterable[str]:
 
 def _check_tile(spec: KernelSpec) -> Iterable[str]:
     warps_m, warps_n = _warps(spec)
-    if warps_m not in (1, 2, 4, 8) or warps_n not in (1, 2, 4, 8) or not 2 <= spec.stages <= 8:
-        yield f"{warps_m}x{warps_n} warps, {spec.stages} stages; expected powers of two up to 8, and 2 to 8 stages"
-        return
     m, n = (8 * warps_m, 4 * warps_n) if spec.option("simt") else (16 * warps_m, 16 * warps_n)
     if spec.bm % m or spec.bn % n or not spec.bm or not spec.bn:
         yield f"tile {spec.bm}x{spec.bn} is not a multiple of the warps' {m}x{n}"
@@ -183,12 +179,18 @@ GEMM = Args(
     "i rows, m, n, k, experts; 3I top_k; 2f act_params"
 )
 
+_WARPS = (1, 2, 4, 8)
+_TAKES: dict[str, Collection[object]] = {"dtype": FLOATS, "schedule": (KernelScheduleType.Multistage,)}
+_TAKES |= {"warps_m": _WARPS, "warps_n": _WARPS, "stages": range(2, 9)}
+
 FAMILIES = (
     Family(
         name="gemm_sm80",
         ops=("esmm", "estmm"),
         args=GEMM,
         shape=_shape,
+        takes=_TAKES,
+        adds=("estmm",),
         check=_check,
     ),
     Family(
@@ -196,6 +198,8 @@ FAMILIES = (
         ops=("esfk",),
         args=Args(f"{GEMM.within('rows')}; {GEMM.within('weight')}; P db"),
         shape=_fused_shape,
+        takes=_TAKES,
+        adds=("esfk",),
         check=_fused_check,
     ),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import HALVES, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 
 
@@ -322,20 +322,8 @@ def wgmma_parts(rows: int) -> tuple[int, ...]:
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
-    if spec.schedule not in SCHEDULES:
-        yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
-    stored = (spec.dtype, spec.wide) if spec.accumulate else (spec.dtype,)
-    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out not in stored:
-        yield (
-            f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type, or adds "
-            "to that or to f32"
-        )
-    if spec.accumulate and spec.op in ROW_OPS:
-        yield f"{spec.op} adds to nothing; estmm and esfk do"
     if spec.op not in ROW_OPS and spec.option("low_rank"):
         yield f"{spec.op} has no second product; row products have"
-    if not spec.aligned:
-        yield "the copy engine needs 16-byte aligned addresses and strides"
     if _swapped(spec):
         yield from _check_swapped(spec)
         return
@@ -386,6 +374,9 @@ FAMILIES = (
         args=ARGS,
         shape=_shape,
         values=lambda spec: {"shape": gemm_shape(spec)},
+        takes={"dtype": HALVES, "schedule": SCHEDULES, "aligned": (True,)},
+        adds=("estmm", "esfk"),
+        adds_narrow=True,
         check=_check,
         min_arch=90,
         arch_specific=True,

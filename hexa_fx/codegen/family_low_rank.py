@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import FLOATS, HALVES, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.family_gemm_sm90 import expert_tables, whole_kib
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.formats.format import ceil_div
@@ -113,13 +112,9 @@ def _values(spec: KernelSpec) -> dict[str, object]:
 
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.op == PARTS:
-        if spec.dtype not in (DataType.bf16, DataType.f16, DataType.f32):
-            yield f"parts are added up in float32, for no result of {spec.dtype.name}"
         return
-    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not spec.dtype:
-        yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type"
-    if not spec.aligned:
-        yield "rows are read by 16 bytes"
+    if spec.dtype not in HALVES:
+        yield f"{spec.dtype.name}: wgmma here multiplies bf16 and f16"
     rank, steps = int(spec.option("rank")), int(spec.option("steps"))
     if rank not in RANKS or steps < 1:
         yield f"{steps} steps of rank {rank}; expected one or more, and one of {RANKS}"
@@ -141,6 +136,7 @@ FAMILIES = (
         args=ARGS,
         shape=_shape,
         values=_values,
+        takes={"dtype": FLOATS[:3], "aligned": (True,)},
         check=_check,
         min_arch=90,
         arch_specific=True,

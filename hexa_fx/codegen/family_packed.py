@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
-from hexa_fx.codegen.family_rows import check_activation
+from hexa_fx.codegen.family import HALVES, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.formats.format import ceil_div
 
@@ -125,20 +124,11 @@ def _shape(spec: KernelSpec) -> LaunchShape:
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in (DataType.bf16, DataType.f16):
-        yield f"element type {spec.dtype.name}; expected bf16 or f16"
-    yield from check_activation(spec)
-    if spec.layout != "nk" or not spec.aligned or spec.accumulate:
-        yield "packed weights are (E, N, K), lie at multiples of 16 bytes, and their results are stored"
-    if spec.option("scale") not in SCALES:
-        yield f"scales are {spec.option('scale')}; expected one of {', '.join(SCALES)}"
     if spec.option("scale") == "e8m0" and spec.dtype == DataType.f16:
         yield "f16 does not hold every power of two that E8M0 does"
     block = int(spec.option("block"))
     if block < 32 or block & (block - 1):
         yield f"blocks of {block} values; expected a power of two, 32 or more"
-    if spec.option("element") not in ELEMENTS or int(spec.option("scale_rows")) < 1:
-        yield f"elements are {spec.option('element')}; expected one of {', '.join(ELEMENTS)}, some lines of which share scales"
     if spec.option("on_sums") and block < 64:
         yield f"blocks of {block} values cannot be scaled in sums"
     warps_m, warps_k, steps = (int(spec.option(name)) for name in ("warps_m", "warps_k", "steps"))
@@ -156,6 +146,7 @@ FAMILIES = (
             "i rows, n, k, experts; 3I top_k; 2f act_params; 8I values"
         ),
         shape=_shape,
+        takes={"dtype": HALVES, "layout": ("nk",), "aligned": (True,), "scale": SCALES, "element": ELEMENTS},
         check=_check,
     ),
 )

@@ -10,14 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.family import Args, Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family import FLOAT_NAMES, FLOATS, Args, Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
-
-FLOATS = (DataType.bf16, DataType.f16, DataType.f32, DataType.f64)
-PAIRS = ("swiglu_oai", "swiglu_limited")
-"""Activations that are functions of gate and up."""
-ACTIVATIONS = ("none", "relu", "relu2", "gelu", "gelu_tanh", "silu", "quick_gelu", "sigmoid", "tanh", *PAIRS)
-"""Names that templates/include/hexa_fx/epilogue/activations.cuh knows: those of hexa_fx.ops.activations."""
 
 UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
 """Values of combine's option ``top_k`` whose loads are all in flight at once; any other k is 0, a loop."""
@@ -27,58 +21,11 @@ TRANSPOSE_SIDE = 64
 """Rows and columns of a matrix that a block of scaled_transpose takes."""
 
 
-def _check_types(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in FLOATS:
-        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
-    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
-        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
-
-
-def check_accumulate(spec: KernelSpec, op: str) -> Iterable[str]:
-    """Reasons why the result of `spec` cannot be added to what is there; `op` is the operator that can."""
-    if spec.accumulate and spec.op != op:
-        yield f"{spec.op} adds to nothing"
-    if spec.out is not (spec.wide if spec.accumulate else spec.dtype):
-        yield f"{spec.dtype.name} -> {spec.out.name}; results have the operands' type, sums of launches {spec.wide.name}"
-
-
-def check_combine(spec: KernelSpec) -> Iterable[str]:
-    """Reasons why a sum of tokens' rows cannot be generated."""
-    yield from _check_types(spec)
-    if spec.option("top_k") not in (0, *UNROLLED_TOP_K):
-        yield f"top_k {spec.option('top_k')} is not unrolled; use 0"
-    if spec.option("threads") not in COMBINE_THREADS:
-        yield f"{spec.option('threads')} threads; expected one of {COMBINE_THREADS}"
-
-
 def _check_ess(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_types(spec)
-    yield from check_accumulate(spec, "ess_finish")
     if spec.bm < 8:
         yield f"segments of {spec.bm} rows; expected 8 or more"
     if spec.scale and not spec.gather:
         yield "a scale is by slot, so rows must be gathered by v"
-
-
-def check_activation(spec: KernelSpec) -> Iterable[str]:
-    """Reasons why the activation of `spec` cannot be generated."""
-    if spec.activation not in ACTIVATIONS:
-        yield f"activation {spec.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-    if spec.activation in PAIRS and spec.glu == "none":
-        yield f"{spec.activation} is a function of gate and up, so glu cannot be none"
-
-
-def _check_activate(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_types(spec)
-    yield from check_activation(spec)
-    if spec.option("warps_per_row") not in (1, 2, 4):
-        yield f"{spec.option('warps_per_row')} warps a row; expected 1, 2 or 4"
-
-
-def _check_transpose(spec: KernelSpec) -> Iterable[str]:
-    for dtype in (spec.dtype, spec.out):
-        if dtype not in FLOATS:
-            yield f"element type {dtype.name}; expected bf16, f16, f32 or f64"
 
 
 def _transpose_shape(spec: KernelSpec) -> LaunchShape:
@@ -93,14 +40,6 @@ ID_NAMES = ("long long", "int", "short", "signed char", "unsigned char")
 def _reindex_shape(spec: KernelSpec) -> LaunchShape:
     warps, bins = int(spec.option("warps")), int(spec.option("experts")) + 1
     return LaunchShape(threads=32 * warps, shared_bytes=4 * bins * (warps + 2))
-
-
-def _check_reindex(spec: KernelSpec) -> Iterable[str]:
-    if spec.option("id") not in ID_NAMES:
-        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_NAMES)}"
-    warps = int(spec.option("warps"))
-    if not 1 <= warps <= 32:
-        yield f"{warps} warps a block; expected 1 to 32"
 
 
 def reindex_warps(experts: int, arch: int) -> int:
@@ -147,16 +86,8 @@ def _combine_shape(spec: KernelSpec) -> LaunchShape:
     return LaunchShape(threads=threads, shared_bytes=2 * max(int(spec.option("top_k")), 1) * threads * 16)
 
 
-def _check_quantize(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in (DataType.bf16, DataType.f16, DataType.f32):
-        yield f"element type {spec.dtype.name}; expected bf16, f16 or f32"
-
-
-def _check_activate_fp8(spec: KernelSpec) -> Iterable[str]:
-    yield from check_activation(spec)
-    if spec.glu not in ("none", "concat"):
-        yield f"h holds {spec.glu} gate and up; a quantised one holds gate before up"
-
+_TYPES = {"dtype": FLOATS, "weights": FLOAT_NAMES}
+_COMBINES = {**_TYPES, "top_k": (0, *UNROLLED_TOP_K), "threads": COMBINE_THREADS}
 
 FAMILIES = (
     Family(
@@ -164,7 +95,7 @@ FAMILIES = (
         ops=("combine",),
         args=Args("P y, weights, inv, routed, out; q y_stride, out_stride; i width, top_k"),
         shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
-        check=check_combine,
+        takes=_COMBINES,
         min_arch=70,
     ),
     Family(
@@ -172,6 +103,8 @@ FAMILIES = (
         ops=("ess_partial", "ess_finish"),
         args=Args("P g, v, offs, scale, partial, out; q g_stride; i experts, width, top_k, pad"),
         shape=lambda spec: LaunchShape(threads=256),
+        takes=_TYPES,
+        adds=("ess_finish",),
         check=_check_ess,
         min_arch=70,
     ),
@@ -180,7 +113,7 @@ FAMILIES = (
         ops=("activate", "activate_backward"),
         args=Args("P h, da, weights, v, routed, a, dh, dweights; q h_stride, da_stride; i rows, width; 2f act"),
         shape=lambda spec: LaunchShape(threads=128),
-        check=_check_activate,
+        takes={**_TYPES, "warps_per_row": (1, 2, 4)},
         min_arch=70,
     ),
     Family(
@@ -188,7 +121,7 @@ FAMILIES = (
         ops=("scaled_transpose",),
         args=Args("P x, out; q rows, columns; d scale; i column_tiles"),
         shape=_transpose_shape,
-        check=_check_transpose,
+        takes={"dtype": FLOATS, "out": FLOATS},
         min_arch=70,
     ),
     Family(
@@ -196,7 +129,7 @@ FAMILIES = (
         ops=("reindex_count", "reindex_place"),
         args=Args("P ids, counts, v, inv, offs; i n, experts, chunk, pad"),
         shape=_reindex_shape,
-        check=_check_reindex,
+        takes={"id": ID_NAMES, "warps": range(1, 33)},
         min_arch=70,
     ),
     Family(
@@ -208,7 +141,7 @@ FAMILIES = (
         ),
         shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _BLOCKS else 0),
         values=lambda spec: {"function": _FUNCTIONS[spec.op], "blocks": _BLOCKS.get(spec.op, 1)},
-        check=_check_quantize,
+        takes={"dtype": FLOATS[:3]},
         min_arch=89,
     ),
     Family(
@@ -218,7 +151,7 @@ FAMILIES = (
             "P da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; i experts, columns; 2f act_params"
         ),
         shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=_activate_bytes(spec)),
-        check=_check_activate_fp8,
+        takes={"glu": ("none", "concat")},  # a quantised h holds gate before up
         min_arch=89,
     ),
     Family(
@@ -227,6 +160,6 @@ FAMILIES = (
         args=Args("P y, scales, weights, inv, routed, out; i width, padded, top_k, tokens"),
         shape=_combine_shape,
         values=lambda spec: {"blocks": combining_blocks(spec)},
-        check=check_combine,
+        takes=_COMBINES,
     ),
 )

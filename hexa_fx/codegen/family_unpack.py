@@ -5,12 +5,11 @@ It reads formats, which import torch: processes that build other kernels do with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from hexa_fx.codegen.family import Args, Family, LaunchShape
-from hexa_fx.codegen.family_rows import FLOATS
+from hexa_fx.codegen.family import FLOATS, Args, Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.blocks import Blocks
@@ -33,13 +32,6 @@ def _unpack_values(spec: KernelSpec) -> Mapping[str, object]:
     return {"element": element, "high_first": False, "scale": "tile", "rows": rows, "columns": columns or 0}
 
 
-def _check_unpack(spec: KernelSpec) -> Iterable[str]:
-    if spec.dtype not in FLOATS:
-        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
-    if spec.option("format") not in FORMATS:
-        yield f"format {spec.option('format')!r}; expected one of {', '.join(FORMATS)}"
-
-
 FAMILIES = (
     Family(
         name=UNPACK,
@@ -47,7 +39,7 @@ FAMILIES = (
         args=Args("P packed, scale, nested, offset, map, out; i values, columns, scales, nests, blocks; 16f code"),
         shape=lambda spec: LaunchShape(threads=256, shared_bytes=64),
         values=_unpack_values,
-        check=_check_unpack,
+        takes={"dtype": FLOATS, "format": FORMATS},
         min_arch=70,
     ),
 )

@@ -18,8 +18,7 @@ from hexa_fx.cuda.fallback import falls_back_for_good, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import Operand, Planning
-from hexa_fx.cuda.product import AnyTile, GemmKey, ProductKey, built_tile, chosen_tile, fixed_tile
-from hexa_fx.cuda.tune import autotuning, tune
+from hexa_fx.cuda.product import AnyTile, ProductKey, autotuning, built_tile, chosen_tile, fixed_tile, tune
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
@@ -195,21 +194,20 @@ def _first(name: Any, function: Callable[..., Any], args: Sequence[Any], given: 
     if given[1] is not None or not autotuning() or is_fixed():
         return plan
     for key in keys:
-        if not (isinstance(key, GemmKey) and key.added_to) and _measured(name, function, args, key):
+        if not key.kernel.accumulate and _measured(name, function, args, key):
             return _first(name, function, args, given)
     return plan
 
 
 def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key: ProductKey) -> bool:
     """Whether the tiles of a product of a call were measured now."""
-    tiles = [asdict(tile) for tile in key.candidates()]
-    device = args[0].device.index
+    tiles, tile_of = [asdict(tile) for tile in key.tiles.candidates(key)], key.tiles.kind
     best = tune(
         key.problem(),
-        device,
+        args[0].device.index,
         tiles,
-        lambda tile: key.spec(key.tile(tile)),
-        lambda tile: _run(name, function, args, (key, key.tile(tile))),
+        lambda tile: key.spec(tile_of(**tile)),
+        lambda tile: _run(name, function, args, (key, tile_of(**tile))),
     )
     return best is not None
 

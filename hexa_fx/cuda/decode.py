@@ -7,32 +7,13 @@ that. All but the first launch begin while the one before still runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_decode import (
-    COMBINE,
-    COMBINE_THREADS,
-    DOWN,
-    EXPERTS,
-    GEMM,
-    LONG_LINES,
-    MOST_SHORT_BUCKET,
-    ROWS,
-    SLOTS,
-    SUMMED_SLOTS,
-    DecodeTile,
-    DownTile,
-    candidates,
-    choose_summed,
-    choose_tile,
-    room,
-    slots_of,
-    very_few,
-)
+from hexa_fx.codegen import family_decode as family
 from hexa_fx.codegen.family_gemm_sm80 import row_bucket
 from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.spec import KernelSpec, Option
@@ -42,9 +23,9 @@ from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, constants_of, contiguous
 from hexa_fx.cuda.places import listed, parts_of, places_of
 from hexa_fx.cuda.planning import launch, planning_of
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.formats.format import ceil_div
-from hexa_fx.ir import Glu, Layout
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of, flip
@@ -52,75 +33,54 @@ from hexa_fx.ops.table import Esmm, EsmmAct
 from hexa_fx.ops.table_layers import MoeFfn
 
 
-class DecodeKey(NamedTuple):
-    """A `hexa_fx.cuda.product.ProductKey` of decode_gemm and decode_down.
+@dataclass(frozen=True)
+class DecodeTiles(Tiles):
+    """Of decode_gemm and decode_down. There is one for each product that is planned (`few_tokens`).
 
     Args:
-        experts, slots: that tables have to hold.
-        inner, columns: K, and columns of the weight.
-        ids: C++ type of routing ids.
+        slots: that tables have to hold.
         first: of a layer's launches. The next one may begin early.
-        weights: type of the weights of slots, where rows are summed.
         summed: columns that a block gives of all tokens, which it sums; 0 where rows are not summed.
         beside: a block of the second product has a place beside one of this product on each multiprocessor.
-        listed: experts' matrices lie apart (`hexa_fx.cuda.places`).
     """
 
-    card: Card
-    dtype: torch.dtype
-    bucket: int
-    experts: int
     slots: int
-    inner: int
-    columns: int
-    layout: Layout
-    ids: str
-    first: bool
-    activation: str
-    glu: Glu
-    bias: bool
-    weights: str = "f32"
+    first: bool = False
     summed: int = 0
     beside: bool = False
-    listed: bool = False
 
-    def problem(self) -> Problem:
-        op = "combine" if self.summed else "esmm"
-        return Problem(GEMM, op, DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
+    @staticmethod
+    def kind(**fields: Any) -> family.DecodeTile | family.DownTile:
+        return family.DownTile(**fields) if "tiles" in fields else family.DecodeTile(**fields)
 
-    def tile(self, fields: Any) -> Any:
-        return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
-
-    def rule(self) -> DecodeTile | DownTile:
-        """The tile that nobody measured. There is one, or the product is not planned (`hexa_fx.cuda.decode`)."""
-        sizes = (self.card.arch, self.bucket, self.experts, self.slots)
+    def rule(self, key: ProductKey) -> family.DecodeTile | family.DownTile:
+        sizes = (key.card.arch, key.bucket, key.experts, self.slots)
         if self.summed:
-            summed = choose_summed(self.card.name, *sizes, self.summed, self.inner)
+            summed = family.choose_summed(key.card.name, *sizes, self.summed, key.inner)
             assert summed is not None, "asked before"
             return summed
-        found = choose_tile(*sizes, self.layout == "nk")
+        found = family.choose_tile(*sizes, key.kernel.layout == "nk")
         assert found is not None, "asked before"
-        return replace(found, blocks=1) if self.beside and found.rows == ROWS[0] else found
+        return replace(found, blocks=1) if self.beside and found.rows == family.ROWS[0] else found
 
-    def candidates(self) -> list[DecodeTile]:
-        return candidates()
+    def candidates(self, key: ProductKey) -> list[family.DecodeTile]:
+        return family.candidates()
 
-    def at(self, bucket: int) -> DecodeKey:
-        return self._replace(bucket=bucket)
+    def measured_as(self, key: ProductKey, problem: Problem) -> Problem:
+        return replace(problem, op="combine" if self.summed else problem.op, gather=self.first)
 
-    def spec(self, tile: DecodeTile | DownTile) -> KernelSpec:
-        down = isinstance(tile, DownTile)
-        family, op = (DOWN, "combine") if down else (GEMM, "esmm")
-        spec = KernelSpec(family, op, self.card.arch, DTYPES[self.dtype], stages=tile.stages, layout=self.layout)
-        spec = replace(spec, bias=self.bias)
-        spec = spec.with_options(experts=room(EXPERTS, self.experts), id=self.ids, weights=self.weights)
-        spec = spec.with_options(listed=True) if self.listed else spec
-        if isinstance(tile, DownTile):
-            return spec.with_options(tiles=tile.tiles, dependent=True, slots=room(SUMMED_SLOTS, self.slots))
-        spec = replace(spec, activation=self.activation, glu=self.glu)
+    def complete(self, key: ProductKey, tile: family.DecodeTile | family.DownTile) -> KernelSpec:
+        spec = replace(key.kernel, stages=tile.stages)
+        if isinstance(tile, family.DownTile):
+            spec = replace(spec, family=family.DOWN, op="combine")
+            return spec.with_options(
+                tiles=tile.tiles, dependent=True, slots=family.room(family.SUMMED_SLOTS, self.slots)
+            )
         summed, dependent = self.summed > 0, tile.dependent and not self.first
         shape: dict[str, Option] = {"rows": tile.rows, "warps_m": tile.warps_m, "dependent": dependent}
-        return spec.with_options(**shape, slots=slots_of(tile, self.slots, summed), first=self.first, summed=summed)
+        return spec.with_options(
+            **shape, slots=family.slots_of(tile, self.slots, summed), first=self.first, summed=summed
+        )
 
 
 MOST_TOKENS = 256
@@ -162,7 +122,7 @@ def few_tokens(o: MoeFfn) -> Tensor | None:
     if not (_takes(card, first, slots) and _takes(card, second, slots)) or ids.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
-    if not columns and not very_few(slots.rows, slots.experts):
+    if not columns and not family.very_few(slots.rows, slots.experts):
         return None
     second = second._replace(x=_up(first, slots, columns > 0))
     if columns:
@@ -173,8 +133,8 @@ def few_tokens(o: MoeFfn) -> Tensor | None:
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
     """Whether a call has so few tokens that its layer only streams weights, and these launches are wanted for it on the card."""
     tokens, top_k = top_k_index.shape
-    few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
-    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_SHORT_BUCKET
+    few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= family.SLOTS[-1] and 0 < experts <= family.EXPERTS[-1]
+    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= family.MOST_SHORT_BUCKET
     return fits and are_wanted()
 
 
@@ -202,7 +162,7 @@ def _takes(card: Card, o: EsmmAct, slots: DecodeSlots) -> bool:
         return False  # halves of a tile are of one matrix each
     both = o.w3 is None or (o.b1 is None) == (o.b3 is None)
     pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w1.shape[1:], o.inner))
-    tile = choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
+    tile = family.choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
     return alike and both and pieces and tile is not None
 
 
@@ -215,36 +175,27 @@ def _summed_columns(card: Card, o: EsmmAct, slots: DecodeSlots) -> int:
     if o.layout != "nk":
         return 0
     columns = ceil_div(n, 8 * card.multiprocessors) * 8
-    tile = choose_summed(card.name, card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
+    tile = family.choose_summed(card.name, card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
     return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
 
 
 def _up(o: EsmmAct, slots: DecodeSlots, summed: bool) -> Tensor:
     """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
     d = o.x.new_empty((slots.rows, o.inner))
-    key = _key(o, slots)._replace(first=True, beside=summed and o.inner >= LONG_LINES)
-    _product(key, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
+    tiles = DecodeTiles(slots.rows, first=True, beside=summed and o.inner >= family.LONG_LINES)
+    _product(tiles, o._replace(top_k=slots.ids.shape[1]), slots, d, units=1 if summed else UNITS)
     return d
 
 
 def _down(o: EsmmAct, slots: DecodeSlots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
     """(n, D) by slot; summed, if blocks give so many columns of all tokens: (T, D)."""
     d = o.x.new_empty((slots.ids.shape[0] if summed else slots.rows, o.inner))
-    weights = contiguous(weights)
-    name = "f32" if weights is None else DTYPES[weights.dtype].name
-    _product(_key(o, slots)._replace(summed=summed, weights=name), o, slots, d, weights)
+    _product(DecodeTiles(slots.rows, summed=summed), o, slots, d, contiguous(weights))
     return d
 
 
-def _key(o: EsmmAct, slots: DecodeSlots) -> DecodeKey:
-    sizes = (slots.bucket, slots.experts, slots.rows, columns_of(o.w1, flip(o.layout)), columns_of(o.w1, o.layout))
-    ids, card, has_bias = ID_TYPES[slots.ids.dtype], planning_of(o.x).card, o.b1 is not None
-    key = DecodeKey(card, o.x.dtype, *sizes, o.layout, ids, False, o.activation, o.glu, has_bias)
-    return key._replace(listed=bool(listed(o.w1)))
-
-
 def _product(
-    key: DecodeKey, o: EsmmAct, slots: DecodeSlots, d: Tensor, weights: Tensor | None = None, units: int = UNITS
+    tiles: DecodeTiles, o: EsmmAct, slots: DecodeSlots, d: Tensor, weights: Tensor | None = None, units: int = UNITS
 ) -> None:
     """Launches one product.
 
@@ -254,20 +205,27 @@ def _product(
         weights: of slots, where their rows are summed.
         units: of work that a multiprocessor has for each of its blocks, at least.
     """
-    planning, n = planning_of(o.x), o.inner
-    tile: DecodeTile | DownTile = planning.tile_of(key)
+    planning, n, inner, experts = planning_of(o.x), o.inner, columns_of(o.w1, flip(o.layout)), slots.experts
+    static: dict[str, Any] = {"activation": o.activation, "glu": o.glu, "bias": o.b1 is not None}
+    spec = KernelSpec(family.GEMM, "esmm", planning.card.arch, DTYPES[o.x.dtype], layout=o.layout, **static)
+    name = "f32" if weights is None else DTYPES[weights.dtype].name
+    types = {"id": ID_TYPES[slots.ids.dtype], "weights": name, **dict(listed(o.w1))}
+    spec = spec.with_options(experts=family.room(family.EXPERTS, experts), **types)
+    rows = experts << slots.bucket  # which is all that tiles go by
+    key = ProductKey(tiles, spec, planning.card, rows, experts, inner, columns_of(o.w1, o.layout))
+    tile: family.DecodeTile | family.DownTile = planning.tile_of(key)
     spec = key.spec(tile)
     by_expert, by_line, _ = o.w1.stride()
     pointers = {"x": o.x, "w": o.w1, "w2": o.w3, "bias": contiguous(o.b1), "bias2": contiguous(o.b3), "d": d}
     pointers |= {"ids": slots.ids, "weights": weights}
     strides = {"x_stride": o.x.stride()[0], "w_line": by_line, "w_expert": by_expert}
-    sizes = {"slots": slots.rows, "n": n, "k": key.inner, "experts": slots.experts, "top_k": divisor(o.top_k)}
-    sizes |= {"together": slots.ids.shape[1] if key.summed else 1, "columns": key.summed}
+    sizes = {"slots": slots.rows, "n": n, "k": inner, "experts": experts, "top_k": divisor(o.top_k)}
+    sizes |= {"together": slots.ids.shape[1] if tiles.summed else 1, "columns": tiles.summed}
     places = planning.card.multiprocessors
-    if key.summed or isinstance(tile, DownTile):
-        blocks = ceil_div(n, key.summed)
+    if tiles.summed or isinstance(tile, family.DownTile):
+        blocks = ceil_div(n, tiles.summed)
     else:
-        most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
+        most = min(slots.rows, slots.rows // tile.rows + experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
     constants = constants_of(o.activation, o.params)
     launch(o.x, spec, (blocks, 1, 1), *places_of(o.w1, o.w3), **pointers, **strides, **sizes, act_params=constants)
@@ -276,9 +234,9 @@ def _product(
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:
     """(T, D): rows by slot, times their weights, added up in the order of slots."""
     width, weights, (tokens, top_k) = y.shape[1], contiguous(top_k_weights), slots.ids.shape
-    parts = ceil_div(width, 8 * COMBINE_THREADS)
+    parts = ceil_div(width, 8 * family.COMBINE_THREADS)
     out = y.new_empty((tokens, width))
-    spec = rows_spec(COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
+    spec = rows_spec(family.COMBINE, "combine", y, weights, id=ID_TYPES[slots.ids.dtype], dependent=True)
     fields = {"y": y, "weights": weights, "ids": slots.ids, "out": out}
     sizes = {"width": width, "top_k": top_k, "experts": slots.experts, "parts": parts}
     launch(y, spec, (tokens * parts, 1, 1), **fields, **sizes)

@@ -29,20 +29,7 @@ from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.formats.quantized_weight import QuantizedWeight
-from hexa_fx.ops.table_fp8 import (
-    CombineFp8,
-    EsmmActBackwardFp8,
-    EsmmActFp8,
-    EsmmFp8,
-    EssFp8,
-    EstmmFp8,
-    GroupRowsFp8,
-    MoeFfnFp8Forward,
-    QuantizeColumnsFp8,
-    QuantizeRowsFp8,
-    QuantizeWeightFp8,
-    glu_of,
-)
+from hexa_fx.ops import table_fp8 as table
 from hexa_fx.ops.table_layers import parameters
 
 _CHUNK = 8
@@ -59,8 +46,7 @@ TILES_A_BLOCK = 4
 
 
 @cuda_kernel("quantize_rows_fp8")
-def quantize_rows_fp8(o: QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8."""
+def quantize_rows_fp8(o: table.QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
     x, (q, s) = dense_rows(o.x), o.results()
     grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), _sizes(x, by_line=x.stride()[0])
     op, fit = "quantize_rows_binary" if o.binary else "quantize_rows", _fits(x)
@@ -69,7 +55,7 @@ def quantize_rows_fp8(o: QuantizeRowsFp8) -> tuple[Tensor, Tensor]:
 
 
 @cuda_kernel("quantize_columns_fp8")
-def quantize_columns_fp8(o: QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
+def quantize_columns_fp8(o: table.QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
     """A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
     read the same rows, of which these columns stay in L2 meanwhile.
     """
@@ -80,8 +66,8 @@ def quantize_columns_fp8(o: QuantizeColumnsFp8) -> tuple[Tensor, Tensor]:
 
 
 @cuda_kernel("group_rows_fp8")
-def group_rows_fp8(o: GroupRowsFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. As `quantize_columns_fp8`, of half the bytes."""
+def group_rows_fp8(o: table.GroupRowsFp8) -> tuple[Tensor, Tensor]:
+    """As `quantize_columns_fp8`, of half the bytes."""
     x, xs, (q, s) = o.x.contiguous(), o.xs.contiguous(), o.results()
     grid, sizes = _tiles(s), _sizes(x, x.shape[1], o.offs.shape[0] - 1, o.top_k)
     _quantize("group_rows", s, grid, {"x": x, "x3": xs, "v": o.v, "offs": o.offs, "q": q, "s": s}, sizes)
@@ -122,8 +108,8 @@ class _Matrices(NamedTuple):
 
 
 @cuda_kernel("quantize_weight_fp8")
-def quantize_weight_fp8(o: QuantizeWeightFp8) -> None:
-    """See hexa_fx.ops.table_fp8. Both orientations from one read, in the one that the weight lies in."""
+def quantize_weight_fp8(o: table.QuantizeWeightFp8) -> None:
+    """Both orientations from one read, in the one that the weight lies in."""
     w, w3 = o.w, o.w3
     if not w.numel():
         return
@@ -159,8 +145,8 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 
 
 @cuda_kernel("combine_fp8")
-def combine_fp8(o: CombineFp8) -> Tensor:
-    """See hexa_fx.ops.table_fp8. A block for each token, of many as many as the card holds at a time."""
+def combine_fp8(o: table.CombineFp8) -> Tensor:
+    """A block for each token, of many as many as the card holds at a time."""
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
     pointers = {"y": o.y, "scales": o.ys, "weights": weights, "inv": o.inv, "routed": o.offs[-1:], "out": out}
@@ -172,8 +158,8 @@ def combine_fp8(o: CombineFp8) -> Tensor:
 
 
 @cuda_kernel("ess_fp8")
-def ess_fp8(o: EssFp8) -> Tensor:
-    """See hexa_fx.ops.table_fp8. A warp has a column of an expert."""
+def ess_fp8(o: table.EssFp8) -> Tensor:
+    """A warp has a column of an expert."""
     y, g, gs, offs = o.results(), o.g.contiguous(), o.gs.contiguous(), o.offs
     experts, width = y.shape
     sizes = {"by_column": 1, "columns": width, "experts": experts, "top_k": 1}
@@ -196,13 +182,13 @@ class Results(NamedTuple):
 
 
 @product
-def activation_gradient(o: EsmmActBackwardFp8, into: Results) -> None:
+def activation_gradient(o: table.EsmmActBackwardFp8, into: Results) -> None:
     """One launch: every group of 128 rows of an expert x 128 columns is read once.
 
     Of the operands dy is the gradient of a, (n, I') in bfloat16, and routing weights are float32 by slot.
     """
     da, (n, width), experts = o.dy, o.dy.shape, o.offs.shape[0] - 1
-    static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
+    static: dict[str, Any] = {"activation": o.activation, "glu": table.glu_of(o.gated)}
     spec = KernelSpec(ACTIVATE, "activate_backward", _converting(da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
     given = {"da": da, "h": o.h, "hs": o.hs, "weights": o.top_k_weights, "v": o.v, "offs": o.offs, **into._asdict()}
@@ -258,7 +244,7 @@ def cluster_of(rows: int, experts: int) -> int:
     return 2 if rows > CLUSTER_ROWS * experts else 1
 
 
-def why_not(o: MoeFfnFp8Forward) -> str:
+def why_not(o: table.MoeFfnFp8Forward) -> str:
     """Why these kernels cannot take a call of ``hexa::moe_ffn_fp8``; empty if they can."""
     odd = next((size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16), 0)
     rows = f"rows of {odd} numbers; kernels write them in whole 16 bytes" if odd else ""
@@ -273,7 +259,7 @@ longer for a layer in FP8; replays of a CUDA graph take none.
 """
 
 
-def is_few(o: MoeFfnFp8Forward, captured: bool) -> bool:
+def is_few(o: table.MoeFfnFp8Forward, captured: bool) -> bool:
     """Whether a call of ``hexa::moe_ffn_fp8`` without gradients is faster in the dtype of its tokens.
 
     Packed weights are read in as many bytes either way, which takes as long with up to a row an expert. Of others FP8 saves half of
@@ -303,8 +289,8 @@ def _no_products(card: Card, experts: int) -> str:
 
 
 @cuda_kernel("esmm_act_fp8")
-def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. One launch: the epilogue quantises."""
+def esmm_act_fp8(o: table.EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One launch: the epilogue quantises."""
     h, hs, a, a_scales = results = o.results()
     out, scales = (h, hs) if o.keep_h else (None, None)
     _rows(o, out, scales, (a, a_scales))
@@ -312,10 +298,10 @@ def esmm_act_fp8(o: EsmmActFp8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @cuda_kernel("esmm_fp8")
-def esmm_fp8(o: EsmmFp8) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.table_fp8. One launch."""
+def esmm_fp8(o: table.EsmmFp8) -> tuple[Tensor, Tensor]:
+    """One launch."""
     y, ys = o.results()
-    _rows(o.to(EsmmActFp8, top_k=1, **_PLAIN), y, ys)
+    _rows(o.to(table.EsmmActFp8, top_k=1, **_PLAIN), y, ys)
     return y, ys
 
 
@@ -323,7 +309,7 @@ _PLAIN = {"activation": "none", "gated": False, "params": ()}
 
 
 def _rows(
-    o: EsmmActFp8, out: Tensor | None, scales: Tensor | None, activated: tuple[Tensor, Tensor] | None = None
+    o: table.EsmmActFp8, out: Tensor | None, scales: Tensor | None, activated: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """One launch of a row product: to ``out`` if it is wanted, with the scales of results in bytes, and what is ``activated``."""
     act, act_scales = activated or (None, None)
@@ -333,7 +319,7 @@ def _rows(
     if not n:
         return
     gather = o.v is not None
-    fields = {"activation": o.activation, "glu": glu_of(o.gated), "bias": o.bias is not None, "gather": gather}
+    fields = {"activation": o.activation, "glu": table.glu_of(o.gated), "bias": o.bias is not None, "gather": gather}
     if act is None:
         kernel = _kernel(o.x, o.w, n, "esmm", DTYPES[result.dtype], fields)
     else:
@@ -353,14 +339,14 @@ def _rows(
 
 
 @cuda_kernel("esmm_act_backward_fp8")
-def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
+def esmm_act_backward_fp8(o: table.EsmmActBackwardFp8) -> tuple[Tensor, ...]:
     """Two launches: da is written as bf16, whose rounding is finer than e4m3's by five bits, since an epilogue
     that turned a tile round would keep the tensor cores waiting for as long as they multiply.
     """
     results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
     if n and any(o.needs):
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _rows(o.to(EsmmActFp8, x=o.dy, xs=o.dys, **_PLAIN), da, None)
+        _rows(o.to(table.EsmmActFp8, x=o.dy, xs=o.dys, **_PLAIN), da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
         if o.needs[-1]:
             planning_of(da).run(Tensor.zero_, results[-1])
@@ -370,8 +356,8 @@ def esmm_act_backward_fp8(o: EsmmActBackwardFp8) -> tuple[Tensor, ...]:
 
 
 @cuda_kernel("estmm_fp8")
-def estmm_fp8(o: EstmmFp8) -> None:
-    """See hexa_fx.ops.table_fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
+def estmm_fp8(o: table.EstmmFp8) -> None:
+    """One launch, and a second pass where the copy engine cannot write to ``out``."""
     out, held, (p, ps, q, qs) = o.out, o.out, (o.x, o.xs, o.g, o.gs)
     turned = out.stride()[2] != 1 and out.stride()[1] == 1
     if turned:

@@ -18,26 +18,21 @@ from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored, contiguous
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ir import Layout
-from hexa_fx.ops import library
-from hexa_fx.ops.esmm_packed import activated, composed, differentiated, summed
+from hexa_fx.ops import library, table
+from hexa_fx.ops.products import activated, composed, differentiated, summed
 from hexa_fx.ops.rows import accumulate_dtype, flip
-from hexa_fx.ops.table import (
-    ActivateBackward,
-    Esfk,
-    EsfkAdd,
-    Esmm,
-    EsmmAct,
-    EsmmActBackward,
-    Estmm,
-    EstmmAdd,
-    LowRankGradients,
-)
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 
 CUDA = library.Kernels("cuda")
 FAMILIES = (gemm_sm90, gemm_sm80)
 """Those of products with matrices. Each has functions of the names of `_KINDS`, and ``takes``, of an operator's record."""
-_KINDS = {Esmm: "esmm", EsmmAct: "esmm_act", EsmmActBackward: "esmm_act_backward", Estmm: "estmm", Esfk: "esfk"}
+_KINDS = {
+    table.Esmm: "esmm",
+    table.EsmmAct: "esmm_act",
+    table.EsmmActBackward: "esmm_act_backward",
+    table.Estmm: "estmm",
+    table.Esfk: "esfk",
+}
 
 
 def family_of(o: Any) -> ModuleType | None:
@@ -51,8 +46,7 @@ def _launched(family: ModuleType | None, o: Any, **into: Any) -> Any:
 
 
 @cuda_kernel("esmm")
-def esmm(o: Esmm) -> Tensor:
-    """See hexa_fx.ops.esmm."""
+def esmm(o: table.Esmm) -> Tensor:
     y = low_rank_sm90.esmm(o)
     if y is not None:
         return y
@@ -60,7 +54,7 @@ def esmm(o: Esmm) -> Tensor:
 
 
 @product
-def esmm_segment(o: Esmm, into: Segment) -> Tensor:
+def esmm_segment(o: table.Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
@@ -68,7 +62,7 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
 
 
 @product
-def fused_segment(o: Esmm | EsmmAct | EsmmActBackward, into: Segment) -> Tensor:
+def fused_segment(o: table.Esmm | table.EsmmAct | table.EsmmActBackward, into: Segment) -> Tensor:
     """A product with a second one, an activation or its gradient, of some experts.
 
     Raises:
@@ -81,44 +75,43 @@ def fused_segment(o: Esmm | EsmmAct | EsmmActBackward, into: Segment) -> Tensor:
 
 
 @cuda_kernel("esmm_act")
-def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.esmm."""
+def esmm_act(o: table.EsmmAct) -> tuple[Tensor, Tensor]:
     o = _both_biases(o)
     return _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward")
-def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
+def esmm_act_backward(o: table.EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch on Hopper, two elsewhere."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
     if family_of(o) is None:
-        return activate_backward(*o.to(ActivateBackward, da=gemm_sm80.esmm(o.to(Esmm, x=o.dy))))
+        return activate_backward(*o.to(table.ActivateBackward, da=gemm_sm80.esmm(o.to(table.Esmm, x=o.dy))))
     return _by_slot(o, *_launched(family_of(o), o))
 
 
 @cuda_kernel("esmm_low_rank")
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper, two and an addition elsewhere."""
+    """One launch on Hopper, two and an addition elsewhere."""
     o = _stored_alike(o)
     return summed(o, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(given: EsmmActLowRank) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
+    """One launch on Hopper."""
     o = _both_biases(given._replace(c=given.c.contiguous(), c3=contiguous(given.c3)))
     return activated(given, by=CUDA) if family_of(o) is None else _launched(family_of(o), o)  # type: ignore[no-any-return]
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esmm_packed. One launch on Hopper."""
+    """One launch on Hopper."""
     o = _stored_alike(o)
     return differentiated(o, by=CUDA) if family_of(o) is None else _by_slot(o, *_launched(family_of(o), o))
 
 
-First = TypeVar("First", bound=EsmmAct)
+First = TypeVar("First", bound=table.EsmmAct)
 Added = TypeVar("Added", EsmmLowRank, EsmmActBackwardLowRank)
 
 
@@ -130,8 +123,7 @@ def _stored_alike(o: Added) -> Added:
 
 
 @cuda_kernel("estmm")
-def estmm(o: Estmm) -> Tensor:
-    """See hexa_fx.ops.estmm."""
+def estmm(o: table.Estmm) -> Tensor:
     dw = low_rank_sm90.estmm(o)
     if dw is not None:
         return dw
@@ -139,8 +131,8 @@ def estmm(o: Estmm) -> Tensor:
 
 
 @cuda_kernel("esfk")
-def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
+def esfk(o: table.Esfk) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
     where dX wants lower tiles than dW.
     """
     family = family_of(o)
@@ -148,31 +140,31 @@ def esfk(o: Esfk) -> tuple[Tensor, Tensor, Tensor]:
         dx, dw, db = _launched(family, o)
         return dx, dw, o.g.new_empty((0,)) if db is None else db
     dx = _input_gradient(o)
-    dw = gemm_sm80.estmm(o.to(Estmm))
+    dw = gemm_sm80.estmm(o.to(table.Estmm))
     return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty((0,))
 
 
 @cuda_kernel("estmm_add")
-def estmm_add(o: EstmmAdd) -> None:
-    """See hexa_fx.ops.weight_gradients. The epilogue of the weight tiles adds."""
+def estmm_add(o: table.EstmmAdd) -> None:
+    """The epilogue of the weight tiles adds."""
     family = family_of(o)
     if not _adds(family, o.into):
-        planning_of(o.into).run(Tensor.add_, o.into, estmm(*o.to(Estmm)))
+        planning_of(o.into).run(Tensor.add_, o.into, estmm(*o.to(table.Estmm)))
         return
     held, layout = _held(o.into, o.layout, family)
-    _launched(family, o.to(Estmm, layout=layout), into=held)
+    _launched(family, o.to(table.Estmm, layout=layout), into=held)
     settle(o.into, held)
 
 
 @cuda_kernel("esfk_add")
-def esfk_add(given: EsfkAdd) -> Tensor:
-    """See hexa_fx.ops.weight_gradients. Launches as `esfk` does."""
-    into, into_bias, o = given.into, given.into_bias, given.to(Esfk, has_bias=given.into_bias is not None)
+def esfk_add(given: table.EsfkAdd) -> Tensor:
+    """Launches as `esfk` does."""
+    into, into_bias, o = given.into, given.into_bias, given.to(table.Esfk, has_bias=given.into_bias is not None)
     family = family_of(o)
     alike = into_bias is None or into_bias.dtype == into.dtype
     if family is None or not alike or not _adds(family, into):
         rows = _input_gradient(o)
-        estmm_add(*given.to(EstmmAdd))
+        estmm_add(*given.to(table.EstmmAdd))
         if into_bias is not None:
             ess_add(into_bias, o.g, None, o.offs, 1, None)
         return rows
@@ -186,10 +178,10 @@ def esfk_add(given: EsfkAdd) -> Tensor:
     return dx  # type: ignore[no-any-return]
 
 
-def _input_gradient(o: Esfk) -> Tensor:
+def _input_gradient(o: table.Esfk) -> Tensor:
     """The rows of dX, by a launch of their own."""
     weight, layout = as_stored(o.weight, flip(o.layout))
-    return gemm_sm80.esmm(Esmm(o.g, weight, None, None, o.offs, 1, layout))
+    return gemm_sm80.esmm(table.Esmm(o.g, weight, None, None, o.offs, 1, layout))
 
 
 def _adds(family: Any, into: Tensor) -> bool:
@@ -216,7 +208,7 @@ def _both_biases(o: First) -> First:
     return o._replace(b1=b1, b3=b3)
 
 
-def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _by_slot(o: table.EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The routing weights' gradients in their shape and type, or nothing if there are none."""
     gates = o.top_k_weights
     if gates is None:
@@ -225,6 +217,5 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
 
 
 @cuda_kernel("low_rank_gradients")
-def low_rank_gradients(o: LowRankGradients) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.low_rank_gradients."""
+def low_rank_gradients(o: table.LowRankGradients) -> tuple[Tensor, Tensor]:
     return low_rank_sm90.gradients(o) or composed(o, by=CUDA)

@@ -6,6 +6,7 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +14,11 @@ from torch import Tensor
 from hexa_fx.codegen import family_gemm_sm80
 from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.family_gemm_sm80 import GEMM, TileSm80, row_bucket
-from hexa_fx.codegen.spec import Option
+from hexa_fx.codegen.spec import KernelSpec, Option
+from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
-from hexa_fx.cuda.kernel import Kernel
+from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import (
     DTYPES,
     Into,
@@ -30,7 +32,7 @@ from hexa_fx.cuda.operands import (
 )
 from hexa_fx.cuda.places import listed, places_of
 from hexa_fx.cuda.planning import Piece, planning_of
-from hexa_fx.cuda.product import GemmKey, kernel_for
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
@@ -50,30 +52,30 @@ def takes(o: Any) -> bool:
     return isinstance(o, Esmm | EsmmAct | Estmm) and not isinstance(o, EsmmLowRank | EsmmActLowRank)
 
 
-class Sm80Key(GemmKey):
+class Sm80Tiles(Tiles):
     """Of gemm_sm80 and esfk_sm80."""
 
-    def measured_as(self) -> str:
-        return f"{super().measured_as()} {self.math}"
+    kind = TileSm80
 
-    def tile(self, fields: Any) -> TileSm80:
-        return TileSm80(**fields)
-
-    def rule(self) -> TileSm80:
+    def rule(self, key: ProductKey) -> TileSm80:
         # Of esfk both results have to be worth it.
-        columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
-        kind = self.card.family_arch, DTYPES[self.dtype], self.math
-        return family_gemm_sm80.choose_tile(self.op, *kind, self.bucket, columns)
+        op, columns = key.kernel.op, min(key.inner, key.columns) if key.kernel.op == "esfk" else key.columns
+        kind = key.card.family_arch, key.kernel.dtype, family_gemm_sm80.math_of(key.kernel)
+        return family_gemm_sm80.choose_tile(op, *kind, key.bucket, columns)
 
-    def candidates(self) -> Sequence[TileSm80]:
-        return family_gemm_sm80.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
+    def candidates(self, key: ProductKey) -> Sequence[TileSm80]:
+        spec = key.kernel
+        return family_gemm_sm80.candidates(spec.op, spec.dtype, family_gemm_sm80.math_of(spec), key.bucket)
 
-    def of_tile(self, tile: TileSm80) -> tuple[dict[str, Any], dict[str, Option]]:
-        exact = self.math == "fast_f32"
-        math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
-        simt: dict[str, Option] = {"simt": True} if self.math == "simt" else {}
-        return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
+    def complete(self, key: ProductKey, tile: TileSm80) -> KernelSpec:
+        spec = replace(key.kernel, bm=tile.bm, bn=tile.bn, bk=tile.bk, stages=tile.stages)
+        return spec.with_options(warps_m=tile.warps_m, warps_n=tile.warps_n)
 
+    def measured_as(self, key: ProductKey, problem: Problem) -> Problem:
+        return replace(problem, dtype=f"{problem.dtype} {family_gemm_sm80.math_of(key.kernel)}")
+
+
+TILES = Sm80Tiles()
 
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
@@ -111,9 +113,9 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     d = x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    static = {"gather": o.x_index is not None, "fit": aligned(x, g), "added_to": None if into is None else into.dtype}
+    static: dict[str, Any] = {"gather": o.x_index is not None, "aligned": aligned(x, g), "adds": into is not None}
     gathers = (("gather_b", o.g_index is not None),)
-    kernel, bm, bn = _kernel("estmm", x, (o.rows, experts, m, n), **static, options=gathers)
+    kernel, bm, bn = _kernel("estmm", x, (o.rows, experts, m, n), gathers, **static)
     grid = (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1)
     planning_of(x).launch(kernel, grid, (_weight_piece(o, d),))
     return d
@@ -134,10 +136,10 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         dw, db = into.weight, into.bias
     else:
         dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
-    static: dict[str, Any] = {"layout": stored_layout, "gather": o.x_index is not None, "fit": aligned(x, g, stored)}
+    static: dict[str, Any] = {"layout": stored_layout, "gather": o.x_index is not None, "bias": o.has_bias}
+    static |= {"aligned": aligned(x, g, stored), "adds": into is not None}
     options = ("transpose", layout == "nk"), *listed(stored)
-    static |= {"bias": o.has_bias, "added_to": None if into is None else into.weight.dtype, "options": options}
-    kernel, bm, bn = _kernel("esfk", g, (n, experts, k, columns), **static)
+    kernel, bm, bn = _kernel("esfk", g, (n, experts, k, columns), options, **static)
     given = {"a": g, "b": stored, "d": dx, "offs": o.offs, "rows": n, "n": k, "k": columns, "experts": experts}
     strides = {"a_stride": g.stride()[0], "b_stride": stored.stride()[1], "b_expert": stored.stride()[0], "d_stride": k}
     rows = GEMM.piece(**given, **strides, top_k=divisor(1))
@@ -162,10 +164,10 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
     activation, glu, params = (o.activation, o.glu, o.params) if act is not None else ("none", "none", ())
     halves_fit = glu != "concat" or layout != "kn" or not inner * x.element_size() & 15
     fits = halves_fit and aligned(x, first, second)
-    static: dict[str, Any] = {"layout": layout, "gather": v is not None, "fit": fits}
+    static: dict[str, Any] = {"layout": layout, "gather": v is not None, "aligned": fits}
     static |= {"activation": activation, "glu": glu, "bias": bias is not None}
-    static |= {"options": (*(() if act is None else (("keep_h", d is not None),)), *listed(first))}
-    kernel, bm, bn = _kernel("esmm", x, (rows, experts, k, inner if glu == "none" else 2 * inner), **static)
+    options = (*(() if act is None else (("keep_h", d is not None),)), *listed(first))
+    kernel, bm, bn = _kernel("esmm", x, (rows, experts, k, inner if glu == "none" else 2 * inner), options, **static)
     grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
     pointers = {"a": x, "b": first, "b2": second, "bias": bias, "bias2": bias_up, "d": d, "act": act, "a_index": v}
     strides = {"a_stride": x.stride()[0], "b_stride": first.stride()[1], "b_expert": first.stride()[0]}
@@ -175,21 +177,35 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
     planning_of(x).launch(kernel, grid, (piece, *places_of(first, second)))
 
 
-def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any) -> tuple[Kernel, int, int]:
+def _kernel(
+    op: str,
+    x: Tensor,
+    sizes: tuple[int, int, int, int],
+    options: Sequence[tuple[str, Option]] = (),
+    adds: bool = False,
+    **static: Any,
+) -> tuple[Kernel, int, int]:
     """The kernel of a product; its tile's rows, and the columns (of one glu half) that a tile covers.
 
     Args:
-        op: of `GemmKey`.
+        op: of the family.
         x: an operand.
-        sizes: rows, experts, inner and columns of `GemmKey`.
-        static: its other fields.
+        sizes: rows, experts, inner and columns of `ProductKey`.
+        adds: the result is added to what is there.
+        options: of the kernel, besides those that follow from types and tile.
+        static: other fields of it.
     """
     planning, (rows, experts, inner, columns) = planning_of(x), sizes
-    family, rows = "esfk_sm80" if op == "esfk" else "gemm_sm80", (experts or 1) << row_bucket(rows, experts)
-    kind = family, op, planning.card, x.dtype, planning.math_of(x.dtype)
-    key = Sm80Key(*kind, rows, experts, inner, columns, **static)
+    family, math = "esfk_sm80" if op == "esfk" else "gemm_sm80", planning.math_of(x.dtype)
+    spec = KernelSpec(family, op, planning.card.arch, DTYPES[x.dtype], **static)
+    if math == "fast_f32":
+        spec = replace(spec, math=MathOperation.multiply_add_fast_f32)
+    spec = spec.with_options(**dict(options), **({"simt": True} if math == "simt" else {}))
+    spec = spec.adding() if adds else spec
+    rows = (experts or 1) << row_bucket(rows, experts)  # which is all that tiles go by
+    key = ProductKey(TILES, spec, planning.card, rows, experts, inner, columns)
     tile = planning.tile_of(key)
-    return kernel_for(key, tile), tile.bm, tile.bn if key.glu == "none" else tile.bn // 2
+    return kernel_of(key.spec(tile)), tile.bm, tile.bn if spec.glu == "none" else tile.bn // 2
 
 
 def _by_rows(o: Estmm) -> Estmm:

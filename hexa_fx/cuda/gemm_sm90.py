@@ -2,42 +2,26 @@
 
 Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
 objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Row products also take the records of
-those with a second product (`hexa_fx.ops.esmm_packed`).
+those with a second product (`hexa_fx.ops.products`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import (
-    ARGS,
-    CANDIDATES,
-    INNER,
-    LINE_BYTES,
-    MAX_EXPERTS,
-    NARROW_CANDIDATES,
-    NARROW_COLUMNS,
-    NARROW_OPS,
-    STREAMED_TILES,
-    TABLES,
-    TileSm90,
-    adds_in_staging,
-    choose_tile,
-    cluster_of,
-    line_elements,
-    swaps,
-)
-from hexa_fx.codegen.spec import Option
+from hexa_fx.codegen import family_gemm_sm90 as family
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.kernel import Kernel
+from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, Added, Into, Segment, aligned, constants_of, divided_by, has_few_rows
 from hexa_fx.cuda.places import MOST, listed, part_of, parts_of, places_of
 from hexa_fx.cuda.planning import Piece, TensorMap, TileQueue, planning_of
-from hexa_fx.cuda.product import GemmKey, kernel_for
+from hexa_fx.cuda.product import ProductKey, Tiles
 from hexa_fx.formats.format import ceil_div
 from hexa_fx.ir import Layout
 from hexa_fx.ops.rows import flip
@@ -61,7 +45,7 @@ class Maps(NamedTuple):
 
 def line(t: Tensor) -> int:
     """Elements of a line of shared memory, which is as wide as a box is."""
-    return LINE_BYTES // t.element_size()
+    return family.LINE_BYTES // t.element_size()
 
 
 def rows_map(x: Tensor, rows: int, columns: int | None = None) -> TensorMap:
@@ -77,7 +61,7 @@ def chunk_map(x: Tensor) -> TensorMap:
     return rows_map(x, 16)
 
 
-def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
+def result_map(x: Tensor, tile: family.TileSm90, halves: int = 1) -> TensorMap:
     """The boxes that a row product's results leave in. A swapped tile's warpgroup has half of its columns, which are gate and up in
     `halves`.
     """
@@ -85,14 +69,14 @@ def result_map(x: Tensor, tile: TileSm90, halves: int = 1) -> TensorMap:
 
 
 def added_maps(
-    added: Added | None, layout: Layout, tile: TileSm90, mixed: bool = False, in_staging: bool = False
+    added: Added | None, layout: Layout, tile: family.TileSm90, mixed: bool = False, in_staging: bool = False
 ) -> dict[str, TensorMap | None]:
     """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns,
     up to a step of the contraction, or to one wgmma's part of it `in_staging`.
     """
     if added is None:
         return {}
-    inner = INNER if in_staging else line(added.u)
+    inner = family.INNER if in_staging else line(added.u)
     c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch, inner)
     up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2, inner=inner)
     return {"p": rows_map(added.u, tile.row_box, inner), "q": c, "grad": up}
@@ -108,7 +92,7 @@ def mixed_map(weight: Tensor, fetch: int) -> TensorMap:
     by_expert, by_row, _ = weight.stride()
     shape, strides = (inner, 8, 2, columns // 16, experts), (by_row, columns // 2 * by_row, 8 * by_row, by_expert)
     box = (line(weight), 8, 2, 8, 1)
-    return TensorMap(weight, (DTYPES[weight.dtype], shape, strides, box, LINE_BYTES, fetch))
+    return TensorMap(weight, (DTYPES[weight.dtype], shape, strides, box, family.LINE_BYTES, fetch))
 
 
 def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128, inner: int | None = None) -> TensorMap:
@@ -131,7 +115,7 @@ def added_map(dw: Tensor, turned: bool) -> TensorMap:
     """The boxes of floats that a warp adds to dW: 16 rows x a line of P^T Q, of which half a line is `turned`."""
     experts, rows, columns = dw.shape
     by_expert, by_row, _ = dw.stride()
-    box, swizzle = ((16, line(dw), 1), LINE_BYTES // 2) if turned else ((line(dw), 16, 1), LINE_BYTES)
+    box, swizzle = ((16, line(dw), 1), family.LINE_BYTES // 2) if turned else ((line(dw), 16, 1), family.LINE_BYTES)
     return TensorMap(dw, (DTYPES[dw.dtype], (columns, rows, experts), (by_row, by_expert), box, swizzle))
 
 
@@ -145,31 +129,34 @@ ADDS_NARROW = True
 """They may have the operands' type."""
 
 
-class Sm90Key(GemmKey):
+class Sm90Tiles(Tiles):
     """Of gather_gemm_sm90."""
 
-    @property
-    def own_columns(self) -> int:
-        """Columns that a tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
-        return self.inner if self.op == "esfk" else self.columns
+    kind = family.TileSm90
 
-    def tile(self, fields: Any) -> TileSm90:
-        return TileSm90(**fields)
+    def rule(self, key: ProductKey) -> family.TileSm90:
+        spec, own = key.kernel, _own_columns(key)
+        sizes, swapped = (key.rows, key.experts, own, key.inner), family.swaps(spec.op, spec.glu, spec.layout)
+        return family.choose_tile(spec.op, *sizes, swapped, bool(spec.option("transpose")), key.card.name)
 
-    def rule(self) -> TileSm90:
-        sizes, swapped = (self.rows, self.experts, self.own_columns, self.inner), swaps(self.op, self.glu, self.layout)
-        return choose_tile(self.op, *sizes, swapped, ("transpose", True) in self.options, self.card.name)
+    def candidates(self, key: ProductKey) -> Sequence[family.TileSm90]:
+        op, rule = key.kernel.op, self.rule(key)
+        narrow = op in family.NARROW_OPS and _own_columns(key) <= family.NARROW_COLUMNS
+        streamed = family.STREAMED_TILES if rule in family.STREAMED_TILES else ()
+        return tuple(dict.fromkeys((rule, *streamed, *(family.NARROW_CANDIDATES if narrow else family.CANDIDATES[op]))))
 
-    def candidates(self) -> Sequence[TileSm90]:
-        rule, narrow = self.rule(), self.op in NARROW_OPS and self.own_columns <= NARROW_COLUMNS
-        streamed = STREAMED_TILES if rule in STREAMED_TILES else ()
-        return tuple(dict.fromkeys((rule, *streamed, *(NARROW_CANDIDATES if narrow else CANDIDATES[self.op]))))
-
-    def of_tile(self, tile: TileSm90) -> tuple[dict[str, Any], dict[str, Option]]:
-        tables = next(size for size in TABLES if self.experts <= size)  # the smallest that hold the experts
+    def complete(self, key: ProductKey, tile: family.TileSm90) -> KernelSpec:
         flags: dict[str, Option] = {name: True for name in ("swapped", "once") if getattr(tile, name)}
-        own = {"bk": line_elements(DTYPES[self.dtype]), "schedule": tile.kernel_schedule}
-        return own, {"cluster": tile.cluster, "experts": tables, **flags}
+        spec = replace(key.kernel, bm=tile.bm, bn=tile.bn, stages=tile.stages, schedule=tile.kernel_schedule)
+        return spec.with_options(cluster=tile.cluster, **flags)
+
+
+TILES = Sm90Tiles()
+
+
+def _own_columns(key: ProductKey) -> int:
+    """Columns that a tile's width is chosen for: those of esfk's rows are the contraction of its projection."""
+    return key.inner if key.kernel.op == "esfk" else key.columns
 
 
 def takes(o: Any) -> bool:
@@ -188,7 +175,7 @@ def takes(o: Any) -> bool:
     second = _second_of(o) or ()
     if isinstance(o, EsmmActBackward):
         return not has_few_rows(o.v.shape[0], o.offs) and _takes(o.offs, (o.inner,), o.dy, o.weight, o.h, *second)
-    if not swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
+    if not family.swaps("esmm_act", o.glu, o.layout) and has_few_rows(o.rows, o.offs):
         return False
     return _takes(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *second)
 
@@ -216,8 +203,8 @@ def _stored(*biases: Tensor | None) -> list[Tensor]:
 
 def unsupported(*tensors: Tensor | None, experts: int) -> str:
     """Why this family cannot take these operands; empty if it can. The inner dimension must be contiguous."""
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts; the tile tables hold {MAX_EXPERTS}"
+    if experts > family.MAX_EXPERTS:
+        return f"{experts} experts; the tile tables hold {family.MAX_EXPERTS}"
     for t in tensors:
         if t is None:
             continue
@@ -255,11 +242,11 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
         return
     bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
     options = (*(() if act is None else (("store_h", o.keep_h),)), *_low_rank(added), *listed(w1))
-    sizes, static = (rows, w1.shape[0], x.shape[1], o.width), (layout, o.v is not None)
-    epilogue = {"activation": o.activation, "glu": o.glu, "bias": bias is not None, "options": options}
-    (key, tile), halves = _tiled(op, x, *sizes, *static, **epilogue), 1 if o.glu == "none" else 2
+    sizes, halves = (rows, w1.shape[0], x.shape[1], o.width), 1 if o.glu == "none" else 2
+    static: dict[str, Any] = {"layout": layout, "gather": o.v is not None, "bias": bias is not None}
+    kernel, tile = _tiled(op, x, sizes, options, activation=o.activation, glu=o.glu, **static)
     mixed = tile.swapped and halves == 2
-    in_staging = added is not None and adds_in_staging(kernel_for(key, tile).spec)
+    in_staging = added is not None and family.adds_in_staging(kernel.spec)
     maps = Maps(
         rows=None if o.v is not None else rows_map(x, tile.row_box),
         weight=mixed_map(w1, tile.fetch) if mixed else weight_map(w1, layout, tile.bn // 2, tile.fetch),
@@ -273,7 +260,7 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
     tensors = {"a": x, "out": out, "act": act, "bias": bias, "bias_up": bias_up}
     numbers = {"n": o.rows if last else 0, "K": x.shape[1], "N": inner, "R": 0 if added is None else added.rank}
     more = {**numbers, "bias_ld": bias_ld, "act_params": constants_of(o.activation, o.params)}
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
+    _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(w1, o.w3), **tensors, **leading, **more)
 
 
 @product
@@ -292,8 +279,8 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
     sizes, glu = (rows, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
-    epilogue = {"activation": o.activation, "glu": glu, "options": (*_low_rank(added), *listed(weight))}
-    key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, **epilogue)
+    static: dict[str, Any] = {"layout": o.layout, "gather": True, "activation": o.activation, "glu": glu}
+    kernel, tile = _tiled("esmm_act_backward", dy, sizes, (*_low_rank(added), *listed(weight)), **static)
     parts = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32) if dots is None else dots
     weights = weight_map(weight, o.layout, tile.bn // 2, tile.fetch)
     second = added_maps(added, o.layout, tile)
@@ -302,7 +289,7 @@ def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
     more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "act_params": constants_of(o.activation, o.params)}
-    _launch(key, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
+    _launch(kernel, tile, maps, o.v, o.offs, o.top_k, *places_of(weight), **tensors, **leading, **more)
     if dots is not None:
         return dh, a, dots
     return dh, a, parts.sum(0) if parts.shape[0] > 1 else parts[0]
@@ -320,7 +307,7 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         p, v, q, transpose = o.x, o.x_index, o.g, layout == "nk"
     else:
         p, v, q, transpose = o.g, o.g_index, o.x, layout == "kn"
-    if v is None and transpose and q.shape[1] > NARROW_COLUMNS:  # narrow tiles are so along Q
+    if v is None and transpose and q.shape[1] > family.NARROW_COLUMNS:  # narrow tiles are so along Q
         p, q, transpose = q, p, False
     rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
     shape = (experts, columns, rows) if transpose else (experts, rows, columns)
@@ -330,14 +317,11 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         dw = into
     if not n or not dw.numel():
         return dw
-    static = {
-        "gather": v is not None,
-        "added_to": None if into is None else into.dtype,
-        "options": (("transpose", transpose),),
-    }
-    key, tile = _tiled("estmm", p, n, experts, rows, columns, **static)
+    sizes, options = (n, experts, rows, columns), (("transpose", transpose),)
+    kernel, tile = _tiled("estmm", p, sizes, options, into, gather=v is not None)
     maps = Maps(p=_whole_rows(p, v), q=rows_map(q, 64), grad=_gradient(dw, p, transpose))
-    _launch(key, tile, maps, v, o.offs, o.top_k, p=p, p_ld=p.stride()[0], dw=dw, R=rows, C=columns)
+    given = {"n": n, "p": p, "p_ld": p.stride()[0], "dw": dw, "R": rows, "C": columns}
+    _launch(kernel, tile, maps, v, o.offs, o.top_k, **given)
     return dw
 
 
@@ -361,13 +345,11 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         return dx, g.new_zeros(weight.shape), g.new_zeros((experts, columns)) if has_bias else None
     turned = stored == "nk"
     p, q = x, g
-    if v is None and not has_bias and rows <= NARROW_COLUMNS < columns:  # narrow tiles are so along Q
+    if v is None and not has_bias and rows <= family.NARROW_COLUMNS < columns:  # narrow tiles are so along Q
         p, q, turned = g, x, not turned
-    static = {
-        "added_to": None if into is None else into.weight.dtype,
-        "options": (("transpose", turned), *listed(weight)),
-    }
-    key, tile = _tiled("esfk", x, n, experts, rows, columns, flipped, v is not None, **static)
+    sizes, options = (n, experts, rows, columns), (("transpose", turned), *listed(weight))
+    added_to = None if into is None else into.weight
+    kernel, tile = _tiled("esfk", x, sizes, options, added_to, layout=flipped, gather=v is not None)
     if tile.split and not has_bias:
         dx = esmm(Esmm(g, weight, None, None, o.offs, 1, flipped))
         return dx, estmm(o.to(Estmm, layout=stored), into=None if into is None else into.weight), None
@@ -384,8 +366,8 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         out=chunk_map(dx),
         grad=_gradient(dw, p, turned),
     )
-    sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
-    _launch(key, tile, maps, v, o.offs, o.top_k, *places_of(weight), out=dx, p=p, dw=dw, db=db, **sizes)
+    given = {"n": n, "K": columns, "N": rows, "out_ld": rows, "p_ld": p.stride()[0], "R": p.shape[1], "C": q.shape[1]}
+    _launch(kernel, tile, maps, v, o.offs, o.top_k, *places_of(weight), out=dx, p=p, dw=dw, db=db, **given)
     return dx, dw, db
 
 
@@ -398,28 +380,49 @@ def _second_of(o: Esmm | EsmmAct | EsmmActBackward) -> Added | None:
 
 def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     """Options of a kernel that adds a second product."""
-    return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
+    return (
+        ()
+        if added is None
+        else (("low_rank", min(ceil_div(added.rank, family.INNER), family.LINE_BYTES // 2 // family.INNER)),)
+    )
 
 
-def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[Sm90Key, TileSm90]:
-    """The key of a product and its tile. Sizes begin with rows, experts, inner and columns; see `GemmKey`."""
-    planning = planning_of(x)
-    key = Sm90Key(FAMILY, op, planning.card, x.dtype, planning.math_of(x.dtype), *sizes, **static)
-    tile: TileSm90 = planning.tile_of(key)
-    return key, tile
+def _tiled(
+    op: str,
+    x: Tensor,
+    sizes: tuple[int, int, int, int],
+    options: Sequence[tuple[str, Option]],
+    into: Tensor | None = None,
+    **static: Any,
+) -> tuple[Kernel, family.TileSm90]:
+    """The kernel of a product, and its tile. sizes: rows, experts, inner and columns of `ProductKey`. into: what is added to."""
+    planning, dtype, (rows, experts, inner, columns) = planning_of(x), DTYPES[x.dtype], sizes
+    tables = next(size for size in family.TABLES if experts <= size)  # the smallest that hold the experts
+    spec = KernelSpec(FAMILY, op, planning.card.arch, dtype, bk=family.line_elements(dtype), **static)
+    spec = spec.with_options(experts=tables, **dict(options))
+    spec = spec if into is None else spec.adding(DTYPES[into.dtype])
+    key = ProductKey(TILES, spec, planning.card, rows, experts, inner, columns)
+    tile: family.TileSm90 = planning.tile_of(key)
+    return kernel_of(key.spec(tile)), tile
 
 
 def _launch(
-    key: Sm90Key, tile: TileSm90, maps: Maps, v: Tensor | None, offs: Tensor, top_k: int, *more: Piece, **fields: Any
+    kernel: Kernel,
+    tile: family.TileSm90,
+    maps: Maps,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    *more: Piece,
+    **fields: Any,
 ) -> None:
-    given = {"v": v, "n": key.rows, **divided_by(top_k)} | fields
-    launch_persistent(kernel_for(key, tile), offs, maps, *more, group_m=tile.group_m, **given)
+    launch_persistent(kernel, offs, maps, *more, group_m=tile.group_m, v=v, **divided_by(top_k), **fields)
 
 
 def launch_persistent(kernel: Kernel, offs: Tensor, maps: Maps, *more: Piece, group_m: int, **fields: Any) -> None:
     """One block a multiprocessor, in whole clusters; they take tiles from a queue. more: what the arguments end with."""
-    planning, cluster = planning_of(offs), cluster_of(kernel.spec)
-    piece = ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=group_m, **fields)
+    planning, cluster = planning_of(offs), family.cluster_of(kernel.spec)
+    piece = family.ARGS.piece(offs=offs, experts=offs.shape[0] - 1, queue=TileQueue(), group_m=group_m, **fields)
     blocks = planning.card.multiprocessors // cluster * cluster
     planning.launch(kernel, (blocks, 1, 1), (piece, *more), maps)
 

@@ -21,11 +21,11 @@ from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
 from hexa_fx.cuda.fallback import some_fall_back_for_good
 from hexa_fx.cuda.kernel import NotBuilt
-from hexa_fx.cuda.packed_rows import streamed_layer, streams
+from hexa_fx.cuda.packed import streamed_layer, streams
 from hexa_fx.cuda.places import readable
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import CannotPlan
-from hexa_fx.cuda.tune import autotuning
+from hexa_fx.cuda.product import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8

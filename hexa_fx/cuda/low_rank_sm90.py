@@ -8,23 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen import family_low_rank as family
 from hexa_fx.codegen.family_decode import room
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
-from hexa_fx.codegen.family_low_rank import (
-    ARGS,
-    BOTH,
-    FAMILY,
-    PART_NUMBERS,
-    PART_SIDE,
-    PARTS,
-    RANKS,
-    STEP_COLUMNS,
-    TILE_ROWS,
-    WEIGHTS,
-    padded_rank,
-    stages_of,
-    steps_of,
-)
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.gemm_sm90 import unsupported
 from hexa_fx.cuda.kernel import kernel_of
@@ -39,8 +25,8 @@ MOST_ROWS = 2048
 """Rows an expert on average below which these kernels are the faster ones for dC alone."""
 
 _MOST_LAUNCHES = {
-    (BOTH, 16): (16, 16),
-    (BOTH, 32): (2, 1),
+    (family.BOTH, 16): (16, 16),
+    (family.BOTH, 32): (2, 1),
     ("esmm", 16): (2, 1),
     ("esmm", 32): (1, 0),
     ("estmm", 16): (3, 0),
@@ -60,7 +46,7 @@ class LowRank(LowRankGradients):
     @property
     def op(self) -> str:
         """Which products they give: ``esmm`` du, ``estmm`` dC, ``low_rank_gradients`` both."""
-        return "esmm" if self.u is None else "estmm" if self.factor is None else BOTH
+        return "esmm" if self.u is None else "estmm" if self.factor is None else family.BOTH
 
     @property
     def n(self) -> int:
@@ -78,9 +64,9 @@ class LowRank(LowRankGradients):
     @property
     def steps(self) -> int:
         """Of a launch; 0 where too many launches would be needed."""
-        most = _MOST_LAUNCHES.get((self.op, padded_rank(self.rank)), (0, 0))[self.v is None]
+        most = _MOST_LAUNCHES.get((self.op, family.padded_rank(self.rank)), (0, 0))[self.v is None]
         most = min(most, _FEW_LAUNCHES) if self.n < _FEW_ROWS * self.experts else most
-        return steps_of(self.op, self.rows.shape[1], self.rank, room(TABLES, self.experts), most)
+        return family.steps_of(self.op, self.rows.shape[1], self.rank, room(TABLES, self.experts), most)
 
 
 def esmm(o: Esmm) -> Tensor | None:
@@ -112,14 +98,19 @@ def gradients(o: LowRankGradients) -> tuple[Tensor, Tensor] | None:
 def takes(o: LowRank) -> bool:
     """Whether the kernels take it, and should. In a fixed order products do not go by the number of rows."""
     experts, few = o.experts, [t for t in (o.u, o.factor) if t is not None]
-    if not planning_of(o.offs).card.is_hopper or is_fixed() or experts > MAX_EXPERTS or o.rows.shape[1] <= RANKS[-1]:
+    if (
+        not planning_of(o.offs).card.is_hopper
+        or is_fixed()
+        or experts > MAX_EXPERTS
+        or o.rows.shape[1] <= family.RANKS[-1]
+    ):
         return False
     if not o.n or (o.op == "estmm" and o.n >= MOST_ROWS * experts):
         return False
     if o.dtype not in (None, torch.float32, o.rows.dtype):
         return False
     if o.top_k_weights is not None and (
-        DTYPES[o.top_k_weights.dtype].name not in WEIGHTS or not o.top_k_weights.is_contiguous()
+        DTYPES[o.top_k_weights.dtype].name not in family.WEIGHTS or not o.top_k_weights.is_contiguous()
     ):
         return False
     return o.steps > 0 and all(t.is_contiguous() for t in few) and not unsupported(o.rows, *few, experts=experts)
@@ -128,9 +119,9 @@ def takes(o: LowRank) -> bool:
 def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
     """du (n, r) and dC; None for what is not wanted."""
     planning, columns, experts = planning_of(o.rows), o.rows.shape[1], o.experts
-    table, wide, steps = room(TABLES, experts), padded_rank(o.rank), o.steps
-    each = steps * STEP_COLUMNS  # columns of a launch
-    blocks = min(planning.card.multiprocessors, o.n // TILE_ROWS + experts)  # as many as there can be tiles
+    table, wide, steps = room(TABLES, experts), family.padded_rank(o.rank), o.steps
+    each = steps * family.STEP_COLUMNS  # columns of a launch
+    blocks = min(planning.card.multiprocessors, o.n // family.TILE_ROWS + experts)  # as many as there can be tiles
     du = None if o.factor is None else o.rows.new_empty((o.n, o.rank))
     sums = None if du is None or columns <= each else o.rows.new_empty((o.n, o.rank), dtype=torch.float32)
     dc, parts, axis = None, None, (o.layout == "nk") + (not o.experts_last)  # of dC's columns
@@ -144,16 +135,18 @@ def _products(o: LowRank) -> tuple[Tensor | None, Tensor | None]:
         pointers = {"v": o.v, "offs": o.offs, "rows": rows, "u": o.u, "weights": o.top_k_weights, "du": du, "dc": part}
         pointers |= {"parts": parts, "before": sums if begin else None, "beyond": sums if end < columns else None}
         sizes = {"stride": rows.stride()[0], "n": o.n, "experts": experts, "N": columns, "R": o.rank, "blocks": blocks}
-        return ARGS.piece(**pointers, **sizes, columns=end - begin, scale=o.scale, **divided_by(o.top_k))
+        return family.ARGS.piece(**pointers, **sizes, columns=end - begin, scale=o.scale, **divided_by(o.top_k))
 
-    dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, stages_of(o.op, steps, wide, table)
-    spec = KernelSpec(FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
+    dtype, arch, stages = DTYPES[o.rows.dtype], planning.card.arch, family.stages_of(o.op, steps, wide, table)
+    spec = KernelSpec(family.FAMILY, o.op, arch, dtype=dtype, layout=o.layout, gather=o.v is not None, stages=stages)
     weights = {} if o.top_k_weights is None else {"weights": DTYPES[o.top_k_weights.dtype].name}
     kernel = kernel_of(spec.with_options(rank=wide, steps=steps, experts=table, **weights))
-    side, across = (PART_SIDE, ceil_div(experts, PART_SIDE)) if o.experts_last else (PART_NUMBERS, experts)
+    side, across = (
+        (family.PART_SIDE, ceil_div(experts, family.PART_SIDE)) if o.experts_last else (family.PART_NUMBERS, experts)
+    )
     finish = None
     if dc is not None:
-        adding = KernelSpec(FAMILY, PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
+        adding = KernelSpec(family.FAMILY, family.PARTS, arch, dtype=DTYPES[dc.dtype], layout=o.layout)
         finish = kernel_of(adding.with_options(experts_last=o.experts_last, experts=table))
     for begin in range(0, columns, each):
         end = min(begin + each, columns)
@@ -171,6 +164,6 @@ def _factor_map(o: LowRank, begin: int, end: int, wide: int) -> TensorMap | None
     factor = o.factor.narrow(2 if o.layout == "nk" else 1, begin, end - begin)
     experts, rows, inner = factor.shape
     by_expert, by_row, _ = factor.stride()
-    box = (STEP_COLUMNS // 2, wide, 1) if o.layout == "nk" else (wide, STEP_COLUMNS, 1)
+    box = (family.STEP_COLUMNS // 2, wide, 1) if o.layout == "nk" else (wide, family.STEP_COLUMNS, 1)
     args = (DTYPES[factor.dtype], (inner, rows, experts), (by_row, by_expert), box, box[0] * factor.element_size())
     return TensorMap(factor, args)

@@ -70,7 +70,7 @@ class Segment(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.esmm_packed`.
+    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.products`.
 
     Args:
         u: (n, r), rows in expert order.

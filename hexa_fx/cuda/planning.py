@@ -190,7 +190,7 @@ class Planning:
 
     Args:
         card: what kernels are chosen for.
-        float32: how float32 is multiplied, ``tensor`` or ``fast_f32``; see `hexa_fx.cuda.product.GemmKey`.
+        float32: how float32 is multiplied, ``tensor`` or ``fast_f32``; `math_of` has more.
         tile_of: chooses the tile of a product, by its key.
 
     Attributes:
@@ -205,7 +205,7 @@ class Planning:
         self._whole: list[Operand] = []
 
     def math_of(self, dtype: torch.dtype) -> str:
-        """How elements of this type are multiplied; see `hexa_fx.cuda.product.GemmKey`."""
+        """How elements of this type are multiplied: ``tensor``, ``fast_f32`` (3xTF32) or ``simt``."""
         return self.float32 if dtype == torch.float32 else "simt" if dtype == torch.float64 else "tensor"
 
     def operand(self, dtype: torch.dtype, shape: Shape, strides: Shape, low: int) -> Operand:

@@ -15,7 +15,7 @@ from hexa_fx.cuda.modes import runs_torch_only
 _LAYERS = tuple(
     f"{name}{end}" for name in ("moe_ffn", "moe_ffn_sources", "quantized_ffn") for end in ("", "_forward", "_backward")
 )
-_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed_rows")
+_MODULES = ("kernel_set", "rows", "gemm", "fp8", "packed")
 
 
 @cache
@@ -44,31 +44,22 @@ def register() -> None:
 
     for name in kernels():
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
-    for asked, name in ((moe_ffn_fp8.why_not_on, "why_not"), (moe_ffn_fp8.is_few_on, "is_few")):
-        _ask_fp8_kernels(asked, name)
-    readable_on["cuda"] = _readable
+    moe_ffn_fp8.why_not_on["cuda"], moe_ffn_fp8.is_few_on["cuda"] = _late("fp8", "why_not"), _late("fp8", "is_few")
+    readable_on["cuda"] = _late("places", "readable")
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
     for name in ("moe_ffn_sources", "moe_ffn_sources_forward"):  # where a compiler calls them, too
         library.register_kernel(name, "cuda", partial(moe_ffn_autograd.run, name))
 
 
-def _ask_fp8_kernels(asked: dict[str, Callable[..., Any]], name: str) -> None:
-    """Has the kernels' function of that name be asked, which is imported when the first call asks."""
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module of kernels, which the first call imports."""
 
-    def first(*arguments: Any) -> Any:
-        from hexa_fx.cuda import fp8
+    @cache
+    def found() -> Callable[..., Any]:
+        return getattr(import_module(f"hexa_fx.cuda.{module}"), name)  # type: ignore[no-any-return]
 
-        asked["cuda"] = getattr(fp8, name)
-        return asked["cuda"](*arguments)
-
-    asked["cuda"] = first
-
-
-def _readable(operands: Any) -> Any:
-    from hexa_fx.cuda.places import readable
-
-    return readable(operands)
+    return lambda *args: found()(*args)
 
 
 def _lazy(name: str, by_torch: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def formula(body: ExpertBody) -> str:
     first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
     inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
     if gated:
-        inner += " * (x Wu" + (" + bu)" if body.gate_bias else ")")
+        inner += " * (x Wu" + (" + bu)" if body.up_bias else ")")
     return f"{inner} " + ("Wd" if gated else "W2") + (" + bias" if body.down_bias else "")
 
 

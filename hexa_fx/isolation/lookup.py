@@ -12,6 +12,7 @@ import enum
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import types
 from collections import deque
@@ -88,33 +89,17 @@ def at(root: Any, path: str) -> Any:
 
 
 def number_at(root: nn.Module, path: str) -> Any:
-    """The number that a module, a plain object or a dict holds itself at a dotted path; None if there is none that may be set."""
-    holder, name = _holder_of(root, path)
-    number = _own(holder).get(name)
+    """The number that a module keeps as an attribute, by dotted name; None if there is none."""
+    above, _, name = path.rpartition(".")
+    holder = at(root, above) if above else root
+    number = vars(holder).get(name) if isinstance(holder, nn.Module) else None
     return number if type(number) in (int, float) else None
 
 
 def put_number(root: nn.Module, path: str, number: Any) -> None:
-    """Has what `number_at` finds be another one, or what stands for one; classes of plain objects are not asked."""
-    holder, name = _holder_of(root, path)
-    if isinstance(holder, nn.Module):
-        setattr(holder, name, number)
-    else:
-        _own(holder)[name] = number
-
-
-def _holder_of(root: nn.Module, path: str) -> tuple[Any, str]:
-    *steps, name = path.split(".")
-    holder: Any = root
-    for key in steps:
-        holder = step(holder, key) if isinstance(holder, nn.Module) else _own(holder).get(key, MISSING)
-    return holder, name
-
-
-def _own(holder: Any) -> dict[Any, Any]:
-    if is_collection(holder):
-        return holder if type(holder) is dict else {}
-    return getattr_plain(holder) if isinstance(holder, nn.Module) or is_object(holder) else {}
+    """Has what `number_at` finds be another one, or what stands for one."""
+    above, _, name = path.rpartition(".")
+    setattr(root.get_submodule(above), name, number)
 
 
 def items(holder: Any) -> dict[Any, Any]:
@@ -128,13 +113,25 @@ def items(holder: Any) -> dict[Any, Any]:
 
 def attributes(holder: Any) -> dict[str, Any]:
     """What an instance has of its own, be it under the names of slots."""
-    found = dict(getattr(holder, "__dict__", None) or {})
-    for cls in type(holder).__mro__:
-        for name in _slots(cls):
-            value = step(holder, name)
-            if value is not MISSING:
-                found[name] = value
-    return found
+    filled = ((name, filling(slot, holder)) for name, slot in slots_of(holder).items())
+    return {**getattr(holder, "__dict__", {}), **{name: value for name, value in filled if value is not MISSING}}
+
+
+def slots_of(holder: Any) -> dict[str, types.MemberDescriptorType]:
+    """Of an object whose class has ``__slots__``. Those of the standard library are caches, such as a path's text."""
+    cls = type(holder)
+    if isinstance(holder, type) or cls.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return {}
+    members = (item for base in cls.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
+    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
+
+
+def filling(slot: types.MemberDescriptorType, holder: Any) -> Any:
+    """What lies in a slot, or `MISSING`."""
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return MISSING
 
 
 def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch.Tensor]:
@@ -144,11 +141,6 @@ def tensors_in(values: Iterable[Any], deepest: int = _DEEPEST) -> Iterator[torch
             yield value
         elif deepest and is_object(value):
             yield from tensors_in(items(value).values(), deepest - 1)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    names = vars(cls).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(name for name in names if not name.startswith("__"))
 
 
 CALLED = "()"
@@ -203,7 +195,7 @@ def place(holder: Any, key: Any) -> Place:
         value = dict.get(holder, key, MISSING)
         return Place(value, ((holder, value),))
     if is_collection(holder):
-        return Place(_item(holder, key), slow=not isinstance(holder, tuple))
+        return Place(step(holder, key), slow=not isinstance(holder, tuple))
     if not isinstance(key, str):  # where there may be a collection elsewhere, as None may lie in place of a closure
         return Place(MISSING)
     if isinstance(holder, types.ModuleType) and key in vars(holder):
@@ -249,13 +241,6 @@ def getattr_plain(holder: Any) -> dict[str, Any]:
 def getattr_of(cls: type) -> Any:
     """The ``__getattribute__`` of a class, without the one that notes reads."""
     return getattr(cls.__getattribute__, "noting", cls.__getattribute__)
-
-
-def _item(holder: Any, key: Any) -> Any:
-    try:
-        return holder[key]
-    except (LookupError, TypeError):
-        return MISSING
 
 
 def _attribute(holder: Any, name: str) -> Any:

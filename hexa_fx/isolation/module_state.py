@@ -20,6 +20,10 @@ from hexa_fx.isolation.size import stored
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 
 
+_NOTHING: dict[Any, Any] = {}
+"""What nearly all dicts of hooks hold: copies of them all would take time."""
+
+
 class ModuleSnapshot:
     """Attributes, buffers and hooks of all modules of a tree, as they are now.
 
@@ -32,33 +36,32 @@ class ModuleSnapshot:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules = [module for _, module in named_modules(root)]
-        self._kept = {id(module): _kept_by(module) for module in modules}
-        # All dicts of all modules in one row, so that a look at whether anything changed is no loop of Python's.
-        dicts = [held for kept in self._kept.values() for held, _ in kept.dicts]
+        self._modules = [module for _, module in named_modules(root)]
+        dicts = [held for module in self._modules for held in _dicts_of(module)]
+        self._before: dict[int, dict[Any, Any]] = {id(held): held.copy() if held else _NOTHING for held in dicts}
+        # All in one row, so that a look at whether anything changed is no loop of Python's.
         self._empty = [held for held in dicts if not held]  # nearly all of those for hooks
         self._dicts = [*filter(None, dicts)]
         self._keys = [*map(tuple, self._dicts)]
         self._items = [*itertools.chain.from_iterable(map(dict.values, self._dicts))]
-        buffers = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-        self._buffers = [buffer for buffer in buffers.values() if not _overlaps_itself(buffer)]
-        self._held = [*{id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}.values()]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in self._buffers]
-        self._stores = [(tensor, tensor.clone()) for tensor in self._held]
+        buffers = {id(b): b for module in self._modules for b in module._buffers.values() if b is not None}
+        held = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
+        self._values = [(b, b.detach().clone()) for b in buffers.values() if not _overlaps_itself(b)]
+        self._stores = [(tensor, tensor.clone()) for tensor in held.values()]
 
     def attributes(self, module: nn.Module) -> Mapping[str, Any]:
         """The ``__dict__`` that ``module`` had; empty if it was not in the tree."""
-        kept = self._kept.get(id(module))
-        return kept.attributes if kept else {}
+        before: Mapping[str, Any] = self._before.get(id(module.__dict__), _NOTHING)
+        return before
 
-    def buffers(self, module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    def buffers(self, module: nn.Module) -> Mapping[str, Any]:
         """The buffers that ``module`` had, by name; empty if it was not in the tree."""
-        kept = self._kept.get(id(module))
-        return next((before for held, before in kept.registered if held is module._buffers), {}) if kept else {}
+        before: Mapping[str, Any] = self._before.get(id(module._buffers), _NOTHING)
+        return before
 
     def values(self) -> Iterator[Any]:
         """What the attributes of all modules were."""
-        return itertools.chain.from_iterable(kept.attributes.values() for kept in self._kept.values())
+        return itertools.chain.from_iterable(self.attributes(module).values() for module in self._modules)
 
     def changed(self) -> set[int]:
         """Ids of the modules with other attributes, hooks, parameters, buffers or modules, or with these in another order."""
@@ -69,7 +72,11 @@ class ModuleSnapshot:
             and all(map(operator.is_, now, self._items))
         ):
             return set()
-        return {number for number, kept in self._kept.items() if kept.is_changed()}
+        return {id(module) for module in self._modules if not all(map(self._is_as_before, _dicts_of(module)))}
+
+    def _is_as_before(self, held: dict[Any, Any]) -> bool:
+        before = self._before.get(id(held))
+        return before is not None and _same_items(held, before)
 
     def restore(self) -> bool:
         """Puts everything back, into the same objects: others may hold the buffers too, and handles of hooks their dicts.
@@ -77,8 +84,21 @@ class ModuleSnapshot:
         Returns whether no module had changed: then what is registered in the tree is what was.
         """
         changed = self.changed()
-        for number in changed:
-            self._kept[number].put_back()
+        for module in (module for module in self._modules if id(module) in changed):
+            own, attributes = module.__dict__, self.attributes(module)
+            if not _same_items(own, attributes):
+                for name in own.keys() - attributes.keys():
+                    del own[name]
+                own.update(attributes)
+            for registry in _dicts_at(module, REGISTRIES):
+                if not self._is_as_before(registry):
+                    for name in registry.keys() & own.keys():  # was a plain attribute, such as None, which hides it now
+                        del registry[name]
+                    registry.update(self._before[id(registry)])
+            # A model may install hooks of its own in its first call, and remember that it did: both are undone.
+            for hooks in _dicts_at(module, _HOOKS):
+                hooks.clear()
+                hooks.update(self._before[id(hooks)])
         for buffer, value in self._values:
             fill(buffer, value)
         for tensor, value in self._stores:
@@ -97,64 +117,20 @@ def restored(root: nn.Module) -> Iterator[ModuleSnapshot]:
         snapshot.restore()
 
 
-def same_items(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _same_items(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether two dicts hold the very same objects under the same keys in the same order."""
-    if not now and not before:  # as most of torch's own dicts are
-        return True
     return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What one module keeps: its ``__dict__``, and what torch's own dicts in there contain."""
-
-    module: nn.Module
-    attributes: dict[str, Any]
-    registered: list[tuple[dict[str, Any], dict[str, Any]]]
-    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]]
-
-    @property
-    def dicts(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """All that may change, each with what it held: the module's own, torch's in it, and those of hooks."""
-        return [(self.module.__dict__, self.attributes), *self.registered, *self.hooks]
-
-    def is_changed(self) -> bool:
-        """Whether one of them holds something else, or in another order."""
-        return not all(same_items(held, before) for held, before in self.dicts)
-
-    def put_back(self) -> None:
-        own = self.module.__dict__
-        if not same_items(own, self.attributes):
-            for name in own.keys() - self.attributes.keys():
-                del own[name]
-            own.update(self.attributes)
-        for registry, before in self.registered:
-            if same_items(registry, before):
-                continue
-            for name in registry.keys() & own.keys():  # it was a plain attribute, such as None, which hides it now
-                del registry[name]
-            registry.update(before)
-        # A model may install hooks of its own in its first call, and remember that it did: both are undone.
-        for held, before in self.hooks:
-            if held or before:
-                held.clear()
-                held.update(before)
+def _dicts_of(module: nn.Module) -> list[dict[Any, Any]]:
+    """All that may change: the module's own dict, torch's in it, and those of hooks."""
+    return [module.__dict__, *_dicts_at(module, REGISTRIES), *_dicts_at(module, _HOOKS)]
 
 
-_NOTHING: dict[Any, Any] = {}
-"""What nearly all dicts of hooks hold: copies of them all would take time."""
-
-
-def _kept_by(module: nn.Module) -> _Kept:
-    own = module.__dict__
-    registries = _dicts(map(own.get, REGISTRIES))  # TorchScript has its own
-    hooks = [(held, dict(held) if held else _NOTHING) for held in _dicts(map(own.get, _HOOKS))]
-    return _Kept(module, dict(own), [(held, dict(held)) for held in registries], hooks)
-
-
-def _dicts(values: Iterable[Any]) -> list[dict[Any, Any]]:
-    """The dicts among them, without a call of Python's for each."""
-    return [*filter(dict.__instancecheck__, values)]
+def _dicts_at(module: nn.Module, names: Iterable[str]) -> list[dict[Any, Any]]:
+    """The dicts among attributes of a module, of which TorchScript has others, without a call of Python's for each."""
+    held: Iterable[Any] = map(module.__dict__.get, names)
+    return [*filter(dict.__instancecheck__, held)]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -93,6 +93,11 @@ def tensors_of(root: nn.Module) -> list[torch.Tensor]:
     return [tensor for registry in ("_parameters", "_buffers") for tensor in named_tensors(root, registry).values()]
 
 
+def device_of(root: nn.Module) -> torch.device | None:
+    """The CUDA device of its parameters; None if none is on one."""
+    return next((p.device for p in named_tensors(root, "_parameters").values() if p.is_cuda), None)
+
+
 def kept_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules hold as plain attributes, by name: each the only one there on its memory, so that its name tells it."""
     kept = {
@@ -118,6 +123,11 @@ def referenced(module: weakref.ref[nn.Module]) -> nn.Module:
 def inside(path: str, name: str) -> str:
     """Path of a module in a model, of which the part at ``path`` has it as ``name``."""
     return f"{path}.{name}".strip(".")
+
+
+def is_inside(path: str, other: str) -> bool:
+    """Whether the module at ``path`` is one of those in the module at ``other``, which is the model if it is empty."""
+    return path != other and path.startswith(f"{other}." if other else "")
 
 
 def with_ancestors(path: str) -> Iterator[str]:

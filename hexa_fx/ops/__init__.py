@@ -1,4 +1,4 @@
-"""The expert-specific operators ``hexa::*`` (docs/operators.md), one module each, and their Python wrappers.
+"""The expert-specific operators ``hexa::*`` (docs/operators.md) and their Python wrappers.
 
 Importing it defines the operators in torch.library. T tokens, k experts per token, n = T*k routed rows, E experts,
 D model size, I intermediate size.
@@ -7,17 +7,26 @@ D model size, I intermediate size.
 from __future__ import annotations
 
 from hexa_fx import registry
+from hexa_fx.ops import fp8_reference, moe_ffn_fp8, products  # noqa: F401  (register kernels and formulas)
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
-from hexa_fx.ops.esmm import activate, activate_backward, esmm, esmm_act, esmm_act_backward
-from hexa_fx.ops.esmm_packed import low_rank_gradients, scaled_transpose
-from hexa_fx.ops.experts import experts
-from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
-from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the operators)
-from hexa_fx.ops.moe_ffn import moe_ffn
-from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
-from hexa_fx.ops.reindex import combine, reindex
-from hexa_fx.ops.second_derivatives import _backward as _second  # noqa: F401  (registers the formula)
-from hexa_fx.ops.weight_gradients import esfk, esfk_add, ess, ess_add, estmm, estmm_add
+from hexa_fx.ops.library import wrapper
+from hexa_fx.ops.moe_ffn import experts, moe_ffn
+
+esmm = wrapper("esmm")
+activate = wrapper("activate", params=())
+activate_backward = wrapper("activate_backward", params=())
+esmm_act = wrapper("esmm_act", params=(), keep_h=True)
+esmm_act_backward = wrapper("esmm_act_backward", params=())
+low_rank_gradients = wrapper("low_rank_gradients", scale=1.0, experts_last=False)
+scaled_transpose = wrapper("scaled_transpose", scale=1.0)
+estmm = wrapper("estmm")
+ess = wrapper("ess", scale=None)
+esfk = wrapper("esfk")
+estmm_add = wrapper("estmm_add")
+ess_add = wrapper("ess_add", scale=None)
+esfk_add = wrapper("esfk_add")
+reindex = wrapper("reindex")
+combine = wrapper("combine")
 
 __all__ = [
     "ACTIVATIONS",

@@ -165,22 +165,6 @@ def activation_forward(h: Tensor, activation: str, glu: str, params: Params) -> 
     return act.forward(gate, params) * up
 
 
-def activation_backward(da: Tensor, h: Tensor, activation: str, glu: str, params: Params) -> Tensor:
-    """dh, shaped as h, of the gradient da (n, I)."""
-    act = ACTIVATIONS[activation]
-    if glu == "none":
-        dh = act.backward(da, h, params)
-        assert isinstance(dh, Tensor)
-        return dh
-    gate, up = gate_and_up(h, glu)
-    if act.pair:
-        dgate, dup = act.backward(da, gate, up, params or act.params)
-    else:
-        dgate, dup = act.backward(da * up, gate, params), da * act.forward(gate, params)
-    assert isinstance(dgate, Tensor)
-    return torch.stack((dgate, dup), dim=2).flatten(1, 2) if glu == "interleaved" else torch.cat((dgate, dup), dim=1)
-
-
 def weighted_backward(
     da: Tensor, h: Tensor, w: Tensor | None, activation: str, glu: str, params: Params
 ) -> tuple[Tensor, Tensor, Tensor | None]:

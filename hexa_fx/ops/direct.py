@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import library, listed_calls, moe_ffn_autograd, sources
+from hexa_fx.ops import library, moe_ffn_autograd, sources
 from hexa_fx.ops import moe_ffn_fp8 as moe_ffn_fp8_layer
-from hexa_fx.ops.esmm import esmm_backward, esmm_cpu, keep_for_esmm
 from hexa_fx.ops.fixed_order import fixed_order
 from hexa_fx.ops.listed import Listed
-from hexa_fx.ops.reindex import combine_backward, combine_cpu, keep_for_combine, reindex_cpu
+from hexa_fx.ops.products import esmm_cpu, esmm_gradients
+from hexa_fx.ops.reindex import combine_cpu, reindex_cpu
 from hexa_fx.ops.rows import accumulate_dtype
 from hexa_fx.ops.table import Combine, Esmm, Reindex
 from hexa_fx.ops.table_fp8 import MoeFfnFp8Forward
@@ -27,32 +27,29 @@ from hexa_fx.torch_private import _AutoDispatchBelowAutograd, untraced
 
 _OPS = torch.ops.hexa
 _LAYERS = moe_ffn_autograd.LAYERS
-_MOE_FFN = _LAYERS["moe_ffn"]
 
 
-def moe_ffn(*args: Any) -> Any:
-    """``hexa::moe_ffn``."""
+def _layer(name: str, args: tuple[Any, ...]) -> Any:
     if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(_MOE_FFN, args)
-    return _layer("moe_ffn", "moe_ffn_sources", args)
-
-
-def _layer(name: str, with_sources: str, args: tuple[Any, ...]) -> Any:
+        return moe_ffn_autograd.plain(_LAYERS[name], args)
     if any(map(sources.is_source, args)):
         if sources.has_scaled_rows(args):
             with fixed_order() if name == "moe_ffn_fixed" else nullcontext():
                 return sources.moe_ffn(*args)
-        name, args = with_sources, tuple(sources.operands(args))
+        name, args = name.replace("moe_ffn", "moe_ffn_sources"), tuple(sources.operands(args))
         if library.is_eager(args, cuda=True):
             return moe_ffn_autograd.plain(_LAYERS[name], args)
-    return listed_calls.layer(name, *args) if Listed in map(type, args) else library.overload(name)(*args)
+    return sources.layer(name, *args) if Listed in map(type, args) else library.overload(name)(*args)
+
+
+def moe_ffn(*args: Any) -> Any:
+    """``hexa::moe_ffn``."""
+    return _layer("moe_ffn", args)
 
 
 def moe_ffn_fixed(*args: Any) -> Any:
     """``hexa::moe_ffn_fixed``."""
-    if library.is_eager(args, cuda=True):
-        return moe_ffn_autograd.plain(_LAYERS["moe_ffn_fixed"], args)
-    return _layer("moe_ffn_fixed", "moe_ffn_sources_fixed", args)
+    return _layer("moe_ffn_fixed", args)
 
 
 def moe_ffn_fp8(*args: Any) -> Any:
@@ -63,11 +60,11 @@ def moe_ffn_fp8(*args: Any) -> Any:
         o = MoeFfnFp8Forward._make(args)
         found = moe_ffn_fp8_layer.from_sources(o)
         if found is None:
-            return _layer("moe_ffn", "moe_ffn_sources", tuple(o.to(MoeFfn)))
+            return moe_ffn(*o.to(MoeFfn))
         if library.is_eager((*found,), cuda=True):
             return moe_ffn_fp8_layer.on_packed(found)
         return _OPS.moe_ffn_fp8.default(*found)
-    return listed_calls.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
+    return sources.run("moe_ffn_fp8", moe_ffn_fp8_layer.plain, *args)
 
 
 def reindex(*args: Any) -> Any:
@@ -94,60 +91,53 @@ def combine(*args: Any) -> Any:
     return _Combine.apply(*args)
 
 
-class _Esmm(torch.autograd.Function):
-    """esmm by its kernels, of which its gradients are made too."""
+def _differentiable(
+    name: str, run: Callable[[Any], Tensor], gradients: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """An operator by its kernel. gradients: of `Formula`, on plain tensors, where they are made of kernels too."""
+    formula = library.FORMULAS[name]
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        keep_for_esmm(ctx, args)
-        with _AutoDispatchBelowAutograd():
-            return esmm_cpu(Esmm._make(args))
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            formula.keep(ctx, args)
+            with _AutoDispatchBelowAutograd():
+                return run(formula.record._make(args))
 
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # a checkpoint recomputes it now, which needs autograd
-        with _AutoDispatchBelowAutograd() if library.is_plain_tensor(grads[0]) else nullcontext():
-            return esmm_backward(ctx, grads[0], saved)
+        @staticmethod
+        @untraced
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            if not library.is_plain_tensor(grads[0]):
+                return formula.backward(ctx, *grads)
+            kept = formula.kept(ctx)
+            with _AutoDispatchBelowAutograd():
+                return formula.record.by_argument(**gradients(*kept, *grads))  # type: ignore[no-any-return]
 
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        keep_for_combine(ctx, args)
-        with _AutoDispatchBelowAutograd():
-            return combine_cpu(*args)
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if not library.is_plain_tensor(grads[0]):
-            return combine_backward(ctx, grads[0])
-        saved = ctx.saved_tensors
-        with _AutoDispatchBelowAutograd():
-            return combine_backward(ctx, grads[0], saved, _combine_gradients)
+    return Direct
 
 
-def _combine_gradients(
-    grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights) by slot, so that no index has to be inverted."""
+def _combine_gradients(o: Combine, needs: Any, grad: Tensor) -> dict[str, Any]:
+    """By slot, so that no index has to be inverted."""
+    y, weights, inv, offs, top_k = o
     wide = accumulate_dtype(grad.dtype)
     tokens, columns = grad.shape
     routed, per_token = int(offs[-1]), grad.to(wide).unsqueeze(1)
     dy = dweights = None
-    if needs_dy:
+    if needs.y:
         slots = per_token if weights is None else per_token * weights.to(wide).unsqueeze(2)
         slots = slots.expand(tokens, top_k, columns).reshape(-1, columns).to(grad.dtype)
         dy = torch.empty_like(slots).index_copy_(0, inv.long(), slots)
         dy[routed:].zero_()
-    if y is not None and weights is not None:
+    if weights is not None and needs.top_k_weights:
         dots = (y.index_select(0, inv).view(tokens, top_k, columns).to(wide) * per_token).sum(2)
         if routed < inv.shape[0]:
             dots.masked_fill_((inv >= routed).view(tokens, top_k), 0)
         dweights = dots.to(weights.dtype)
-    return dy, dweights
+    return {"y": dy, "top_k_weights": dweights}
 
+
+_Esmm = _differentiable("esmm", esmm_cpu, esmm_gradients)
+_Combine = _differentiable("combine", lambda o: combine_cpu(*o), _combine_gradients)
 
 DIRECT: dict[Any, Callable[..., Any]] = {
     _OPS.moe_ffn.default: moe_ffn,

@@ -27,7 +27,7 @@ from hexa_fx.formats.fp8_scaling import (
 )
 from hexa_fx.ops import library
 from hexa_fx.ops import table_fp8 as table
-from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
+from hexa_fx.ops.activations import activation_forward, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import groups_of
 from hexa_fx.ops.reindex import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
@@ -100,12 +100,9 @@ def _combine(o: table.CombineFp8) -> Tensor:
 def _esmm_act_backward(o: table.EsmmActBackwardFp8) -> tuple[Tensor, ...]:
     da = _product(gather_rows(read_rows(o.dy, o.dys), o.v, o.top_k), o.w, o.ws, None, o.offs)
     h = torch.where(routed_rows(o.offs, o.v.shape[0]), read_rows(o.h, o.hs), 0)
-    a = activation_forward(h, o.activation, table.glu_of(o.gated), o.params)
-    dots = (da * a).view(a.shape[0], a.shape[1] // BLOCK, BLOCK).sum(2)
-    if o.top_k_weights is not None:
-        share = o.top_k_weights.reshape(-1).index_select(0, o.v).float().unsqueeze(1)
-        da, a = da * share, a * share
-    dh = activation_backward(da, h, o.activation, table.glu_of(o.gated), o.params)
+    share = 1.0 if o.top_k_weights is None else o.top_k_weights.reshape(-1).index_select(0, o.v).float().unsqueeze(1)
+    dh, a, _ = weighted_backward(da * share, h, None, o.activation, table.glu_of(o.gated), o.params)
+    dots, a = (da * a).view(a.shape[0], a.shape[1] // BLOCK, BLOCK).sum(2), a * share
     rows, *groups, wants_dots = o.needs
     none = o.offs.new_zeros(o.offs.shape[0])
     of_dh, of_a = (

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.cpu import multiplies_in_float32
@@ -31,7 +31,6 @@ from hexa_fx.torch_private import (
     DispatchKey,
     DispatchKeySet,
     OpOverload,
-    _add_batch_dim,
     _after_ADInplaceOrView_keyset,
     _after_autograd_keyset,
     _are_functorch_transforms_active,
@@ -40,12 +39,8 @@ from hexa_fx.torch_private import (
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
-    _remove_batch_dim,
-    _vmapmode_decrement_nesting,
-    _vmapmode_increment_nesting,
     is_legacy_batchedtensor,
     peek_interpreter_stack,
-    under_vmap,
     untraced,
     without_autocast,
 )
@@ -61,6 +56,7 @@ _KERNELS: dict[tuple[str, str], Kernel] = {}
 _CHECKED: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST: dict[tuple[str, str], Kernel] = {}
 _RECORDS: dict[str, type[Operands]] = {}
+FORMULAS: dict[str, Formula] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
 _AFTER_AUTOGRAD = _after_autograd_keyset
@@ -94,8 +90,8 @@ def operator(
         written = sum(form.written for form in forms)
         if written:
             _register_mutation(name, written)
-        else:
-            _register_batched(name, functools.partial(overload, name))
+        for key in ("FuncTorchBatched", "Batched"):
+            _LIBRARY.impl(name, functools.partial(_refuse_batches, name), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", functools.partial(_fake, name, record), lib=_LIBRARY)
         if not differentiable:
             _refuse_double_backward(name)
@@ -230,6 +226,56 @@ def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None 
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
 
+class Formula:
+    """The gradients of an operator.
+
+    Args:
+        record: of its operands.
+        gradients: takes these, of each whether it needs a gradient, and the gradients of the results; gives gradients by name.
+        kept_for: operands that are only kept for the gradient of another, or for none.
+    """
+
+    def __init__(
+        self, record: Any, gradients: Callable[..., Mapping[str, Any]], kept_for: Mapping[str, str | None]
+    ) -> None:
+        self.record, self.gradients, place = record, gradients, record._fields.index
+        self._kept_for = [(place(name), None if by is None else place(by)) for name, by in kept_for.items()]
+
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
+        """Keeps the operands in an autograd function's context."""
+        needs, values = ctx.needs_input_grad, [*inputs]
+        for place, by in self._kept_for:
+            if by is None or not needs[by]:
+                values[place] = None
+        saved = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*[values[place] for place in saved])
+        for place in saved:
+            values[place] = None
+        ctx.static = values, saved
+
+    def kept(self, ctx: Any) -> Any:
+        """The operands, and of each whether it needs a gradient. Under a checkpoint they are computed again now."""
+        values, saved = [*ctx.static[0]], ctx.static[1]
+        for place, tensor in zip(saved, ctx.saved_tensors):
+            values[place] = tensor
+        return self.record._make(values), self.record._make(ctx.needs_input_grad)
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """What autograd is given for every argument."""
+        return self.record.by_argument(**self.gradients(*self.kept(ctx), *grads))  # type: ignore[no-any-return]
+
+
+def formula(name: str, **kept_for: str | None) -> Callable[[F], F]:
+    """Decorates the gradients of ``hexa::<name>``, as `Formula` has them."""
+
+    def decorate(gradients: F) -> F:
+        made = FORMULAS[name] = Formula(_RECORDS[name], gradients, kept_for)
+        register_autograd(name, made.backward, made.keep)
+        return gradients
+
+    return decorate
+
+
 def _refuse_double_backward(name: str) -> None:
     """Makes the backward of ``hexa::<name>``, which is itself a gradient, raise instead of giving a wrong result."""
 
@@ -333,44 +379,12 @@ def _autocast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if number else value
 
 
-def _register_batched(name: str, overload: Callable[[], OpOverload]) -> None:
-    """Registers rules for `torch.vmap` and for the older one of torch.autograd: one call for each sample.
-
-    Blocks run their own code in a forward under a transform. What comes here is a backward of many gradients at once
-    (``torch.autograd.grad(..., is_grads_batched=True)``, ``torch.autograd.functional.jacobian(..., vectorize=True)``, or a
-    `torch.vmap` around ``torch.autograd.grad``): kernels write into memory of their own, which no batching rule of torch's can
-    follow.
-    """
-    for key, kernel in {"FuncTorchBatched": _under_vmap, "Batched": _under_autograds}.items():
-        _LIBRARY.impl(name, functools.partial(kernel, overload), key, with_keyset=True)
-
-
-def _under_vmap(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
-    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        leaves, spec = tree_flatten(args)
-        results = _each(overload(), leaves, tree_flatten(dims)[0], info.batch_size, spec)
-        return results, tree_map(lambda _: 0, results)
-
-    return under_vmap(rule, overload(), args)
-
-
-def _under_autograds(overload: Callable[[], OpOverload], _keyset: DispatchKeySet, *args: Any) -> Any:
-    level = _vmapmode_increment_nesting() - 1
-    _vmapmode_decrement_nesting()
-    leaves, spec = tree_flatten(args)
-    dims = [0 if isinstance(leaf, Tensor) and is_legacy_batchedtensor(leaf) else None for leaf in leaves]
-    leaves = [leaf if dim is None else _remove_batch_dim(leaf, level, 1, 0) for leaf, dim in zip(leaves, dims)]
-    size = next(len(leaf) for leaf, dim in zip(leaves, dims) if dim is not None)
-    return tree_map(lambda found: _add_batch_dim(found, 0, level), _each(overload(), leaves, dims, size, spec))
-
-
-def _each(overload: OpOverload, leaves: Sequence[Any], dims: Sequence[int | None], size: int, spec: Any) -> Any:
-    """The results of all samples, stacked in their first dimension."""
-    found = []
-    for number in range(size):
-        sample = [leaf if dim is None else leaf.select(dim, number) for leaf, dim in zip(leaves, dims)]
-        found.append(overload(*tree_unflatten(sample, spec)))
-    return tree_map(lambda *same: torch.stack(same), *found)
+def _refuse_batches(name: str, *_: Any) -> Any:
+    """What `torch.vmap`, and the older one of torch.autograd, get: no rule of theirs could follow kernels into their own memory."""
+    raise InputError(
+        f"hexa::{name} gives one gradient at a time: is_grads_batched=True, jacobian(vectorize=True) and torch.vmap around a "
+        "backward do not reach through it; ask for each gradient by itself, or run the original module (hexa_fx.undo_)"
+    )
 
 
 class DirectFunction(torch.autograd.Function):

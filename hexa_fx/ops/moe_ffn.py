@@ -11,6 +11,10 @@ weights. Below autograd there are three operators:
 All run the programs that the layers' compiler makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how autograd reaches
 them. What ends in ``_fixed`` takes no way that depends on the number of tokens (the dense one, another tile), so that a token's
 result has the same bits in any batch; gradients are sums over tokens, whose bits depend on it.
+
+Gradients that are to be derived again (``create_graph=True``), as penalties on gradients, forces and products with a Hessian ask
+for, come from the operator ``hexa::moe_ffn_backward``. To derive it, the layer is computed once more, by operators that are derived
+as often as it takes, and derived twice.
 """
 
 from __future__ import annotations
@@ -20,13 +24,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
+from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import in_fixed_order
 from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.program import programs
-from hexa_fx.ops.table_layers import PARAMETERS, MoeFfn, MoeFfnBackward, MoeFfnSources, MoeFfnSourcesBackward, static_of
+from hexa_fx.ops.records import INTEGER, shape
+from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.table_layers import (
+    OPERANDS,
+    PARAMETERS,
+    MoeFfn,
+    MoeFfnBackward,
+    MoeFfnSources,
+    MoeFfnSourcesBackward,
+    static_of,
+)
+from hexa_fx.torch_private import _len_torch_dispatch_stack, without_autocast
 
 _OPS = torch.ops.hexa
 
@@ -91,7 +109,7 @@ def forward_on(device: str, training: bool, o: Layer) -> Any:
     """The forward program of a device type: y, for training also what backward needs. Arguments are not checked."""
     of_sources = isinstance(o, MoeFfnSources)
     given = _given(_operands[MoeFfnSources if of_sources else MoeFfn](o))
-    found = programs(o.static, given, device, () if training else None).forward(*o)
+    found = programs(o.static, given, device, library.kernel_generation, () if training else None).forward(*o)
     if not training or not (of_sources or o.recompute_h):
         return found
     y, *kept = found
@@ -109,7 +127,8 @@ def backward_on(device: str, record: type[Gradients], args: Iterable[Any], fused
     o, buffers = record.split(tuple(args))
     h: Any = o.h if o.h is None or isinstance(o.h, list) else [o.h]
     given = _given(_operands_of_backward[record](o))
-    program = programs(o.static, given, device, tuple(o.needs), _given(buffers), fused)
+    kind = o.static, given, device, library.kernel_generation
+    program = programs(*kind, tuple(o.needs), _given(buffers), fused)
     return list(program.backward(*o._replace(h=h), *buffers))
 
 
@@ -147,3 +166,116 @@ def _register(name: str, record: type[Layer], gradients: type[Gradients]) -> Non
 
 _register("moe_ffn", MoeFfn, MoeFfnBackward)
 _register("moe_ffn_sources", MoeFfnSources, MoeFfnSourcesBackward)
+
+
+_GIVEN = ("dy", *OPERANDS)
+
+
+@library.formula("moe_ffn_backward", h=None)
+def _derived_again(o: MoeFfnBackward, _: Any, grads: list[Tensor | None]) -> dict[str, Any]:
+    """Gradients of dy, x, routing weights and parameters, from those of the layer's gradients. h follows from x."""
+    if o.x is None:
+        raise InputError(
+            "hexa::moe_ffn: x is not kept where the weights that it is multiplied by are frozen, and a second derivative needs it; "
+            "let them require gradients, or run the original module (hexa_fx.undo_)"
+        )
+    again = torch.is_grad_enabled()
+    with torch.enable_grad(), without_autocast():
+        given = {name: each.view_as(each) for name in _GIVEN if (each := getattr(o, name)) is not None}
+        needed = [given[name] for name, need in zip(OPERANDS, o.needs, strict=True) if need]
+        first = torch.autograd.grad(_layer(o._replace(**given)), needed, given["dy"], create_graph=True)
+        asked = [
+            (value, grad) for value, grad in zip(first, grads, strict=True) if grad is not None and value.requires_grad
+        ]
+        leaves = {name: each for name, each in given.items() if each.requires_grad}
+        values, upstream = zip(*asked) if asked else ((), ())
+        found = torch.autograd.grad(values, [*leaves.values()], upstream, create_graph=again, allow_unused=True)
+    return {
+        **dict(zip(leaves, found)),
+        "params": None if o.params else [],
+    }  # torch takes an empty list for one of tensors
+
+
+def _layer(o: MoeFfnBackward) -> Tensor:
+    """y of a layer, from its operands and its routing."""
+    rows = o.v, o.offs, o.top_k, o.layout1
+    h = _OPS.esmm(o.x, o.w1, o.b1, *rows)
+    if o.w3 is not None:
+        h = torch.cat((h, _OPS.esmm(o.x, o.w3, o.b3, *rows)), 1)
+    a = activation_forward(h.to(accumulate_dtype(h.dtype)), o.activation, o.glu, o.params).to(h.dtype)
+    y = _OPS.esmm(a, o.w2, o.b2, None, o.offs, 1, o.layout2)
+    return _OPS.combine(y, o.top_k_weights, o.inv, o.offs, o.top_k)  # type: ignore[no-any-return]
+
+
+def experts(
+    rows: Tensor,
+    counts: Tensor,
+    row_weights: Tensor | None,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    spec: FfnSpec,
+) -> Tensor:
+    """``y[r] = row_weights[r] * FFN_e(rows[r])`` for rows that lie together by expert, which somebody else has dispatched: an
+    all-to-all, DeepEP, torchtitan, expert parallelism of any kind. It is `hexa::moe_ffn` of one slot a row.
+
+    Nothing waits for the device, so ``rows`` may be allocated for the most that can arrive: rows after the last one counted are
+    never read, whatever they hold, give zeros and get zeros as their gradient.
+
+    Args:
+        rows: (R, D), first those of expert 0, then those of expert 1, and so on. Or (S, R, D): one such block from each of S
+            senders, each with room of its own.
+        counts: integer, rows of each expert, 0 or more and at most R in all, on the device of ``rows``: (E,), or (S, E) for S
+            senders, whose rows may also lie right behind one another in an (R, D). No sorting by expert is needed then, nor
+            sorting back. Nobody looks at them on a GPU, where one below 0 counts as 0; on a CPU it is refused.
+        row_weights: in any floating dtype, one a row, or None, which means 1.
+        w1, b1, w3, b3, w2, b2, spec: as for `hexa_fx.ops.moe_ffn`, of the E experts that are here.
+
+    Returns:
+        In the order, shape and dtype of ``rows``.
+
+    Raises:
+        InputError: shapes, dtypes or devices do not fit together.
+    """
+    _check(rows, counts, row_weights, w1.shape[0])
+    index = _expert_of(rows, counts).reshape(-1, 1)
+    weights = None if row_weights is None else row_weights.reshape(-1, 1)
+    flat = rows.reshape(-1, rows.shape[-1])
+    return moe_ffn(flat, index, weights, w1, b1, w3, b3, w2, b2, spec).reshape(rows.shape)
+
+
+def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: int) -> None:
+    op = "hexa_fx.ops.experts"
+    if rows.dim() not in (2, 3):
+        raise InputError(f"{op}: rows is {shape(rows)}; expected (rows, D) or (senders, rows, D)")
+    if not isinstance(counts, Tensor) or counts.device != rows.device:
+        found = f"on {counts.device}" if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
+        raise InputError(f"{op}: counts is {found}; expected a tensor on {rows.device}, where the rows are")
+    dims = (1, 2) if rows.dim() == 2 else (2,)
+    fits = counts.dim() in dims and counts.shape[-1] == experts and counts.dtype in INTEGER
+    if not fits or (rows.dim() == 3 and counts.shape[0] != rows.shape[0]):
+        raise InputError(
+            f"{op}: counts is {shape(counts)}; expected integer ({experts},), or one such row for each sender's block"
+        )
+    seen = type(counts) is Tensor and counts.is_cpu and not is_compiling() and not _len_torch_dispatch_stack()
+    if seen and bool((counts < 0).any()):
+        raise InputError(f"{op}: counts has {int(counts.min())}; expected the number of rows of each expert, 0 or more")
+    if row_weights is None:
+        return
+    if row_weights.shape != rows.shape[:-1] or not row_weights.is_floating_point():
+        raise InputError(
+            f"{op}: row_weights is {shape(row_weights)}; expected floating, one a row, {tuple(rows.shape[:-1])}"
+        )
+
+
+def _expert_of(rows: Tensor, counts: Tensor) -> Tensor:
+    """Expert of every row; E, which contributes nothing, for rows that nobody counted."""
+    number = counts.shape[-1]
+    counts = counts.clamp(min=0)
+    ends = counts.cumsum(-1) if rows.dim() == 3 else counts.reshape(-1).cumsum(0)
+    places = torch.arange(rows.shape[-2], device=rows.device, dtype=ends.dtype)
+    run = torch.searchsorted(ends, places.expand(rows.shape[:-1]).contiguous(), right=True)
+    return torch.where(run < ends.shape[-1], run % max(number, 1), number)

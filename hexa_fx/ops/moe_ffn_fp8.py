@@ -334,7 +334,6 @@ def _run(o: MoeFfnFp8Forward, training: bool, checked: bool = True) -> Any:
 
 @library.kernel("moe_ffn_fp8", "any")
 def _inference(o: MoeFfnFp8) -> Tensor:
-    """Kernel for any device."""
     instead = _few_call(o) or _exact_call(o)
     if instead is None:
         return _run(o, False)  # type: ignore[no-any-return]
@@ -345,7 +344,7 @@ def _inference(o: MoeFfnFp8) -> Tensor:
 
 @library.kernel("moe_ffn_fp8_forward", "any")
 def _training(o: MoeFfnFp8Forward) -> tuple[Tensor, ...]:
-    """Kernel for any device: the result, and what backward needs."""
+    """The result, and what backward needs."""
     return _run(o, True)  # type: ignore[no-any-return]
 
 

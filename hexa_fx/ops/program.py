@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import library
 from hexa_fx.ops.records import DENSE
 from hexa_fx.ops.table_layers import READ_WITH_X, SOURCES_OPERANDS
 
@@ -71,10 +70,12 @@ class FfnPrograms(Protocol):
     def backward(self) -> Callable[..., Any]: ...
 
 
+@lru_cache(maxsize=1024)
 def programs(
     static: tuple[Any, ...],
     given: tuple[bool, ...],
     device: str,
+    generation: int,
     needs: tuple[bool, ...] | None = None,
     added: tuple[bool, ...] = (),
     fused_backward: bool = True,
@@ -85,23 +86,11 @@ def programs(
         static: what `Layer.static` is.
         given: of each of `SOURCES_OPERANDS`, whether it is not None; shorter for `hexa::moe_ffn`.
         device: device type.
+        generation: `library.kernel_generation`.
         needs: of each of them, whether it needs a gradient. None for inference, else forward also returns what backward needs.
         added: for each of them after the first, whether its gradient is added to a buffer. Empty for none.
         fused_backward: see `FfnRequest`.
     """
-    return _made(static, given, device, needs, added, fused_backward, library.kernel_generation)
-
-
-@lru_cache(maxsize=1024)
-def _made(
-    static: tuple[Any, ...],
-    given: tuple[bool, ...],
-    device: str,
-    needs: tuple[bool, ...] | None,
-    added: tuple[bool, ...],
-    fused_backward: bool,
-    generation: int,
-) -> FfnPrograms:
     activation, glu, params, layout1, layout2, recompute_h, *sources = static
     spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
     present, grads = (frozenset(compress(SOURCES_OPERANDS, flags)) for flags in (given, needs or ()))

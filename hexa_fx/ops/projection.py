@@ -1,7 +1,7 @@
 """Factors of low-rank additions to weights, as a layer's programs read them: ``x @ W^T + s (x @ A^T) @ C^T``.
 
 Neither ``W + s C A`` nor a packed W as a whole ever exists. ``u = x @ A^T`` is an expert-specific product with the rank r as its
-width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.esmm_packed`). A is (E, r, K) and C (E, N, r), of any
+width; that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.products`). A is (E, r, K) and C (E, N, r), of any
 strides and dtype. Copies of them are made where they are read, so that none is kept for backward.
 
 Functions here are nodes of programs, by other operators, which `hexa_fx.passes.lowering.graph_pass` makes those of a device.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +21,8 @@ from hexa_fx.ops.records import experts_last
 from hexa_fx.ops.rows import columns_of
 
 
-class Composed(Protocol):
-    """A function that is made of operators."""
-
-    def __call__(self, *args: Any) -> Any: ...
-    def on(self, device: str) -> Callable[..., Any]:
-        """The same by the kernels of a device type."""
-        ...
-
-
-def composed(function: Callable[..., Any]) -> Composed:
-    """Decorates a function whose first argument holds the operators."""
+def composed(function: Callable[..., Any]) -> Any:
+    """Decorates a function whose first argument holds the operators. ``on``: the same by the kernels of a device type."""
 
     @wraps(function)
     def run(*args: Any) -> Any:
@@ -47,7 +38,7 @@ def composed(function: Callable[..., Any]) -> Composed:
         return bound
 
     run.on = on  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    return run
 
 
 def _multiplied_with(by: Any, rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -24,11 +23,8 @@ from hexa_fx.torch_private import _embedding_bag_forward_only
 _FEW_SLOTS = 64
 _MANY_SLOTS = 2048
 
-reindex = library.wrapper("reindex")
-
 
 def reindex_cpu(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """CPU kernel."""
     return sort_slots(top_k_index, num_experts).tensors()
 
 
@@ -135,14 +131,22 @@ def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(num_experts + 2, dtype=dtype, device="cpu")
 
 
+def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Stable sort; ids out of range are sentinels."""
+    ids = top_k_index.reshape(-1).to(torch.int32)
+    ids = torch.where((ids < 0) | (ids > num_experts), num_experts, ids)
+    ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offs = torch.searchsorted(ids, experts, out_int32=True)
+    v = order.to(torch.int32)
+    return v, invert(v), offs
+
+
 library.register_kernel("reindex", "cpu", reindex_cpu)
-
-
-combine = library.wrapper("combine")
+library.register_kernel("reindex", "any", reindex_any)
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """Kernel for any device, made of torch's own operators."""
     wide = accumulate_dtype(y.dtype)
     slots = torch.where(routed_rows(offs, y.shape[0]), y, 0).to(wide).index_select(0, inv)
     if top_k_weights is not None:
@@ -152,7 +156,7 @@ def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: 
 
 
 def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """CPU kernel. torch's embedding bag gathers and sums in one pass, accumulating in float32."""
+    """Torch's embedding bag gathers and sums in one pass, accumulating in float32."""
     n = inv.shape[0]
     if n == 0 or y.shape[1] == 0:
         return y.new_zeros((n // top_k, y.shape[1]))
@@ -169,41 +173,21 @@ def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tens
     )[0]
 
 
-def keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
-    """What backward needs."""
-    o, needs = Combine._make(inputs), Combine.marks(ctx.needs_input_grad)
-    ctx.save_for_backward(o.y if needs.top_k_weights else None, o.top_k_weights, o.inv, o.offs)
-    ctx.top_k = o.top_k
-
-
-def _gradients(
-    grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights): the first if it is needed, the second if y is given."""
+@library.formula("combine", y="top_k_weights")
+def _of_combine(o: Combine, needs: Any, grad: Tensor) -> dict[str, Any]:
+    y, weights, inv, offs, top_k = o
     dy = dweights = None
-    wide = accumulate_dtype(grad.dtype)
-    v = invert(inv)
+    wide, v = accumulate_dtype(grad.dtype), invert(inv)
     routed = routed_rows(offs, v.shape[0])
     rows = grad.index_select(0, v.div(top_k, rounding_mode="floor")).to(wide)
-    if needs_dy:
+    if needs.y:
         scaled = rows if weights is None else rows * weights.to(wide).reshape(-1).index_select(0, v).unsqueeze(1)
         dy = torch.where(routed, scaled, 0).to(grad.dtype)
-    if y is not None and weights is not None:
+    if weights is not None and needs.top_k_weights:
         dots = torch.where(routed.squeeze(1), (rows * y.to(wide)).sum(1), 0)
         dweights = dots.index_select(0, inv).view(weights.shape).to(weights.dtype)
-    return dy, dweights
-
-
-def combine_backward(
-    ctx: Any, grad: Tensor, saved: tuple[Any, ...] | None = None, gradients: Callable[..., Any] = _gradients
-) -> tuple[Tensor | None, ...]:
-    """Gradients of every argument. saved: what was kept, if it was asked for before. gradients: as `_gradients`."""
-    y, weights, inv, offs = saved or ctx.saved_tensors
-    needs_dy = bool(Combine.marks(ctx.needs_input_grad).y)
-    dy, dweights = gradients(grad, y, weights, inv, offs, ctx.top_k, needs_dy)
-    return Combine.by_argument(y=dy, top_k_weights=dweights)
+    return {"y": dy, "top_k_weights": dweights}
 
 
 library.register_kernel("combine", "cpu", combine_cpu)
 library.register_kernel("combine", "any", combine_generic)
-library.register_autograd("combine", combine_backward, keep_for_combine)

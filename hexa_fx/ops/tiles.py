@@ -19,25 +19,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import cpu, fixed_order, library
+from hexa_fx.ops import cpu, fixed_order, library, table
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import Weight, as_kn
 from hexa_fx.ops.listed import Listed
 from hexa_fx.ops.rows import flip
-from hexa_fx.ops.table import (
-    Activate,
-    ActivateBackward,
-    Activated,
-    Combine,
-    Esfk,
-    EsfkAdd,
-    Esmm,
-    EsmmAct,
-    Ess,
-    EssAdd,
-    Estmm,
-    EstmmAdd,
-)
 from hexa_fx.ops.tiling import Tile, Tiling, output, whole
 from hexa_fx.torch_private import grouped_mm
 
@@ -111,7 +97,7 @@ def part(tile: Tile, t: Tensor) -> Tensor:
 
 
 @on_tile("esmm", ROWS)
-def esmm(tile: Tile, o: Esmm) -> Tensor:
+def esmm(tile: Tile, o: table.Esmm) -> Tensor:
     """(rows, N)."""
     return _project(tile, tile.rows(o.x, o.v), as_kn(o.weight, o.layout), o.bias)
 
@@ -171,7 +157,7 @@ def _project_into(tile: Tile, x: Tensor, weight: Weight, bias: Weight | None, ou
 
 
 @on_tile("esmm_act", "h", ROWS)
-def esmm_act(tile: Tile, o: EsmmAct, h_key: str | None) -> Tensor:
+def esmm_act(tile: Tile, o: table.EsmmAct, h_key: str | None) -> Tensor:
     """a (rows, I). h goes to the output ``h_key`` where one is given."""
     rows, first, x, b1, w3 = tile.rows(o.x, o.v), as_kn(o.w1, o.layout), o.x, o.b1, o.w3
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
@@ -204,12 +190,12 @@ def _rows_output(tiling: Tiling, width: int) -> Tensor:
 
 
 @on_tile("activate", ROWS)
-def activate(tile: Tile, o: Activate) -> Tensor:
+def activate(tile: Tile, o: table.Activate) -> Tensor:
     """(rows, I)."""
     return _activated(tile, o.h, o)
 
 
-def _activated(tile: Tile, h: Tensor, o: Activated) -> Tensor:
+def _activated(tile: Tile, h: Tensor, o: table.Activated) -> Tensor:
     act, dtype, wide = ACTIVATIONS[o.activation], h.dtype, tile.tiling.wide
     if dtype != wide:
         return _activated(tile, h.to(wide), o).to(dtype)
@@ -223,7 +209,7 @@ def _activated(tile: Tile, h: Tensor, o: Activated) -> Tensor:
 
 
 @on_tile("activate_backward", ROWS, ROWS, "dweights")
-def activate_backward(tile: Tile, o: ActivateBackward, dweights_key: str) -> tuple[Tensor, Tensor]:
+def activate_backward(tile: Tile, o: table.ActivateBackward, dweights_key: str) -> tuple[Tensor, Tensor]:
     """(dh, a_scaled)."""
     dtype, wide = o.da.dtype, tile.tiling.wide
     if dtype != wide or o.h.dtype != wide:
@@ -253,7 +239,7 @@ def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor)
 
 
 @on_tile("ess", "sums")
-def ess(tile: Tile, o: Ess, key: str) -> None:
+def ess(tile: Tile, o: table.Ess, key: str) -> None:
     """To the output ``key``."""
     y = tile.tiling.accumulator(key, tile.tiling.experts, o.g.shape[1])
     for e, rows in _by_expert(tile, tile.rows(o.g, o.v), o.scale):
@@ -261,7 +247,7 @@ def ess(tile: Tile, o: Ess, key: str) -> None:
 
 
 @on_tile("ess_add")
-def ess_add(tile: Tile, o: EssAdd) -> None:
+def ess_add(tile: Tile, o: table.EssAdd) -> None:
     """To a buffer."""
     _add_sums(tile, o.into, tile.rows(o.g, o.v), o.scale)
 
@@ -287,7 +273,7 @@ def _scaled(tile: Tile, rows: Tensor, scale: Tensor | None) -> Tensor:
 
 
 @on_tile("estmm", "dw")
-def estmm(tile: Tile, o: Estmm, key: str) -> None:
+def estmm(tile: Tile, o: table.Estmm, key: str) -> None:
     """To the output ``key``."""
     x, g = _sides(tile, o)
     tiling, k, n = tile.tiling, x.shape[1], g.shape[1]
@@ -308,14 +294,14 @@ def estmm(tile: Tile, o: Estmm, key: str) -> None:
         cpu.outer_groups(x, g, tile.groups, out)
 
 
-def _sides(tile: Tile, o: Estmm) -> tuple[Tensor, Tensor]:
+def _sides(tile: Tile, o: table.Estmm) -> tuple[Tensor, Tensor]:
     """Rows of the operand that gives the rows of dW, and of the other."""
     x, g = tile.rows(o.x, o.x_index), tile.rows(o.g, o.g_index)
     return (g, x) if o.layout == "nk" else (x, g)
 
 
 @on_tile("estmm_add")
-def estmm_add(tile: Tile, o: EstmmAdd) -> None:
+def estmm_add(tile: Tile, o: table.EstmmAdd) -> None:
     """To a buffer."""
     (x, g), into = _sides(tile, o), cast("Any", o.into)
     if not isinstance(into, Tensor):
@@ -355,30 +341,30 @@ def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
 
 
 @on_tile("esfk", ROWS, "dw", "db")
-def esfk(tile: Tile, o: Esfk, dw_key: str, db_key: str | None) -> Tensor:
+def esfk(tile: Tile, o: table.Esfk, dw_key: str, db_key: str | None) -> Tensor:
     """dx (rows, K). dW and db go to the outputs of their keys."""
-    estmm(tile, o.to(Estmm), dw_key)
+    estmm(tile, o.to(table.Estmm), dw_key)
     if db_key is not None:
-        ess(tile, o.to(Ess), db_key)
+        ess(tile, o.to(table.Ess), db_key)
     return _input_gradient(tile, o)
 
 
 @on_tile("esfk_add", ROWS)
-def esfk_add(tile: Tile, o: EsfkAdd) -> Tensor:
+def esfk_add(tile: Tile, o: table.EsfkAdd) -> Tensor:
     """dx (rows, K)."""
-    estmm_add(tile, o.to(EstmmAdd))
+    estmm_add(tile, o.to(table.EstmmAdd))
     if o.into_bias is not None:
         _add_sums(tile, o.into_bias, o.g, None)
     return _input_gradient(tile, o)
 
 
-def _input_gradient(tile: Tile, o: Esfk | EsfkAdd) -> Tensor:
+def _input_gradient(tile: Tile, o: table.Esfk | table.EsfkAdd) -> Tensor:
     """dx (rows, K): g times the transposed weight."""
     return _project(tile, o.g, as_kn(o.weight, flip(o.layout)), None)
 
 
 @on_tile("combine", "y")
-def combine(tile: Tile, o: Combine, key: str) -> None:
+def combine(tile: Tile, o: table.Combine, key: str) -> None:
     """Adds its rows to their tokens in the output ``key``, in float32; to their slots if a ``top_k`` is given, which is 1."""
     tiling = tile.tiling
     index, count = (tiling.token, tiling.tokens) if o.top_k is None else (tiling.slots, tiling.n)

@@ -101,9 +101,13 @@ def said_of(weight: Any) -> str:
     )
 
 
-def why_not_analysed() -> str:
-    """Why a call cannot be analysed while it runs, which another one may be; empty if it can."""
-    if _current_graph_task_id() != -1:
+def why_not_analysed(rewritten_before: bool = False) -> str:
+    """Why a call cannot be analysed while it runs, which another one may be; empty if it can.
+
+    Args:
+        rewritten_before: whether a call that backward runs again ran rewritten, if it is one.
+    """
+    if not rewritten_before and _current_graph_task_id() != -1:
         return "backward runs it again, as a checkpoint does, which has to do what was done before"
     if _get_tracing_state() is not None or _len_torch_dispatch_stack():
         return "it is traced"

@@ -173,6 +173,7 @@ class HexaForward(InPlace):
     def _forget_calls(self) -> None:
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.ran, self.own = 0, Counter[str]()
+        self.saved_own = False  # whether the original ran in a checkpoint, whose second run has to save as much
         self._warned, self._mistakes, self._tried = False, 0, False
         # Who was refused and waits for this module around it, which is tried next; and whether one around this is tried.
         self.inner: HexaForward | None = None
@@ -189,7 +190,7 @@ class HexaForward(InPlace):
             kind.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+        self.arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
 
     def in_mode(self, training: bool) -> Specialisation | None:
         """The specialisation that ran last in train or eval mode, else the first one; None if there is none for the mode."""
@@ -202,21 +203,12 @@ class HexaForward(InPlace):
     def _name(self) -> str:
         return self.path or type(self.module).__name__
 
-    @property
-    def arguments(self) -> ArgumentNames:
-        """Names of the arguments of the original."""
-        return self._arguments
-
     def reads_under(self) -> set[str]:
         """Names of attributes of the module under which stacked weights are read."""
         return {name for name, held in vars(self.module).items() if isinstance(held, WeightReader)}
 
     def add(self, block: RewrittenBlock) -> None:
-        """Adds a specialisation, which the next call of its kind runs.
-
-        Raises:
-            InputError: it reads other weights under a name than one that is there.
-        """
+        """Adds a specialisation, which the next call of its kind runs. Raises `InputError` as `readers`."""
         module = self.module
         other = {weight.name: weight for weight in block.packed}
         for name in self.reads_under():
@@ -268,11 +260,7 @@ class HexaForward(InPlace):
         return self.run_original(args, kwargs)
 
     def run_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward that was there before, of which nobody is told.
-
-        Raises:
-            PlanError: it cannot run, since it has lost its weights.
-        """
+        """Runs the forward that was there before, of which nobody is told. Raises `PlanError` if that has lost its weights."""
         if self.lost:
             raise PlanError(
                 f"{self._name!r} was called in a way it was not recorded for{self.why}. {self.lost}, so its original forward "
@@ -310,52 +298,43 @@ class HexaForward(InPlace):
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the rewritten forward that a call is for, without falling back. Calls of kinds that were seen go through here,
-        so that who wraps it from outside can count them.
-
-        Raises:
-            GuardMiss: there is none, or none was made for these inputs.
+        so that who wraps it from outside can count them. Raises `GuardMiss` if there is none, or none for these inputs.
         """
         latest, made = self._latest, self.specialisations
         if latest is not None and len(made) > 1 and not saving_is_counted():  # else always in one order
             made = (latest, *(each for each in made if each is not latest))
         return self._first_of(made, args, kwargs)
 
-    def _first_of(self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the first of some specialisations that takes a call.
-
-        Raises:
-            GuardMiss: none does; why the last one for this mode does not.
-        """
-        module, miss = self.module, None
+    def _first_of(
+        self,
+        made: Sequence[Specialisation],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        miss: GuardMiss | None = None,
+    ) -> Any:
+        """Runs the first of some specialisations that takes a call. Raises `GuardMiss` if none does: why the last one for this mode
+        does not. ``miss``: of one that was tried before; submodules that have been called by then give what they gave."""
+        module = self.module
         training = bool(module.training)
-        for place, each in enumerate(made):
+        for each in made:
             try:
-                result = each.run(module, self._arguments, self.adapters, args, kwargs)
+                if miss is None or not miss.called:
+                    result = each.run(module, self.arguments, self.adapters, args, kwargs)
+                else:
+                    with answered(module, miss.called):
+                        result = each.run(module, self.arguments, self.adapters, args, kwargs)
             except GuardMiss as found:
-                if found.called:
-                    return self._first_answered(made[place + 1 :], args, kwargs, found)
-                found = without_frames(found)
-                miss = found if each.holds_in(training) or miss is None else miss
-                self._restart()
+                if miss is not None and miss.called:
+                    miss = without_frames(found) if len(found.called) > len(miss.called) else miss
+                    continue
+                if found.called or each.holds_in(training) or miss is None:
+                    miss = without_frames(found)
+                if not miss.called:
+                    self._restart()
                 continue
             self._latest = each
             return result
         raise miss or GuardMiss("nothing was made of the block yet")
-
-    def _first_answered(
-        self, made: Sequence[Specialisation], args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss
-    ) -> Any:
-        """The same in a call in which submodules have been called before ``miss``: they give what they gave."""
-        for each in made:
-            try:
-                with answered(self.module, miss.called):
-                    result = each.run(self.module, self._arguments, self.adapters, args, kwargs)
-            except GuardMiss as found:
-                miss = without_frames(found) if len(found.called) > len(miss.called) else miss
-                continue
-            self._latest = each
-            return result
-        raise miss
 
     def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None, tried: int) -> Any:
         """Runs what an analysis makes of a call that none of the first ``tried`` specialisations takes.
@@ -382,11 +361,10 @@ class HexaForward(InPlace):
         first = min(tried, len(self.specialisations) - 1)  # `add` may have taken the others away
         added = self.specialisations[first:]
         try:
-            if miss is not None and miss.called:
-                result = self._first_answered(added, args, kwargs, miss)
-            else:
+            called = miss is not None and miss.called
+            if not called:
                 self._restart()
-                result = self._first_of(added, args, kwargs)
+            result = self._first_of(added, args, kwargs, miss if called else None)
         except GuardMiss as found:
             return self._own(found.args[0], args, kwargs, without_frames(found))
         self.ran += 1
@@ -399,7 +377,7 @@ class HexaForward(InPlace):
         reason = next((kind.reason for kind in self.refused), reason)
         for each in self.specialisations:
             try:
-                return each.run(module, self._arguments, self.adapters, args, kwargs)
+                return each.run(module, self.arguments, self.adapters, args, kwargs)
             except GuardMiss as miss:
                 reason = miss.args[0]  # torch 2.11's tracer cannot make a text of an exception
         say_in_trace(self._name, reason)
@@ -411,6 +389,7 @@ class HexaForward(InPlace):
 
     def _own(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> Any:
         self.why = f": {reason}"
+        self.saved_own |= reason != SMALL and saving_is_counted()
         if not self.lost:  # else no call ran
             self.own[reason] += 1
             if reason not in _UNSAID and not self._tried:
@@ -451,12 +430,12 @@ class HexaForward(InPlace):
     @contextmanager
     def on_trial(self) -> Iterator[None]:
         """A context in which calls are neither analysed nor counted, and nothing is said of them."""
-        analyst, ran, own, tried = self.analyst, self.ran, self.own.copy(), self._tried
+        analyst, ran, own, saved_own, tried = self.analyst, self.ran, self.own.copy(), self.saved_own, self._tried
         self.analyst, self._tried = None, True
         try:
             yield
         finally:
-            self.analyst, self.ran, self.own, self._tried = analyst, ran, own, tried
+            self.analyst, self.ran, self.own, self.saved_own, self._tried = analyst, ran, own, saved_own, tried
 
     def _copied(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE}
@@ -479,5 +458,6 @@ class HexaForward(InPlace):
 
 
 _OF_ONE = frozenset(
-    "_module within _arguments restarted called ran own inner waits _warned _mistakes _tried _latest __doc__ __name__".split()
+    "_module within arguments restarted called ran own saved_own inner waits _warned _mistakes _tried _latest __doc__ "
+    "__name__".split()
 )

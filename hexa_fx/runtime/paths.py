@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from operator import is_
 from types import NoneType
 from typing import Any, TypeVar
@@ -66,25 +65,22 @@ class WeightReader:
         self._bases = bases
         self._ready = False
         self._children: list[nn.Module] = []
+        self._kinds, self._classes = list[type](), list[type]()
 
     @property
     def block(self) -> nn.Module:
         return referenced(self._block)
 
     def check(self) -> None:
-        """Checks the module tree only.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked.
-        """
+        """Raises `GuardMiss` if an expert was replaced or hooked."""
         if not self._ready:
             self._walk_once()
-        elif not (
-            all(map(is_, map(dict.get, self._rebuilt, repeat("_modules")), self._lists))
-            and all(map(is_, map(dict.get, self._hooked, repeat(HOOKS[0])), self._hooks))
-        ):
+        if not all(map(is_, map(dict.get, self._holders, self._names_there), self._there)):
             with MOVING:
-                self._walk_again()
+                # the modules that it is compared with, and their classes, stay those that were there first
+                first, classes = self._children, self._classes
+                self._walk()
+                self._children, self._classes, self._kinds = first, classes, []
         if list(map(dict.get, self._parents, self._keys)) != self._children:
             raise GuardMiss(self._said_of_exchanged())
         if list(map(type, self._children)) != self._kinds:
@@ -93,11 +89,7 @@ class WeightReader:
             raise OwnCodeOnly("an expert has hooks, which only its own code calls")
 
     def tensors(self) -> list[torch.Tensor]:
-        """The current parameters, in the order of the paths.
-
-        Raises:
-            GuardMiss: a parameter is gone, e.g. replaced by a parametrization.
-        """
+        """The current parameters, in the order of the paths. Raises `GuardMiss` if one is gone, as by a parametrization."""
         if not self._ready:
             self._walk_once()
         found: list[Any] = list(map(dict.get, self._owners, self._names))
@@ -169,17 +161,12 @@ class WeightReader:
         inner = [owner for owner in owners.values() if owner is not self.block]
         self._hooks = [getattr(owner, hooks) for hooks in HOOKS for owner in inner]
         # Code that drops all hooks puts new dicts in their place, and later hooks come into those; one kind tells.
-        self._hooked = [vars(owner) for owner in inner]
-        lists = [owner for owner in passed.values() if rebuilds(owner)]
-        self._rebuilt, self._lists = [vars(owner) for owner in lists], [owner._modules for owner in lists]
+        lasting = [(vars(owner), HOOKS[0]) for owner in inner]
+        lasting += [(vars(owner), "_modules") for owner in passed.values() if rebuilds(owner)]
+        self._holders, self._names_there = [held for held, _ in lasting], [name for _, name in lasting]
+        self._there = list(map(dict.get, self._holders, self._names_there))
         self._kinds, self._classes = list(map(type, self._children)), list(map(class_of, self._children))
         self._ready = True
-
-    def _walk_again(self) -> None:
-        """Where everything lies now. The modules that it is compared with, and their classes, stay those that were there first."""
-        first, classes = self._children, self._classes
-        self._walk()
-        self._children, self._classes = first, classes
 
     def _look_at_classes(self) -> None:
         """Raises `GuardMiss` if a module is of another class than when it was first read: its code is not what was recorded."""
@@ -195,15 +182,14 @@ class WeightReader:
 
     def reads_exchanged(self) -> bool:
         """Whether an expert was replaced, taken out or made another class's since the weight was first read."""
-        if not self._ready:
-            return False
         try:
-            with MOVING:
-                self._walk_again()
-        except GuardMiss:  # there are fewer now
+            if self._ready:
+                self.check()
+        except OwnCodeOnly:  # it is hooked
+            return False
+        except GuardMiss:
             return True
-        now = [parent.get(key) for parent, key in zip(self._parents, self._keys)]
-        return now != self._children or list(map(class_of, now)) != self._classes
+        return False
 
     def _said_of_exchanged(self) -> str:
         edges = zip(self._passed, self._parents, self._keys, self._children)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import keyword
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from itertools import repeat
-from operator import is_
+from functools import lru_cache, reduce
 from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -82,7 +80,8 @@ BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 _OF_CLASS, _OF_LENGTH, _OF_DTYPE = "type({}) is {}", "len({}) == {}", "{}[{}].dtype is {}"
 _OF_NAMES = "len({}.__dict__) == {}"
 _IS_A = "isinstance({}[{}], {})"
-_EQUAL, _SLOWLY = "equal({}, {})", "is_still({}, {}, {})"
+_EQUAL = "equal({}, {})"
+_LOOKED_UP, _ALIKE = "lookup({}, {}) is {}", "alike(lookup({}, {}), {})"
 
 
 class Resolution:
@@ -188,7 +187,8 @@ class Resolution:
         if found.owner is not None:
             self._enter(self.owners, found.owner, key, found.value)
         if found.slow:
-            self.others.append((_SLOWLY, holder, key, _Same(found.value) if isinstance(noted, (IsA, Keys)) else noted))
+            an_object = isinstance(noted, (IsA, Keys))
+            self.others.append((_LOOKED_UP, holder, key, found.value) if an_object else (_ALIKE, holder, key, noted))
 
     def _watch_kind(self, key: Any, found: Place) -> None:
         """A tensor beside the parameters may be another in every call, as counts are, but not None, from which code counts anew."""
@@ -268,18 +268,6 @@ def _is_like(now: Any, noted: Any) -> bool:
 _KEPT = ("__defaults__", "__kwdefaults__", "__dict__")
 
 
-class _Same:
-    """Stands for an object that has to lie at a place."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def is_still(holder: Any, key: Any, value: Any) -> bool:
-    now = lookup(holder, key)
-    return now is value.value if isinstance(value, _Same) else alike(now, value)
-
-
 def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
     """Whether ``block`` gives everything that was read as it was."""
     try:
@@ -321,13 +309,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_MOST = 400
-"""Comparisons that are written out. More of them, in lists of many experts, take longer to compile than they save."""
-
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 _NUMBERS = (bool, int, float)
 _SIMPLE = (*_NUMBERS, str)
-_NOTHING = repeat(MISSING)
 
 
 @lru_cache(256)
@@ -359,8 +343,9 @@ class _Names:
 def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     """A function of the block that says whether everything lies where it was found; it does not keep the block alive."""
     names = _Names()
-    clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names, block)]
-    names.values |= {"equal": equal, "is_still": is_still}
+    clauses = [_of_dict(*entry, names) for entry in found.dicts]
+    clauses += [_of_owner(*entry, names, block) for entry in found.owners]
+    names.values |= {"equal": equal, "lookup": lookup, "alike": alike}
     clauses += [text.format(*map(names.of, objects)) for text, *objects in found.others]
     check = f"return {' and '.join(clauses) or True}"
     return names.function(
@@ -373,24 +358,12 @@ def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     )
 
 
-def any_of(collections: Iterable[Any]) -> Callable[[], bool]:
-    """A function that says whether one of them holds anything."""
-    names, held = _Names(), list(collections)
-    if len(held) > _MOST:
-        return lambda: any(held)
-    return names.function("", f"return bool({' or '.join(map(names.of, held)) or False})")
-
-
 def inputs_of(
     form: tuple[Any, ...], arguments: ArgumentNames, guards: Sequence[InputGuard], inputs: Sequence[str]
 ) -> Callable[[Any, Any], list[Any] | None]:
     """A function of (args, kwargs) that gives the inputs of a program, or None if they are not what was recorded.
 
-    Args:
-        form: how many arguments come by position, and the names of the others.
-        arguments: of the block's forward.
-        guards: see `hexa_fx.runtime.guards.check_inputs`.
-        inputs: names of the arguments that the program takes.
+    ``form``: how many arguments come by position, and the names of the others. ``inputs``: names of those that the program takes.
     """
     names = _Names()
     names.values |= {"Tensor": torch.Tensor, "is_plain": is_plain}
@@ -464,36 +437,6 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
     clauses += [f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else []
     return clauses + ([f"{x}.numel() != 0"] if guard.filled else [])
-
-
-_Entries = list[tuple[Any, Any, Any]]
-
-
-def _of_dicts(entries: _Entries, names: _Names) -> list[str]:
-    def together(where: Any, keys: Any, values: Any) -> bool:
-        return all(map(is_, map(dict.get, where, keys, _NOTHING), values))
-
-    return _written(entries, lambda where, key, value: _of_dict(where, key, value, names), "dicts_are", together, names)
-
-
-def _of_owners(entries: _Entries, names: _Names, block: Any) -> list[str]:
-    def together(owners: Any, keys: Any, values: Any) -> bool:
-        return all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
-
-    return _written(
-        entries, lambda owner, key, value: _of_owner(owner, key, value, names, block), "owners_give", together, names
-    )
-
-
-def _written(
-    entries: _Entries, clause: Callable[..., str], name: str, together: Callable[..., bool], names: _Names
-) -> list[str]:
-    """A clause for each entry; if there are many, for those that have to do with the block itself, and one for all others."""
-    many = [entry for entry in entries if StandIn not in map(type, entry)] if len(entries) > _MOST else []
-    if not many:
-        return [clause(*entry) for entry in entries]
-    names.values[name] = partial(together, *zip(*many))
-    return [f"{name}()", *(clause(*entry) for entry in entries if StandIn in map(type, entry))]
 
 
 def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:

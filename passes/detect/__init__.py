@@ -17,24 +17,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import torch
 from torch.fx import Node
 
 from hexa_fx.capture import CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import RUNS_ALREADY, Refusal
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
-from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.body import bias_bases, identify_body
+from hexa_fx.passes.detect.combine import find_combine
 from hexa_fx.passes.detect.explain import explained, without_products
 from hexa_fx.passes.detect.free import INSIDE, NotFree, detect_free, has_idle
 from hexa_fx.passes.detect.graph import ancestors, descendants
 from hexa_fx.passes.detect.match import Family, MoEMatch
-from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances, without_scores
-from hexa_fx.passes.detect.rows import Instance, match_rows
+from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, without_scores
+from hexa_fx.passes.detect.rows import Rows, match_rows
 from hexa_fx.passes.detect.rules import is_cut_off, opaque_nodes, stored_outside_calls
 from hexa_fx.passes.detect.several import families_of, find_several, other_runs
-from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, without_lone_parts
 from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
@@ -111,51 +109,44 @@ def _detect_standard(family: Family) -> MoEMatch:
     if not contractions:
         raise without_products(captured, tags)
     stored = stored_outside_calls(captured, [contraction.node for contraction in contractions])
-    rows = match_rows(group_instances(contractions), captured, tags, family.replay, family.weights)
-    match_of = partial(_match_of, family, stored)
-    return first_match(partial(match_of, source, instances) for source, instances in rows)
+    instances = group_instances(contractions)
+    found = match_rows(instances, captured, tags, family.replay, family.weights)
+    return first_match(partial(_match_of, family, stored, instances, source, rows) for source, rows in found)
 
 
-def _match_of(family: Family, stored: tuple[StoredValue, ...], source: Node, instances: list[Instance]) -> MoEMatch:
+def _match_of(
+    family: Family, stored: tuple[StoredValue, ...], instances: list[Instance], source: Node, rows: Rows
+) -> MoEMatch:
     """The region if its tokens are the rows of ``source``."""
     captured, tags, replay = family.captured, family.tags, family.replay
-    products = [c.node for instance in instances for c in (*instance.first, instance.second)]
+    products = [c.node for instance in instances for c in instance.products]
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
-    combine = find_combine(captured.graph, instances, tokens, replay, opaque | family.passed)
-    late = _late_bias(instances, combine.node, tags) if bool((combine.offset != 0).any()) else None
-    body = identify_body(instances, tags, replay, family.weights, late)
+    combine = find_combine(captured.graph, instances, rows, tokens, replay, opaque | family.passed)
+    experts = rows.readings[0].matrices.shape[0]
+    late = _late_bias(instances, combine.node, tags, experts) if bool((combine.offset != 0).any()) else None
+    body = identify_body(instances, rows, tags, replay, family.weights, late)
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
-    experts = body.down.matrices.shape[0]
-    routed = family.routed(_pairs(instances, body, combine, added), combine, source, instances, experts, added)
+    if body.down_bias != added and bool((body.between != 1).any()):  # it would have to be there as often as the product
+        raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
+    pairs, experts = rows.pairs(combine.coefficients * body.between), body.down.matrices.shape[0]
+    routed = family.routed(pairs, combine, source, instances, experts, added)
     idiom = _idiom([instance.second for instance in instances], captured)
     match = family.matched(source, routed, body, products, instances, stored, idiom)
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return replace(match, detached=detached)
 
 
-def _late_bias(instances: list[Instance], end: Node, tags: Mapping[Node, Tag]) -> str | None:
+def _late_bias(instances: list[Instance], end: Node, tags: Mapping[Node, Tag], experts: int) -> str | None:
     """The expert parameter that is added between the second product and the combine, if any."""
     seconds = {instance.second.node for instance in instances}
     between = (descendants(seconds) & ancestors([end])) - seconds
     computed = descendants([first.node for instance in instances for first in instance.first])
     beside = {node for node in ancestors(between) - computed if tags[node].experts and not tags[node].weight}
-    bases = bias_bases(between | beside, tags, instances[0].readings[0].matrices.shape[0])
+    bases = bias_bases(between | beside, tags, experts)
     if len(bases) > 1:
         raise Refuse("several expert parameters act on the expert outputs before they are combined", end)
     return bases[0] if bases else None
-
-
-def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine, added: str | None) -> Pairs:
-    """``added``: the bias that is added after the second product, if one is. It has to be there as often as what was multiplied."""
-    token = torch.cat([instance.token for instance in instances])
-    expert = torch.cat([instance.expert for instance in instances])
-    before = torch.cat([instance.scale for instance in instances])
-    after = torch.cat([a * b for a, b in zip(combine.coefficients, body.between)])
-    if body.down_bias != added and any(bool((b != 1).any()) for b in body.between):
-        raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
-    real = token >= 0
-    return Pairs(token[real], expert[real], before[real], after[real])
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:

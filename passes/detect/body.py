@@ -19,12 +19,11 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.operations import operation
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, is_tensor, literals
-from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
-from hexa_fx.passes.detect.row_order import segment_of
-from hexa_fx.passes.detect.rows import DIFFERENT_WAYS, Instance, joined
+from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size
+from hexa_fx.passes.detect.rows import Rows
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.stacks import Form, Part, Stack, WeightTable, slice_of
-from hexa_fx.passes.detect.tags import ALL, Tag
+from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-7
@@ -84,70 +83,44 @@ def row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor |
     return torch.where((factor - 1).abs() < 1e-9, torch.ones_like(factor), factor)
 
 
-def second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:
+def second_projection(
+    instances: Sequence[Instance], rows: Rows, replay: Replay, weights: WeightTable
+) -> tuple[Stack, str | None]:
     """The reading of the second weight, and the base of a bias inside the call."""
-    second = instances[0].second
+    column = [instance.second for instance in instances]
+    second, given = column[0], [c.data for c in column]
+    product = rows.of([c.node for c in column], [replay.linear_part(c.node, c.data)[0] for c in column])
+    data = rows.of(given, map(replay.value, given))
     for stack in weights.matrices(second.base, feature_size(second.node), feature_size(second.data)):
-        if _are_products(instances, stack, replay):
-            _check_inner_bias(instances, replay, weights)
+        if len(product) == len(data) == len(rows.expert) and _is_product(product, data, rows, stack):
+            for each in zip(*(instance.products for instance in instances)):
+                _check_inner_bias(each, rows, replay, weights)
             return stack, second.bias
     raise Refuse("the second projection is not a product with one matrix an expert", second.node)
 
 
-def _are_products(instances: list[Instance], stack: Stack, replay: Replay) -> bool:
-    for instance in instances:
-        if instance.second.base != stack.base:
-            raise Refuse(DIFFERENT_WAYS, instance.second.node)
-    numbers = {instance.second: number for number, instance in enumerate(instances)}
-    batches = in_batches([*numbers])
-    return all(_are_near([instances[numbers[second]] for second in batch], stack, replay) for batch in batches)
-
-
-def _are_near(instances: Sequence[Instance], stack: Stack, replay: Replay) -> bool:
-    """Whether the second products of some instances are those of their experts' matrices, each by its own scale."""
-    off, scales, real, sizes = [], [], [], []
-    for instance in instances:
-        product, _ = replay.linear_part(instance.second.node, instance.second.data)
-        product = product.reshape(-1, stack.matrices.shape[1])
-        given = instance.second.data
-        data = instance.laid_out(given, replay.value(given).reshape(-1, stack.matrices.shape[2]))
-        if len(product) != len(data) or len(data) != len(instance.expert):
-            return False
-        if len(data):
-            off.append(product - _expected(instance, data, stack))
-            scales.append(product.abs().amax())
-            real.append(instance.token >= 0)  # the expert of a padding row is arbitrary
-            sizes.append(len(data))
-    if not off:
-        return True
-    scale = torch.stack(scales).repeat_interleave(torch.tensor(sizes, device=off[0].device))
-    return bool(((joined(off).abs() <= 1e-5 * scale[:, None]).all(1) | ~joined(real)).all())
-
-
-def _expected(instance: Instance, data: torch.Tensor, stack: Stack) -> torch.Tensor:
-    if instance.second.expert != ALL:
-        return data @ stack.matrices[instance.second.expert].T
-    expected = data.new_empty(len(data), stack.matrices.shape[1])
-    for expert in instance.expert.unique().tolist():
-        chosen = instance.expert == expert
+def _is_product(product: torch.Tensor, data: torch.Tensor, rows: Rows, stack: Stack) -> bool:
+    """Whether every row is that of ``data`` times its expert's matrix; the expert of a padding row is arbitrary."""
+    expected = torch.empty_like(product)
+    for expert in rows.expert.unique().tolist():
+        chosen = rows.expert == expert
         expected[chosen] = data[chosen] @ stack.matrices[expert].T
-    return expected
+    near = (product - expected).abs() <= 1e-5 * product.abs().amax(1, keepdim=True)
+    return bool((near.all(1) | ~rows.real).all())
 
 
-def _check_inner_bias(instances: list[Instance], replay: Replay, weights: WeightTable) -> None:
-    for instance in instances:
-        for contraction in (*instance.first, instance.second):
-            _, constant = replay.linear_part(contraction.node, contraction.data)
-            if constant is None and contraction.bias is None:
-                continue
-            if constant is None:
-                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
-            constant = instance.laid_out(contraction.node, constant.reshape(-1, feature_size(contraction.node)))
-            constant = constant[instance.token >= 0]
-            vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
-            expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
-            if not torch.allclose(constant, expected, rtol=1e-5, atol=0.0):
-                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)
+def _check_inner_bias(column: Sequence[Contraction], rows: Rows, replay: Replay, weights: WeightTable) -> None:
+    base, constants = column[0].bias, [replay.linear_part(c.node, c.data)[1] for c in column]
+    if base is None and all(constant is None for constant in constants):
+        return
+    known = [constant for constant in constants if constant is not None]
+    vectors = None if base is None else weights.vectors(base)
+    if len(known) == len(column) and all(c.bias == base for c in column):
+        constant = rows.of([c.node for c in column], known)[rows.real]
+        expected = torch.zeros_like(constant) if vectors is None else vectors[rows.expert[rows.real]]
+        if torch.allclose(constant, expected, rtol=1e-5, atol=0.0):
+            return
+    raise Refuse("an expert product adds something that is not the expert's bias", column[0].node)
 
 
 @dataclass(frozen=True)
@@ -158,7 +131,7 @@ class ExpertBody:
         gate: the first projection, or its gate. up: the other first projection, or the other half of the one product's weight.
         gate_bias, up_bias, down_bias: bases of the biases, or None.
         activation, params: see `hexa_fx.ops.activations`.
-        between: per instance, the factor (R,) every row is multiplied by between the projections.
+        between: the factor (R,) that every row is multiplied by between the projections.
         gain: base of a vector (I,) an expert that the activations are multiplied by, or None.
     """
 
@@ -170,7 +143,7 @@ class ExpertBody:
     down_bias: str | None
     activation: str
     params: tuple[float, ...]
-    between: tuple[torch.Tensor, ...]
+    between: torch.Tensor
     gain: str | None = None
 
     @property
@@ -189,37 +162,45 @@ class ExpertBody:
 
 @dataclass(frozen=True)
 class _Probe:
-    """The experiment: pre-activations put in (one tensor a product of the instance), activations read at the second product."""
+    """The experiment: pre-activations put in (of each first product), activations read at the second product."""
 
-    hidden: list[list[torch.Tensor]]
-    activated: list[torch.Tensor]
+    hidden: list[torch.Tensor]
+    activated: torch.Tensor
 
 
 def identify_body(
-    instances: list[Instance], tags: Mapping[Node, Tag], replay: Replay, weights: WeightTable, down_bias: str | None
+    instances: Sequence[Instance],
+    rows: Rows,
+    tags: Mapping[Node, Tag],
+    replay: Replay,
+    weights: WeightTable,
+    down_bias: str | None,
 ) -> ExpertBody:
     """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
 
     Raises:
         Refuse: the experts compute something else; the sentence says what was seen.
     """
-    segment = segment_of(instances[0].first, instances[0].second)
+    first, experts = instances[0].first, len(rows.readings[0].matrices)
+    between = instances[0].between
+    segment = [node for node in first[0].node.graph.nodes if node in between]
     refuse_randomness(segment)
-    first = instances[0].first
-    probe = _experiment(instances, replay, _range(segment))
-    later_biases = bias_bases(segment, tags, instances[0].readings[0].matrices.shape[0])
-    experts = len(instances[0].readings[0].matrices)
+    probe = _experiment(instances, rows, replay, _range(segment))
+    later_biases = bias_bases(segment, tags, experts)
     orders = permutations(range(len(first)))
     for order, (added, gain) in product(orders, _ways_to_read(later_biases, first)):
-        biases = _assign_biases([first[i] for i in order], added)
+        ordered = [first[i] for i in order]
+        biases = _assign_biases(ordered, added)
         values = _bias_values(biases, weights, experts, first[0].node)
+        # those inside the product calls were replaced along with the products
+        shifts = [value if c.bias is None else None for c, value in zip(ordered, values)]
         (gains,) = _bias_values([gain], weights, experts, first[0].node)
         for hypothesis in hypotheses(instances[0], segment):
-            between = _explain(hypothesis, order, probe, instances, values, gains)
-            if between is None:
+            factors = _explain(hypothesis, [probe.hidden[i] for i in order], probe.activated, rows, shifts, gains)
+            if factors is None:
                 continue
-            down, inner_bias = second_projection(instances, replay, weights)
-            readings = [instances[0].readings[i] for i in order]
+            down, inner_bias = second_projection(instances, rows, replay, weights)
+            readings = [rows.readings[i] for i in order]
             if hypothesis.halves is not None:
                 readings, biases = [*map(readings[0].half, hypothesis.halves)], 2 * biases
             return ExpertBody(
@@ -231,7 +212,7 @@ def identify_body(
                 down_bias=inner_bias or down_bias,
                 activation=hypothesis.activation,
                 params=hypothesis.params,
-                between=between,
+                between=factors,
                 gain=gain,
             )
     names = ", ".join(dict.fromkeys(operation(node) for node in segment)) or "nothing"
@@ -245,16 +226,16 @@ def _range(segment: Sequence[Node]) -> float:
     return max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
 
 
-def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Probe:
+def _experiment(instances: Sequence[Instance], rows: Rows, replay: Replay, reach: float) -> _Probe:
     """Rows of normally distributed numbers, and some that reach the end of the range."""
     generator = torch.Generator().manual_seed(11)
     replace: dict[Node, torch.Tensor] = {}
-    for batch in in_batches([contraction for instance in instances for contraction in instance.first]):
-        recorded = [replay.value(contraction.node) for contraction in batch]
-        width = feature_size(batch[0].node)
-        rows = [value.numel() // width for value in recorded]
+    columns = [[c.node for c in column] for column in zip(*(instance.first for instance in instances))]
+    for nodes in columns:
+        recorded, width = [*map(replay.value, nodes)], feature_size(nodes[0])
+        sizes = [value.numel() // width for value in recorded]
         noise, wide, spread = (
-            make(sum(rows), width, generator=generator, dtype=torch.float64, device="cpu")
+            make(sum(sizes), width, generator=generator, dtype=torch.float64, device="cpu")
             for make in (torch.randn, torch.rand, torch.rand)
         )
         values = torch.where(wide < 0.3, (spread - 0.5) * 2 * reach, 2 * noise)
@@ -263,15 +244,12 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
         if 1 < width == len(some):  # else a ReLU would do nothing to narrow rows
             every_other = torch.arange(0, len(values), 2, device=values.device)
             values[every_other, every_other // 2 % width] *= -1
-        parts = values.to(recorded[0].device).split(rows)
-        replace |= {c.node: part.reshape(value.shape) for c, part, value in zip(batch, parts, recorded)}
-    answers = replay.run(replace, [instance.second.data for instance in instances])
-    hidden = [[_by_feature(replace[c.node], c.node) for c in instance.first] for instance in instances]
-    return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])
-
-
-def _by_feature(value: torch.Tensor, node: Node) -> torch.Tensor:
-    return value.reshape(-1, feature_size(node))
+        parts = values.to(recorded[0].device).split(sizes)
+        replace |= {node: part.reshape(value.shape) for node, part, value in zip(nodes, parts, recorded)}
+    given = [instance.second.data for instance in instances]
+    answers = replay.run(replace, given)
+    hidden = [rows.of(nodes, [replace[node] for node in nodes]) for nodes in columns]
+    return _Probe(hidden, rows.of(given, [answers[node] for node in given]))
 
 
 def bias_bases(nodes: Iterable[Node], tags: Mapping[Node, Tag], experts: int) -> list[str]:
@@ -290,25 +268,28 @@ def _is_of_all(weight: Node, experts: int) -> bool:
     return any(value.dim() >= 2 and value.shape[0] == experts for value in values)
 
 
-def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str | None]:
+def _assign_biases(ordered: Sequence[Contraction], later: list[str | None]) -> list[str | None]:
     """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
     if not later:
         return [None if c.bias is None else c.bias for c in ordered]
     return [later[i] if i < len(later) else None for i in range(len(ordered))]
 
 
-def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str], str | None]]:
+def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str | None], str | None]]:
     """Expert parameters between the projections as (biases, gain), likeliest first.
 
     Raises:
         Refuse: there are more of them than a body has places for.
     """
     inside = any(contraction.bias is not None for contraction in first)
-    ways: list[tuple[list[str], str | None]] = []
+    ways: list[tuple[list[str | None], str | None]] = []
     if len(later) <= len(first) and not (later and inside):
-        ways += [(list(added), None) for added in permutations(later)]  # the up projection may come before the gate
+        each = [*later, *[None] * (len(first) - len(later))] if later else []
+        ways += [
+            ([*added], None) for added in permutations(each)
+        ]  # the up projection may come first, or have the only one
     if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
-        ways += [(list(added), later[-1]) for added in permutations(later[:-1])]
+        ways += [([*added], later[-1]) for added in permutations(later[:-1])]
     if not ways:
         raise Refuse(
             f"between their projections the experts compute with {len(later)} parameters ({', '.join(later)}); biases of the first "
@@ -329,42 +310,19 @@ def _bias_values(biases: list[str | None], weights: WeightTable, experts: int, n
 
 def _explain(
     hypothesis: Hypothesis,
-    order: Sequence[int],
-    probe: _Probe,
-    instances: list[Instance],
-    biases: list[torch.Tensor | None],
+    hidden: Sequence[torch.Tensor],
+    activated: torch.Tensor,
+    rows: Rows,
+    shifts: Sequence[torch.Tensor | None],
     gains: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...] | None:
+) -> torch.Tensor | None:
     """The row factors under which the hypothesis gives what was observed, or None."""
-    factors: list[torch.Tensor] = []
-    outside = [instances[0].first[i].bias is None for i in order]
-    if any([instance.first[i].bias is None for i in order] != outside for instance in instances):
+    inputs = [h if shift is None else h + shift[rows.expert] for h, shift in zip(hidden, shifts)]
+    expected = activate(hypothesis, inputs)
+    if gains is not None and gains.shape[1:] != expected.shape[1:]:
         return None
-    numbers = {instance.second: number for number, instance in enumerate(instances)}
-    for batch in in_batches([instance.second for instance in instances]):
-        chosen = [numbers[second] for second in batch]
-        inputs = [
-            joined([instances[n].laid_out(instances[n].first[i].node, probe.hidden[n][i]) for n in chosen])
-            for i in order
-        ]
-        activated = joined([instances[n].laid_out(instances[n].second.data, probe.activated[n]) for n in chosen])
-        expert = joined([instances[number].expert for number in chosen])
-        shifted = [
-            h if bias is None or not added_later else h + bias[expert]
-            for h, bias, added_later in zip(inputs, biases, outside)
-        ]
-        expected = activate(hypothesis, shifted)
-        if gains is not None and gains.shape[1:] == expected.shape[1:]:
-            expected = expected * gains[expert]
-        elif gains is not None:
-            return None
-        if expected.shape != activated.shape:
-            return None
-        real = joined([instances[number].token for number in chosen]) >= 0  # whose bias a padding row gets is arbitrary
-        found = row_factor(activated[real], expected[real])
-        if found is None:
-            return None
-        factor = torch.ones(len(real), dtype=found.dtype, device=found.device)
-        factor[real] = found
-        factors += factor.split([len(instances[number].token) for number in chosen])
-    return tuple(factors)
+    expected = expected if gains is None else expected * gains[rows.expert]
+    if expected.shape != activated.shape:
+        return None
+    found = row_factor(activated[rows.real], expected[rows.real])  # whose bias a padding row gets is arbitrary
+    return None if found is None else torch.ones_like(rows.scale).masked_scatter(rows.real, found)

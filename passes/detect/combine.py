@@ -7,6 +7,7 @@ same linear map.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ from hexa_fx import operations as ops
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.decisions import decision_left
-from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, is_tensor, live_nodes
-from hexa_fx.passes.detect.projections import feature_size
-from hexa_fx.passes.detect.rows import Instance
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, is_tensor, live_nodes
+from hexa_fx.passes.detect.projections import Instance, feature_size
+from hexa_fx.passes.detect.rows import Rows
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
@@ -62,17 +63,17 @@ class Combine:
 
     Args:
         node: the recorded token output, (T, D) up to its leading shape.
-        coefficients: per instance, the weight (R,) with which every row enters its token.
+        coefficients: the weight (R,) with which every row enters its token.
         offset: (T, D) what the node holds when every second product is zero (a later bias, or more).
     """
 
     node: Node
-    coefficients: tuple[torch.Tensor, ...]
+    coefficients: torch.Tensor
     offset: torch.Tensor
 
 
 def find_combine(
-    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[Node]
+    graph: torch.fx.Graph, instances: Sequence[Instance], rows: Rows, tokens: int, replay: Replay, opaque: set[Node]
 ) -> Combine:
     """The first node that is a weighted sum of the expert outputs for each token.
 
@@ -81,17 +82,16 @@ def find_combine(
     """
     seconds = [instance.second.node for instance in instances]
     width = feature_size(seconds[0])
-    for instance in instances:
-        if record_of(instance.second.node).value.numel() != len(instance.token) * width:
-            raise Refuse(
-                "an expert's second product does not give a row for every row of its first: it adds up what several experts give, "
-                "or mixes tokens",
-                instance.second.node,
-            )
+    if sum(record_of(node).value.numel() for node in seconds) != len(rows.token) * width:
+        raise Refuse(
+            "an expert's second product does not give a row for every row of its first: it adds up what several experts give, "
+            "or mixes tokens",
+            seconds[0],
+        )
     candidates = _gates(graph, instances, tokens * width, width)
     if not candidates:
         raise Refuse(APART, seconds[0])
-    probes = _Probes(instances, width, replay)
+    probes = _Probes(seconds, rows, width, replay)
     outputs = probes.run(replay, candidates)
     later = None
     for node in candidates:
@@ -115,15 +115,19 @@ def find_combine(
 def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
     """The last of the casts and views that directly follow the combine and belong to it.
 
-    A view to leading sizes that no input has could not be restored for other sizes, so it is left outside.
+    A view to leading sizes that no input has could not be restored for other sizes, so it is left outside. So is what comes after
+    random numbers: experts draw theirs where the combine is.
     """
     known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
     last, alike = node, {node}
+    undrawn = set(
+        itertools.takewhile(lambda n: not draws(n), itertools.dropwhile(lambda n: n is not node, node.graph.nodes))
+    )
     for candidate in candidates[candidates.index(node) + 1 :]:
         read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
         if candidate.target is functional.after:  # the whole buffer, read again after a write through a view of it
             read = set(candidate.all_input_nodes[1:])
-        if not _keeps_numbers(candidate) or not read <= alike:
+        if not _keeps_numbers(candidate) or not read <= alike or candidate not in undrawn:
             break
         alike.add(candidate)
         shape = record_of(candidate).value.shape
@@ -132,9 +136,9 @@ def _last_alike(node: Node, candidates: Sequence[Node]) -> Node:
     return last
 
 
-def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: int) -> list[Node]:
+def _gates(graph: torch.fx.Graph, instances: Sequence[Instance], numel: int, width: int) -> list[Node]:
     """Nodes of the tokens' size that every path from an expert's inside to the output goes through, in order."""
-    inside = [contraction.node for instance in instances for contraction in (*instance.first, instance.second)]
+    inside = [contraction.node for instance in instances for contraction in instance.products]
     live = live_nodes(graph)
     reached = descendants(inside)
     seconds = {instance.second.node for instance in instances}
@@ -180,23 +184,15 @@ def _dominators(graph: torch.fx.Graph, region: set[Node], inside: Sequence[Node]
 class _Probes:
     """Zeros, one-hot rows (each row of a token on its own feature), and random runs that check linearity."""
 
-    def __init__(self, instances: list[Instance], width: int, replay: Replay) -> None:
-        self._instances = instances
-        self._width = width
-        self._tokens = torch.cat([instance.token for instance in instances])
-        self._sizes = [len(instance.token) for instance in instances]
-        self._real = self._tokens >= 0
+    def __init__(self, seconds: Sequence[Node], rows: Rows, width: int, replay: Replay) -> None:
+        self._seconds, self._tokens, self._real, self._width = seconds, rows.token, rows.real, width
         self._slot = rank_among_equals(self._tokens)
         self._rounds = int(self._slot[self._real].max()) // width + 1 if bool(self._real.any()) else 1
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64, device="cpu")
-        self._random = noise.to(self._tokens.device) * ~self._silent(replay)[:, None]
-
-    def _silent(self, replay: Replay) -> torch.Tensor:
-        """Padding rows that give exactly zero: they may enter any token with any weight."""
-        outputs = torch.cat([replay.value(i.second.node).reshape(-1, self._width) for i in self._instances])
-        silent: torch.Tensor = ~self._real & (outputs == 0).all(1)
-        return silent
+        # Padding rows that give exactly zero may enter any token with any weight.
+        silent = ~self._real & (rows.of(seconds, map(replay.value, seconds)) == 0).all(1)
+        self._random = noise.to(self._tokens.device) * ~silent[:, None]
 
     def run(self, replay: Replay, wanted: Sequence[Node]) -> list[dict[Node, torch.Tensor]]:
         zeros = torch.zeros_like(self._random)
@@ -211,14 +207,15 @@ class _Probes:
         return rows
 
     def _set(self, replay: Replay, rows: torch.Tensor, wanted: Sequence[Node]) -> dict[Node, torch.Tensor]:
-        replace = {}
-        for instance, part in zip(self._instances, rows.split(self._sizes)):
-            replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)
-        return replay.run(replace, wanted)
+        shapes = [record_of(node).value.shape for node in self._seconds]
+        parts = rows.split([shape.numel() // self._width for shape in shapes])
+        return replay.run(
+            {node: part.reshape(shape) for node, part, shape in zip(self._seconds, parts, shapes)}, wanted
+        )
 
     def mixing(self, replay: Replay, end: Node) -> Node | None:
         """The first node from the largest of the products to ``end`` of which a row depends on other rows of the product."""
-        second = max((i.second.node for i in self._instances), key=lambda node: record_of(node).value.numel())
+        second = max(self._seconds, key=lambda node: record_of(node).value.numel())
         behind, value = ancestors([end]) & descendants([second]), replay.value(second)
         if value.dim() < 2:  # a row alone
             return None
@@ -230,7 +227,7 @@ class _Probes:
         apart = (n for n in nodes if n is not end and not torch.equal(before[n][..., 1:, :], after[n][..., 1:, :]))
         return next(apart, None)
 
-    def coefficients(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+    def coefficients(self, outputs: list[torch.Tensor]) -> torch.Tensor | None:
         """One coefficient a row, or None if the outputs are no token-wise weighted sum of the rows."""
         zero, one_hot, random = outputs[0], outputs[1 : -len(_FACTORS)], outputs[-len(_FACTORS) :]
         real = self._real
@@ -244,7 +241,7 @@ class _Probes:
                 return None
         summed = torch.zeros_like(zero).index_add_(0, self._tokens[real], found[real, None] * self._random[real])
         if all(_is_near(output, zero + factor * summed) for factor, output in zip(_FACTORS, random)):
-            return tuple(found.split(self._sizes))
+            return found
         return None
 
 

@@ -21,14 +21,13 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.functional import row_dropout
 from hexa_fx.capture.records import reached
 from hexa_fx.operations import operation
-from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.combine import find_combine
 from hexa_fx.passes.detect.graph import ancestors, descendants, draws, is_float
 from hexa_fx.passes.detect.match import Family, MoEMatch
-from hexa_fx.passes.detect.projections import Contraction
+from hexa_fx.passes.detect.projections import Contraction, Instance
 from hexa_fx.passes.detect.routing import find_row_factor
-from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
+from hexa_fx.passes.detect.rows import NOT_TOKENS, Rows, token_sources
 from hexa_fx.passes.detect.rules import opaque_nodes, refuse_randomness, stored_outside_calls
-from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.steps import (
     ONE_RAN,
     AlikeRuns,
@@ -129,10 +128,13 @@ class _FreeSearch:
         value = record_of(tokens.node).value
         count = value.numel() // value.shape[-1]
         opaque = opaque_nodes(captured, everything)
-        instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
-        combine = find_combine(captured.graph, instances, count, self.replay, opaque | self.family.passed)
+        instances = [_instance(*run) for run in zip(end, inside, experts)]
+        numbers = [torch.full_like(token, expert) for token, expert in zip(tokens.rows, experts)]
+        token = torch.cat(tokens.rows)
+        rows = Rows(token, torch.cat(numbers), torch.ones_like(token).double())
+        combine = find_combine(captured.graph, instances, rows, count, self.replay, opaque | self.family.passed)
         refuse_dropouts_after(end, combine.node)
-        pairs, total = _pairs(instances, combine), self._experts()
+        pairs, total = rows.pairs(combine.coefficients), self._experts()
         routed = self.family.routed(pairs, combine, tokens.node, instances, total)
         reader = StepReader(
             captured=captured,
@@ -271,21 +273,10 @@ def _rows_of(values: Sequence[torch.Tensor], tokens: torch.Tensor) -> tuple[torc
     return tuple(found)
 
 
-def _instance(end: Node, inside: list[Node], expert: int, token: torch.Tensor) -> Instance:
-    """The run as an `Instance`, of which the search for the combine reads the nodes and the rows."""
-    within = tuple(_as_contraction(node, expert, 1) for node in inside if node is not end)
-    experts = torch.full_like(token, expert)
-    return Instance(within, (), _as_contraction(end, expert, 2), token, experts, torch.ones_like(token).double())
-
-
-def _as_contraction(node: Node, expert: int, level: int) -> Contraction:
-    return Contraction(node, node, node, expert, "", None, level)
-
-
-def _pairs(instances: list[Instance], combine: Combine) -> Pairs:
-    token = torch.cat([instance.token for instance in instances])
-    expert = torch.cat([instance.expert for instance in instances])
-    return Pairs(token, expert, torch.ones_like(token).double(), torch.cat(combine.coefficients))
+def _instance(end: Node, inside: list[Node], expert: int) -> Instance:
+    """The run as an `Instance`, of which the search for the combine reads the nodes."""
+    first = tuple(Contraction(node, node, node, expert, "", None, 1) for node in inside if node is not end)
+    return Instance(first, Contraction(end, end, end, expert, "", None, 2))
 
 
 def refuse_mixing(reader: StepReader) -> None:

@@ -15,9 +15,9 @@ from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.combine import Combine, check_base, explain_offset
 from hexa_fx.passes.detect.decisions import Condition, Decisions
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
+from hexa_fx.passes.detect.projections import Instance
 from hexa_fx.passes.detect.routing import Passing, Routing, find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_sources import Search
-from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import decided_anew, is_constant, refuse_own_backward, refuse_stored_intermediates
 from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.isolation.size import batches
 from hexa_fx.operations import kind, operation
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_scored
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_scored
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, is_stack, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -38,6 +37,23 @@ class Contraction:
     base: str
     bias: str | None
     level: int
+
+
+class Instance(NamedTuple):
+    """One run of one expert (or of all of them at once): its first products, and its second."""
+
+    first: tuple[Contraction, ...]
+    second: Contraction
+
+    @property
+    def products(self) -> tuple[Contraction, ...]:
+        return (*self.first, self.second)
+
+    @property
+    def between(self) -> set[Node]:
+        """Nodes between the first products and the second."""
+        start = {contraction.node for contraction in self.first}
+        return (descendants(start) & ancestors([self.second.data])) - start
 
 
 def find_contractions(captured: CapturedBlock, tags: Mapping[Node, Tag]) -> list[Contraction]:
@@ -106,7 +122,7 @@ def _is_bias(weight: Node, node: Node, weights: list[Node]) -> bool:
     return operation(node) in ("addmm", "baddbmm") and node.args[0] is weight and len(weights) > 1
 
 
-def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contraction, ...], Contraction]]:
+def group_instances(contractions: list[Contraction]) -> list[Instance]:
     """Pairs every second-level product with the first-level products of the same expert that feed it."""
     levels = {c.level for c in contractions}
     if levels == {1}:
@@ -127,7 +143,7 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
             "only where the code runs one expert at a time, all of them alike, and each on its tokens alone",
             contractions[-1].node,
         )
-    pairs, of_expert = [], defaultdict[int, list[Contraction]](list)
+    found, of_expert = [], defaultdict[int, list[Contraction]](list)
     for contraction in (c for c in contractions if c.level == 1):
         of_expert[contraction.expert].append(contraction)
     for second in (c for c in contractions if c.level == 2):
@@ -135,12 +151,12 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
         first = tuple(c for c in of_expert[second.expert] if c.node in behind)
         if not first:
             raise Refuse("an expert's second projection does not read its first", second.node)
-        pairs.append((first, second))
-    used = {c.node for first, _ in pairs for c in first}
+        found.append(Instance(first, second))
+    used = {c.node for instance in found for c in instance.first}
     for contraction in contractions:
         if contraction.level == 1 and contraction.node not in used:
             raise Refuse("an expert projection is used outside a two-projection expert", contraction.node)
-    return pairs
+    return found
 
 
 def feature_size(node: Node) -> int:
@@ -149,12 +165,3 @@ def feature_size(node: Node) -> int:
     """
     shape = record_of(node).value.shape
     return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 and kind(node) != "linear" else shape[-1])
-
-
-_BATCH = 1 << 20
-
-
-def in_batches(contractions: Sequence[Contraction]) -> Iterator[list[Contraction]]:
-    """Products of one width that follow each other, together no larger than what an experiment may hold besides."""
-    for _, alike in groupby(contractions, lambda contraction: feature_size(contraction.node)):
-        yield from batches(alike, lambda contraction: record_of(contraction.node).value.numel(), _BATCH)

@@ -6,9 +6,10 @@ tensors that happen to hold the same numbers, the least surprising reading is pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -170,15 +171,14 @@ def _find_after(
         sources = find_factor(active.after, slots, search, covers_dropped)
         return sources or (counts_of_choices(slots, search) if slots.apart else ()), 1.0
     except Refuse as refusal:
-        for factor, numbers in factors_of_experts(slots, search):
+        constants = ((number, number) for number in _constants(search.end, search.tags))
+        others: Iterator[tuple[RoutingSource | float, torch.Tensor | float]] = chain(
+            factors_of_experts(slots, search), constants, factors_on_outputs(slots, search)
+        )
+        for other, numbers in others:
             with suppress(Refuse):
-                return (*find_factor(active.after / numbers, slots, search, covers_dropped), factor), 1.0
-        for constant in _constants(search.end, search.tags):
-            with suppress(Refuse):
-                return find_factor(active.after / constant, slots, search, covers_dropped), constant
-        for factor, numbers in factors_on_outputs(slots, search):
-            with suppress(Refuse):
-                return (*find_factor(active.after / numbers, slots, search, covers_dropped), factor), 1.0
+                found = find_factor(active.after / numbers, slots, search, covers_dropped)
+                return ((*found, other), 1.0) if isinstance(other, RoutingSource) else (found, other)
         raise refusal from None
 
 

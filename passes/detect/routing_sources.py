@@ -4,8 +4,8 @@ outputs (or the tokens given to them) are multiplied by."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -138,16 +138,55 @@ def of_each_token(value: torch.Tensor, tokens: int, most: int) -> torch.Tensor |
     return value.repeat_interleave(tokens // groups, 0)
 
 
-def _readings(
-    value: torch.Tensor, slots: Slots, of_groups: bool = True
-) -> Iterator[tuple[bool, Reading, torch.Tensor]]:
-    """The ways to read a tensor as a factor, first as one of tokens, then as one of groups of tokens."""
-    for reading, table in _read_factor(value, slots):
-        yield False, reading, table
-    spread = of_each_token(value, slots.tokens, slots.experts) if of_groups else None
-    if spread is not None:
-        for reading, table in _read_factor(spread, slots):
-            yield True, reading, table
+@dataclass(frozen=True)
+class Table:
+    """A tensor read as a factor: ``numbers`` are (T, k), or (T, E) where it says something of all experts."""
+
+    source: RoutingSource
+    numbers: torch.Tensor
+    slots: Slots
+
+    @property
+    def by_expert(self) -> bool:
+        return self.source.reading in ("token_expert", "expert_token", "token_expert_position", "expert")
+
+    @property
+    def of_pairs(self) -> torch.Tensor:
+        """The number of every pair."""
+        pairs = self.slots.pairs
+        return self.numbers[pairs.token, pairs.expert if self.by_expert else self.slots.slot]
+
+    @property
+    def is_total(self) -> bool:
+        """Whether (T, E) is zero where no expert was chosen, so that it holds all that an expert's output is multiplied by."""
+        others = torch.ones_like(self.numbers, dtype=torch.bool)
+        others[self.slots.pairs.token, self.slots.pairs.expert] = False
+        return not bool(self.numbers[others].any())
+
+    @property
+    def zero_when_dropped(self) -> bool:
+        column = self.slots.dropped_expert if self.by_expert else self.slots.dropped_slot
+        return bool((self.numbers[self.slots.dropped_token, column] == 0).all())
+
+
+def _tables(node: Node, slots: Slots) -> Iterator[Table]:
+    """The ways to read a node as a factor, first as one of tokens, then as one of groups of tokens."""
+    value = slots.value(node)
+    if value.is_complex():
+        return
+    spread = of_each_token(value, slots.tokens, slots.experts)
+    for groups, each in ((False, value), (True, spread)):
+        for reading, numbers in () if each is None else _read_factor(each.double(), slots):
+            yield Table(RoutingSource((node,), reading, groups), numbers, slots)
+
+
+def _fitting(wanted: torch.Tensor, slots: Slots, nodes: Iterable[Node]) -> Iterator[Table]:
+    """The readings of ``nodes`` that give every pair its number of ``wanted``."""
+    return (table for node in nodes for table in _tables(node, slots) if _is_near(table.of_pairs, wanted))
+
+
+def _is_near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool(((found - wanted).abs() <= _TOLERANCE * wanted.abs().clamp(min=1e-3)).all())
 
 
 def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, torch.Tensor]]:
@@ -182,10 +221,6 @@ _RANK: dict[str, int] = {
 }
 
 
-def _by_expert(reading: Reading) -> bool:
-    return reading in ("token_expert", "expert_token", "token_expert_position", "expert")
-
-
 def find_factor(
     wanted: torch.Tensor, slots: Slots, search: Search, covers_dropped: bool = False
 ) -> tuple[RoutingSource, ...]:
@@ -193,30 +228,20 @@ def find_factor(
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
     if constant and not (slots.dropped and covers_dropped):
         return ()
-    best: tuple[tuple[bool, bool, bool, bool, int, int], RoutingSource] | None = None
+    best: tuple[tuple[bool, bool, bool, bool, int], RoutingSource] | None = None
     unlike = False
-    for place, node in enumerate(search.known):
-        if not is_float(node):
+    for table in _fitting(wanted, slots, filter(is_float, search.known)):
+        (node,), reading = table.source.nodes, table.source.reading
+        total = slots.apart and table.by_expert and reading != "expert"
+        if total and not table.is_total:
+            unlike = True
             continue
-        for groups, reading, table in _readings(slots.value(node), slots):
-            if not _agrees(table, reading, wanted, slots):
-                continue
-            total = slots.apart and _by_expert(reading) and reading != "expert"
-            if total and not _is_total(table, slots):
-                unlike = True
-                continue
-            total = total and is_factor(node, ancestors([search.end]))  # all that two slots of one expert come to
-            row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
-            key = (
-                not total,
-                not _zero_when_dropped(table, reading, slots),
-                groups or row,
-                node in search.inner,
-                _RANK[reading],
-                place,
-            )
-            if best is None or key < best[0]:
-                best = key, RoutingSource((node,), reading, groups)
+        total = total and is_factor(node, ancestors([search.end]))  # all that two slots of one expert come to
+        row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
+        inner, dropped = node in search.inner, table.zero_when_dropped
+        key = (not total, not dropped, table.source.groups or row, inner, _RANK[reading])
+        if best is None or key < best[0]:
+            best = key, table.source
     if best is not None and not (constant and best[0][1]):
         return (best[1],)
     if constant:
@@ -252,9 +277,9 @@ def factors_on_outputs(slots: Slots, search: Search) -> Iterator[tuple[RoutingSo
     for source, divides in moved:
         if source not in search.candidates or not is_float(source):
             continue
-        for groups, reading, table in _readings(slots.value(source), slots):
-            numbers = table[slots.pairs.token, slots.pairs.expert if _by_expert(reading) else slots.slot]
-            yield RoutingSource((source,), reading, groups, divides), 1 / numbers if divides else numbers
+        for table in _tables(source, slots):
+            numbers = table.of_pairs
+            yield replace(table.source, divides=divides), 1 / numbers if divides else numbers
 
 
 def _moved(node: Node) -> Iterator[Node]:
@@ -267,101 +292,59 @@ def _moved(node: Node) -> Iterator[Node]:
 
 def straight_through(slots: Slots, known: Sequence[Node], end: Node) -> tuple[RoutingSource, ...]:
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
-    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     behind = ancestors([end]) if slots.apart else set()
-    rows_of_one: tuple[RoutingSource, ...] = ()  # an expert may happen to have as many rows as there are experts
-    for node in known:
-        if not is_float(node) or is_constant(node):
-            continue
-        for reading, table in _read_factor(slots.value(node), slots):
-            counts = slots.apart and _by_expert(reading) and not is_factor(node, behind)
-            if _agrees(table, reading, ones, slots) and not counts:
-                source = (RoutingSource((node,), reading),)
-                if reading != "expert":
-                    return source
-                rows_of_one = rows_of_one or source
-    return rows_of_one
-
-
-def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: Slots) -> bool:
-    column = slots.pairs.expert if _by_expert(reading) else slots.slot
-    got = table[slots.pairs.token, column]
-    return bool(((got - wanted).abs() <= _TOLERANCE * wanted.abs().clamp(min=1e-3)).all())
+    nodes = (node for node in known if is_float(node) and not is_constant(node))
+    found = (
+        table.source
+        for table in _fitting(slots.ones, slots, nodes)
+        if not table.source.groups
+        and not (slots.apart and table.by_expert and not is_factor(table.source.nodes[0], behind))
+    )
+    # an expert may happen to have as many rows as there are experts
+    return tuple(sorted(found, key=lambda source: source.reading == "expert")[:1])
 
 
 def counts_of_choices(slots: Slots, search: Search) -> tuple[RoutingSource, ...]:
     """A table that says how often a token chose an expert, one or two where two choices are the same, and is a factor as it is."""
-    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     behind = ancestors([search.end])
-    for node in search.known:
-        for groups, reading, table in () if record_of(node).value.is_complex() else _readings(slots.value(node), slots):
-            by_expert = reading in ("token_expert", "expert_token") and not groups and _is_total(table, slots)
-            if by_expert and _agrees(table.double(), reading, ones, slots) and is_factor(node, behind):
-                return (RoutingSource((node,), reading),)
+    for table in _fitting(slots.ones, slots, search.known):
+        by_token = table.source.reading in ("token_expert", "expert_token") and not table.source.groups
+        if by_token and table.is_total and is_factor(table.source.nodes[0], behind):
+            return (table.source,)
     return ()
 
 
-def _is_total(table: torch.Tensor, slots: Slots) -> bool:
-    """Whether (T, E) is zero where no expert was chosen, so that it holds all that an expert's output is multiplied by."""
-    others = torch.ones_like(table, dtype=torch.bool)
-    others[slots.pairs.token, slots.pairs.expert] = False
-    return not bool(table[others].any())
-
-
-def _zero_when_dropped(table: torch.Tensor, reading: Reading, slots: Slots) -> bool:
-    column = slots.dropped_expert if _by_expert(reading) else slots.dropped_slot
-    return bool((table[slots.dropped_token, column] == 0).all())
-
-
 def _factor_columns(wanted: torch.Tensor, slots: Slots, known: Sequence[Node]) -> tuple[Node, ...] | None:
-    """Factors in one (T,) tensor per slot."""
+    """Factors in one (T,) tensor per slot, rather ones that are zero where the slot was dropped."""
     columns = []
+    vectors = [node for node in known if is_float(node) and record_of(node).value.numel() == slots.tokens]
+    flat = {node: slots.value(node).reshape(-1) for node in vectors}
     for slot in range(slots.top_k):
         mine = slots.slot == slot
         dropped = slots.dropped_token[slots.dropped_slot == slot]
-        fitting: list[tuple[bool, int, Node]] = []
-        for node in known:
-            if not is_float(node) or record_of(node).value.numel() != slots.tokens:
-                continue
-            flat = slots.value(node).reshape(-1)
-            expected = wanted[mine]
-            if bool(
-                ((flat[slots.pairs.token[mine]] - expected).abs() <= _TOLERANCE * expected.abs().clamp(min=1e-3)).all()
-            ):
-                fitting.append((not bool((flat[dropped] == 0).all()), len(fitting), node))
+        fitting = [node for node in vectors if _is_near(flat[node][slots.pairs.token[mine]], wanted[mine])]
         if not fitting:
             return None
-        columns.append(min(fitting, key=lambda item: item[:2])[2])
+        columns.append(min(fitting, key=lambda node: bool(flat[node][dropped].any())))
     return tuple(columns)
 
 
-def covered(sources: Sequence[RoutingSource], slots: Slots) -> bool:
+def covered(sources: Iterable[RoutingSource], slots: Slots) -> bool:
     """Whether one of the factors is zero wherever a slot was dropped."""
-    if not slots.dropped:
-        return True
-    for source in sources:
-        if source.divides:
-            continue
-        if source.reading == "columns":
-            table = torch.stack([slots.value(node).reshape(-1) for node in source.nodes], 1)
-            if _zero_when_dropped(table, "token_slot", slots):
-                return True
-            continue
-        for groups, reading, table in _readings(slots.value(source.nodes[0]), slots, source.groups):
-            if (groups, reading) == (source.groups, source.reading) and _zero_when_dropped(table, reading, slots):
-                return True
-    return False
+    return not slots.dropped or any(_read(s, slots).zero_when_dropped for s in sources if not s.divides)
+
+
+def _read(source: RoutingSource, slots: Slots) -> Table:
+    if source.reading == "columns":
+        return Table(source, torch.stack([slots.value(node).reshape(-1) for node in source.nodes], 1), slots)
+    return next(table for table in _tables(source.nodes[0], slots) if table.source == source)
 
 
 def find_mask(slots: Slots, search: Search) -> RoutingSource:
     """A 0/1 tensor that says which slots are kept."""
-    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
-    for node in sorted(search.known, key=search.inner.__contains__):
-        if record_of(node).value.is_complex():
-            continue
-        for groups, reading, table in _readings(slots.value(node).double(), slots):
-            if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
-                return RoutingSource((node,), reading, groups)
+    for table in _fitting(slots.ones, slots, sorted(search.known, key=search.inner.__contains__)):
+        if table.zero_when_dropped:
+            return table.source
     raise Refuse(
         "some of the router's choices do not reach the result, and no tensor says which; where tokens are dropped on purpose, "
         "multiply the weights by a mask of those that are kept; where experts write to the same rows, add up what they give",

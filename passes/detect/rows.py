@@ -1,8 +1,13 @@
-"""Finds the token behind every row of the expert products: the tensor that the rows are taken from, and which one is whose."""
+"""Finds the token behind every row of the expert products: the tensor that the rows are taken from, and which one is whose.
+
+Rows of the first products may lie in another order than those of the second: code may turn (T, E, I) into (E, T, I) in between,
+sort them, or keep some. By experiment: rows of the first product are one of two values, by the bits of their numbers, so that a
+row of the second tells by its changes which one it follows from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,10 +16,11 @@ from torch.fx import Node
 
 from hexa_fx import operations as ops
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import ancestors, descendants, inside_calls, is_float, is_tensor
-from hexa_fx.passes.detect.projections import Contraction, feature_size, in_batches
-from hexa_fx.passes.detect.row_order import row_orders
+from hexa_fx.capture.replay import CannotReplay, Replay
+from hexa_fx.operations import operation
+from hexa_fx.passes.detect.graph import ancestors, descendants, einsum_of, inside_calls, is_float, is_tensor
+from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size
+from hexa_fx.passes.detect.slots import Pairs
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -26,13 +32,6 @@ class RowMatch(NamedTuple):
     token: torch.Tensor
     expert: torch.Tensor
     scale: torch.Tensor
-
-    def laid_out(self, order: torch.Tensor | None) -> RowMatch:
-        """In another order, with padding where it has none of the rows (-1)."""
-        if order is None:
-            return self
-        token, expert, scale = (values[order.clamp(min=0)] for values in self)
-        return RowMatch(torch.where(order < 0, -1, token), expert, scale)
 
 
 class RowMatcher:
@@ -101,6 +100,12 @@ _WIDE = (
     "side, can be rewritten"
 )
 
+_NEAR = 1e-9
+
+_turns = ops.of(
+    "transpose t permute movedim rearrange getattr roll flip index_select gather take take_along_dim embedding masked_select"
+)
+
 DIFFERENT_WAYS = "experts use their weights in different ways"
 
 _moves_rows = ops.of(
@@ -111,73 +116,105 @@ _moves_rows = ops.of(
 
 
 @dataclass(frozen=True)
-class Instance:
-    """One run of one expert (or of all of them at once): its first products, how their weights are read, and its second.
+class Rows:
+    """The rows (R,) of the second products of all runs of experts, one run after the other.
 
-    ``token``, ``expert`` and ``scale`` say for every row of the second product which token it is, -1 for padding, whose expert's
-    it is, and the factor the token was multiplied by before the first product. ``order`` is that of `row_orders`.
+    Args:
+        token: which token a row is of, -1 for padding. expert: whose it is.
+        scale: what the token was multiplied by before the first product.
+        readings: how the weights of the first products are read.
+        order: see `row_orders`.
     """
 
-    first: tuple[Contraction, ...]
-    readings: tuple[Stack, ...]
-    second: Contraction
     token: torch.Tensor
     expert: torch.Tensor
     scale: torch.Tensor
+    readings: tuple[Stack, ...] = ()
     order: Mapping[Node, torch.Tensor] = field(default_factory=dict)
 
-    def laid_out(self, node: Node, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of one of its products, or of what the second is given, in the order of the second product's."""
-        return rows if node not in self.order else rows[self.order[node].clamp(min=0)]
+    @property
+    def real(self) -> torch.Tensor:
+        """Mask of the rows that are a token's."""
+        return self.token >= 0
+
+    def pairs(self, after: torch.Tensor) -> Pairs:
+        """Of the rows that are a token's. ``after``: the factor (R,) on each behind the first product."""
+        return Pairs(*(values[self.real] for values in (self.token, self.expert, self.scale, after)))
+
+    def of(self, nodes: Sequence[Node], values: Iterable[torch.Tensor]) -> torch.Tensor:
+        """What the runs have in ``nodes``, one each, as rows (R, N)."""
+        rows = (value.reshape(-1, feature_size(node)) for node, value in zip(nodes, values))
+        return torch.cat([laid_out(each, self.order.get(node)) for node, each in zip(nodes, rows)])
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of several tensors below each other."""
-    return torch.cat([*parts]) if len(parts) > 1 else parts[0]
+def laid_out(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """``rows`` in an ``order`` of `row_orders`, and zeros where it has none of them."""
+    if order is None:
+        return rows
+    if not len(rows):  # of an expert without any
+        return rows.new_zeros(len(order), *rows.shape[1:])
+    return rows[order.clamp(min=0)].masked_fill((order < 0)[:, None], 0.0)
 
 
 def match_rows(
-    pairs: list[tuple[tuple[Contraction, ...], Contraction]],
+    instances: Sequence[Instance],
     captured: CapturedBlock,
     tags: Mapping[Node, Tag],
     replay: Replay,
     weights: WeightTable,
-) -> Iterator[tuple[Node, list[Instance]]]:
-    """Every node whose rows may be the tokens, likeliest first, and every instance's rows.
+) -> Iterator[tuple[Node, Rows]]:
+    """Every node whose rows may be the tokens, likeliest first, and whose rows are whose.
 
     Raises:
         Refuse: there is none.
     """
+    _refuse_unlike(instances)
     found = False
-    orders = row_orders(pairs, replay)
-    leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
+    order = row_orders(instances, replay)
+    leader = max(instances, key=lambda instance: replay.value(instance.first[0].data).numel()).first[0]
     for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
         if record_of(source).value.itemsize == 1:  # numbers in 8 bits are cast before they are multiplied
             continue
         tokens = replay.value(source).reshape(-1, feature_size(leader.data))
-        reader = _Reader(tokens, replay, weights)
-        if reader.read(leader) is None:
+        reader = _Reader(tokens, order, replay, weights)
+        rows = None if reader.read([leader]) is None else _read_rows(instances, reader)
+        if rows is None:
             continue
-        instances = _read_instances(pairs, orders, reader)
-        if instances is None:
-            continue
-        if not any(bool((instance.token >= 0).any()) for instance in instances):
+        if not bool(rows.real.any()):
             raise Refuse("on the example every row that the experts are given is zero", leader.node)
         found = True
-        yield _last_alike(source, leader, instances, replay), instances
+        yield _last_alike(source, instances, rows, replay), rows
     if not found:
         stored = weights.stored(leader.base)
         wide = stored is not None and stored[1].dim() > 3
         raise Refuse(_WIDE.format(leader.base) if wide else NOT_TOKENS, leader.data)
 
 
-def _last_alike(source: Node, leader: Contraction, instances: list[Instance], replay: Replay) -> Node:
+def _refuse_unlike(instances: Sequence[Instance]) -> None:
+    """Runs have to read the same weights in the same places."""
+    usual = instances[0]
+    for run in instances:
+        pairs = zip((*run.first, run.second), (*usual.first, usual.second))
+        if len(run.first) != len(usual.first) or any(_kind(one) != _kind(other) for one, other in pairs):
+            raise Refuse(DIFFERENT_WAYS, run.second.node)
+
+
+def _kind(contraction: Contraction) -> tuple[object, ...]:
+    return contraction.base, contraction.bias is None, *_feature_sizes(contraction)
+
+
+def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
+    """(out, in) features of a product."""
+    return feature_size(contraction.node), feature_size(contraction.data)
+
+
+def _last_alike(source: Node, instances: Sequence[Instance], rows: Rows, replay: Replay) -> Node:
     """The last node that holds the same rows as ``source`` and that the experts' rows are in fact taken from.
 
     ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
     A copy of what is written to is another tensor too.
     """
-    between = descendants([source]) & ancestors([leader.data])
+    between = descendants([source]).intersection(*(ancestors([instance.first[0].data]) for instance in instances))
     alike, found = {source}, source
     written = {record_of(node).storage for node in source.graph.nodes if node.op != "output" and record_of(node).writes}
     for node in (node for node in source.graph.nodes if node in between and is_float(node)):
@@ -186,68 +223,48 @@ def _last_alike(source: Node, leader: Contraction, instances: list[Instance], re
         if torch.equal(replay.value(node).flatten(), replay.value(source).flatten()):
             alike.add(node)
             copied = record_of(found).storage in written and record_of(node).storage != record_of(found).storage
-            if (copied or not _moves_rows(node)) and _carries(node, leader, instances, replay):
+            if (copied or not _moves_rows(node)) and _carries(node, instances, rows, replay):
                 found = node
     return found
 
 
-def _carries(node: Node, leader: Contraction, instances: list[Instance], replay: Replay) -> bool:
-    """Whether all experts read ``node``, and their rows become its rows when it is replaced and the routing is held."""
-    if any(node not in ancestors([instance.first[0].data]) for instance in instances):
-        return False
-    instance = next(instance for instance in instances if leader in instance.first)
-    width = feature_size(leader.data)
-    recorded = replay.value(node)
+def _carries(node: Node, instances: Sequence[Instance], rows: Rows, replay: Replay) -> bool:
+    """Whether the experts' rows become those of ``node`` when it is replaced and the routing is held."""
+    given, recorded = [instance.first[0] for instance in instances], replay.value(node)
     noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64, device="cpu")
     replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
-    rows = replay.run(replace | {node: noise.to(recorded.device)}, [leader.data])[leader.data].reshape(-1, width)
-    if len(rows) != record_of(leader.node).value.numel() // feature_size(leader.node):
+    values = replay.run(replace | {node: noise.to(recorded.device)}, [c.data for c in given])
+    parts = [values[c.data].reshape(-1, feature_size(c.data)) for c in given]
+    if [len(part) for part in parts] != [record_of(c.node).value.numel() // feature_size(c.node) for c in given]:
         return False
-    rows, token = instance.laid_out(leader.node, rows), instance.token
-    expected = noise.to(recorded.device).reshape(-1, width)[token.clamp(min=0)]
-    along = (rows * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
-    close = (rows - along * expected).abs() <= 1e-9 * (1 + along.abs())
-    return bool((close & (along != 0) | (token < 0)[:, None]).all())
+    found = torch.cat([laid_out(part, rows.order.get(c.node)) for c, part in zip(given, parts)])
+    expected = noise.to(recorded.device).reshape(-1, found.shape[1])[rows.token.clamp(min=0)]
+    along = (found * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
+    close = (found - along * expected).abs() <= 1e-9 * (1 + along.abs())
+    return bool((close & (along != 0) | ~rows.real[:, None]).all())
 
 
 class _Reader:
     """Reads first-level products as rows of one token tensor. Keeps a matcher for each reading of a weight."""
 
-    def __init__(self, tokens: torch.Tensor, replay: Replay, weights: WeightTable) -> None:
-        self._tokens, self._replay, self._weights = tokens, replay, weights
+    def __init__(
+        self, tokens: torch.Tensor, order: Mapping[Node, torch.Tensor], replay: Replay, weights: WeightTable
+    ) -> None:
+        self._tokens, self.order, self._replay, self._weights = tokens, order, replay, weights
         self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
 
-    def read(self, contraction: Contraction) -> tuple[Stack, RowMatch] | None:
-        found = self._read_together([contraction])
-        return None if found is None else found[0]
-
-    def read_each(self, contractions: Sequence[Contraction]) -> list[tuple[Stack, RowMatch]] | None:
-        """The readings of products; None if one is not explained. Those that read one weight alike are looked up together."""
-        found: list[tuple[Stack, RowMatch]] = []
-        kinds = {(c.base, c.expert == ALL, *_feature_sizes(c)) for c in contractions}
-        for batch in in_batches(contractions) if len(kinds) == 1 else ():
-            together = self._read_together(batch)
-            if together is None:
-                break
-            found += together
-        if len(found) == len(contractions):
-            return found
-        each = [self.read(contraction) for contraction in contractions]
-        return None if None in each else [one for one in each if one is not None]
-
-    def _read_together(self, contractions: Sequence[Contraction]) -> list[tuple[Stack, RowMatch]] | None:
-        """As one product of all their rows."""
-        first = contractions[0]
-        products = [self._replay.linear_part(c.node, c.data)[0].reshape(-1, feature_size(c.node)) for c in contractions]
-        sizes = [len(product) for product in products]
-        experts = None
-        if first.expert != ALL:
-            numbers = torch.tensor([c.expert for c in contractions], device="cpu")
-            experts = numbers.repeat_interleave(torch.tensor(sizes, device="cpu")).to(products[0].device)
+    def read(self, column: Sequence[Contraction]) -> tuple[Stack, RowMatch] | None:
+        """How products with like weights are read, and whose rows are whose; None if one is not explained."""
+        first, parts = column[0], []
+        for c in column:
+            product, _ = self._replay.linear_part(c.node, c.data)
+            parts.append(laid_out(product.reshape(-1, feature_size(c.node)), self.order.get(c.node)))
+        numbers = [part.new_full(part.shape[:1], c.expert, dtype=torch.long) for part, c in zip(parts, column)]
+        known = all(c.expert != ALL for c in column)
         for stack, matcher in self._candidates(first):
-            match = matcher.match(joined(products), experts)
+            match = matcher.match(torch.cat(parts), torch.cat(numbers) if known else None)
             if match is not None:
-                return [(stack, RowMatch(*parts)) for parts in zip(*(values.split(sizes) for values in match))]
+                return stack, match
         return None
 
     def _candidates(self, contraction: Contraction) -> Iterator[tuple[Stack, RowMatcher]]:
@@ -260,48 +277,18 @@ class _Reader:
             yield self._matchers[key]
 
 
-def _read_instances(
-    pairs: list[tuple[tuple[Contraction, ...], Contraction]],
-    orders: Sequence[Mapping[Node, torch.Tensor]],
-    reader: _Reader,
-) -> list[Instance] | None:
-    odd = next((second for first, second in pairs if len(first) != len(pairs[0][0])), None)
-    if odd is not None:
-        raise Refuse(DIFFERENT_WAYS, odd.node)
-    columns = list(zip(*(first for first, _ in pairs)))
-    read = []
-    for column in columns:
-        if (found := reader.read_each(column)) is not None:
-            rows = zip(column, found, orders)
-            read.append([(stack, match.laid_out(order.get(c.node))) for c, (stack, match), order in rows])
-    if len(read) < len(columns) or not all(_same_rows(read[0], column) for column in read[1:]):
+def _read_rows(instances: Sequence[Instance], reader: _Reader) -> Rows | None:
+    """The rows of all runs, if their first products are all of the same tokens, by the same experts, with the same factors."""
+    columns = zip(*(instance.first for instance in instances))
+    read = [found for column in columns if (found := reader.read(column)) is not None]
+    if len(read) < len(instances[0].first):
         return None
-    instances = []
-    for (first, second), row, order in zip(pairs, zip(*read), orders):
-        token, expert, scale = row[0][1]
-        readings = tuple(stack for stack, _ in row)
-        instances.append(Instance(first, readings, second, token, expert, scale, order))
-    _check_alike(instances)
-    return instances
-
-
-def _same_rows(one: list[tuple[Stack, RowMatch]], two: list[tuple[Stack, RowMatch]]) -> bool:
-    """Whether two first products of every instance are of the same tokens, by the same experts, with the same factors."""
-    first, second = (RowMatch(*map(joined, zip(*(match for _, match in column)))) for column in (one, two))
-    same = torch.equal(first.token, second.token) and torch.equal(first.expert, second.expert)
-    return same and torch.allclose(first.scale, second.scale, rtol=1e-6)
-
-
-def _check_alike(instances: list[Instance]) -> None:
-    expected = [(s.base, s.layout, s.part) for s in instances[0].readings]
-    for instance in instances[1:]:
-        if [(s.base, s.layout, s.part) for s in instance.readings] != expected:
-            raise Refuse(DIFFERENT_WAYS, instance.second.node)
-
-
-def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
-    """(out, in) features of a product."""
-    return feature_size(contraction.node), feature_size(contraction.data)
+    (_, rows), *others = read
+    for _, other in others:
+        same = torch.equal(rows.token, other.token) and torch.equal(rows.expert, other.expert)
+        if not same or not torch.allclose(rows.scale, other.scale, rtol=1e-6):
+            return None
+    return Rows(*rows, tuple(stack for stack, _ in read), reader.order)
 
 
 def token_sources(first: Node, width: int, captured: CapturedBlock, tags: Mapping[Node, Tag]) -> Iterator[Node]:
@@ -323,3 +310,103 @@ def token_sources(first: Node, width: int, captured: CapturedBlock, tags: Mappin
         if key not in seen:
             seen.add(key)
             yield node
+
+
+# -- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def row_orders(instances: Sequence[Instance], replay: Replay) -> dict[Node, torch.Tensor]:
+    """By node, the rows (R,) that those of the second product come from; -1 where that does not show.
+
+    The nodes are the first products and what the second is given. One whose rows lie as the second product's is left out, and so
+    are all where code between the products fails on other numbers, or chooses by them how many rows it keeps.
+    """
+    try:
+        return _orders(instances, replay)
+    except CannotReplay:
+        return {}
+
+
+def _orders(instances: Sequence[Instance], replay: Replay) -> dict[Node, torch.Tensor]:
+    given, ends = [run.second.data for run in instances], [run.second.node for run in instances]
+    moved = any(_may_reorder(node) for run in instances for node in run.between)
+    turned = _origins(given, ends, {}, replay) if any(map(_may_reorder, ends)) else {}
+    found = dict(turned)
+    columns = list(zip(*([contraction.node for contraction in run.first] for run in instances)))
+    for starts in columns:
+        others = (node for column in columns if column is not starts for node in column)
+        fixed = {node: _row(node, replay).expand_as(_rows(replay.value(node), node)) for node in others}
+        origins = _origins(starts, given, fixed, replay) if moved else {}
+        for start, data in zip(starts, given):
+            if (order := _before(origins.get(start), turned.get(data))) is not None:
+                found[start] = order
+    return found
+
+
+def _before(origin: torch.Tensor | None, turned: torch.Tensor | None) -> torch.Tensor | None:
+    """The order of rows that are laid out by ``origin``, and then by ``turned``."""
+    if origin is None or turned is None:
+        return turned if origin is None else origin
+    return torch.where(turned < 0, -1, origin[turned.clamp(min=0)])
+
+
+def _may_reorder(node: Node) -> bool:
+    if operation(node) == "getitem":
+        return any(map(is_tensor, node.all_input_nodes[1:]))
+    if operation(node) != "einsum":
+        return _turns(node)
+    read = einsum_of(node)
+    if read is None:
+        return True
+    terms, _, result = read
+    return any([c for c in term if c in result] != [c for c in result if c in term] for term in terms)
+
+
+def _origins(
+    starts: Sequence[Node], ends: Sequence[Node], fixed: Mapping[Node, torch.Tensor], replay: Replay
+) -> dict[Node, torch.Tensor]:
+    """By start, the row (R,) that each row of its end follows from; without those where it is the same one, or several."""
+    given = [_rows(replay.value(start), start) for start in starts]
+    two = [(_row(start, replay), _row(start, replay, 1)) for start in starts]
+
+    def changed(bit: int, wanted: bool) -> list[torch.Tensor]:
+        replace = {**fixed}
+        for start, rows, (one, other) in zip(starts, given, two):
+            numbers = torch.arange(len(rows), device=rows.device)
+            replace[start] = torch.where((((numbers >> bit) & 1) == wanted)[:, None], other, one)
+        return [(now - then).abs().amax(1) > _NEAR * then.abs().amax(1) for now, then in zip(run(replace), before)]
+
+    def run(replace: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
+        shaped = {node: rows.reshape(record_of(node).value.shape) for node, rows in replace.items()}
+        answers = replay.run(shaped, ends)
+        odd = next((end for end in ends if answers[end].shape != record_of(end).value.shape), None)
+        if odd is not None:
+            raise CannotReplay(odd)
+        return [_rows(answers[end], end) for end in ends]
+
+    before = run({**fixed, **{start: one.expand_as(rows) for start, rows, (one, _) in zip(starts, given, two)}})
+    origins = [torch.zeros(len(rows), dtype=torch.long, device=rows.device) for rows in before]
+    follows, single = ([torch.ones_like(o, dtype=torch.bool) for o in origins] for _ in range(2))
+    for bit in range(max(1, max(map(len, given)) - 1).bit_length()):
+        for number, (with_bit, without) in enumerate(zip(changed(bit, True), changed(bit, False))):
+            origins[number] += with_bit.long() << bit
+            follows[number] &= with_bit | without
+            single[number] &= ~(with_bit & without)
+    found = {}
+    for start, rows, origin, follow, one in zip(starts, given, origins, follows, single):
+        order = torch.where(follow, origin, -1)
+        in_place = len(order) == len(rows) and bool(((order < 0) | (order == torch.arange(len(order)).to(order))).all())
+        if bool(one.all()) and not in_place:
+            found[start] = order
+    return found
+
+
+def _rows(value: torch.Tensor, node: Node) -> torch.Tensor:
+    return value.reshape(-1, feature_size(node))
+
+
+def _row(node: Node, replay: Replay, number: int = 0) -> torch.Tensor:
+    """One of two rows (N,) of positive numbers, so that an activation keeps them apart."""
+    generator = torch.Generator().manual_seed(23 + number)
+    row = torch.rand(feature_size(node), generator=generator, dtype=torch.float64, device="cpu") + 0.5 + number
+    return row.to(replay.value(node).device)

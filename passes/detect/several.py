@@ -7,7 +7,7 @@ meanwhile; those that no region replaces count in the end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -120,12 +120,15 @@ def find_several(
     ``parts``: the families, or None for all, and what is set aside meanwhile.
     """
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
-    regions: list[MoEMatch] = []
-    for members, aside in parts:
+
+    def found(members: Members | None, aside: frozenset[Node]) -> Iterator[MoEMatch]:
         try:
-            regions.append(replace(look(members, decisions, aside), captured=captured))
+            yield replace(look(members, decisions, aside), captured=captured)
         except Refuse:
-            continue
+            for others in [] if aside else other_runs(captured, groups, members):
+                yield from found(members, others)
+
+    regions = [region for part in parts for region in found(*part)]
     outputs = [region.output for region in regions]
     if len(outputs) < 2 or len(set(outputs)) < len(outputs):
         return None
@@ -140,12 +143,15 @@ def find_several(
     return replace(regions[0], conditions=(*regions[0].conditions, *new), others=tuple(regions[1:]))
 
 
-def other_runs(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[Node]]:
+def other_runs(captured: CapturedBlock, groups: ExpertGroups, members: Members | None = None) -> list[frozenset[Node]]:
     """For each run of the same experts by a routing of its own, what reads experts' weights in all the others.
 
     What does so before anything is chosen, as a gate among several in one tensor, belongs to none.
+
+    Args:
+        members: the weights that count, if not all do.
     """
-    tags = tag(captured, groups)
+    tags = tag(captured, groups, members)
     choices: dict[Node, frozenset[Node]] = {}
     runs: dict[frozenset[Node], set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:

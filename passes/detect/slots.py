@@ -83,6 +83,11 @@ class Slots:
         same = (ids[token] == expert[:, None]) & (rank[token] == rank_among_equals(token * count + expert)[:, None])
         return same.int().argmax(1)
 
+    @property
+    def ones(self) -> torch.Tensor:
+        """A factor of 1 for every pair."""
+        return torch.ones(len(self.pairs.token), dtype=torch.float64, device=self.ids.device)
+
     def _drop(self, dropped: torch.Tensor) -> None:
         self.dropped_token, self.dropped_slot = torch.nonzero(dropped, as_tuple=True)
         self.dropped_expert = self.ids[self.dropped_token, self.dropped_slot]

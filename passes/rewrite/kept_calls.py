@@ -109,7 +109,8 @@ def conditions_of_opened(match: MoEMatch, kept: KeptNodes) -> tuple[Condition, .
 def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], kept: KeptNodes) -> None:
     """Where a condition fails the original runs from its beginning, so nothing may have been written or drawn by then.
 
-    Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers.
+    Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers, and so may those after
+    which the original raises an error.
 
     Raises:
         Refuse: something is, among what is emitted in this ``order`` before a condition.
@@ -117,7 +118,8 @@ def refuse_late_conditions(conditions: Collection[Node], order: Sequence[Node], 
     written = drawn = False
     by_call = nodes_by_call(order[0].graph) if order else {}
     for node in order:
-        if node in conditions and (written or (drawn and _compares_with_limit(node))):
+        late = drawn and _compares_with_limit(node) and not record_of(node).only_raises
+        if node in conditions and (written or late):
             raise Refuse(
                 "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its "
                 "input, to a parameter or to a buffer; a decision that comes first can be rewritten",

@@ -480,7 +480,7 @@ class RegionEmitter:
             return None
         if not self.weights.dtype_of(body.gate.base).is_floating_point:  # codes, which are multiplied as they are
             return None
-        products = (product for run in self.match.instances for product in (*run.first, run.second))
+        products = (product for run in self.match.instances for product in run.products)
         found = {record_of(product.data).value.dtype for product in products}
         biases = filter(None, (body.gate_bias, body.up_bias, body.down_bias))
         return found.pop() if len(found) == 1 and all(self.weights.is_in(base, *found) for base in biases) else None

@@ -161,8 +161,8 @@ def test_sums(emulated, monkeypatch, case):  # noqa: F811
     """Parts that several warps share, blocks with fewer columns, k that ends inside a stage."""
     options, tile = SUMS[case]
     short = isinstance(tile, DownTile)
-    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: tile)
-    monkeypatch.setattr(calls, "chosen_tile", lambda key: tile if key.summed else DecodeTile(8, 1, 3))
+    monkeypatch.setattr(decode.family, "choose_summed", lambda *sizes: tile)
+    monkeypatch.setattr(calls, "chosen_tile", lambda key: tile if key.tiles.summed else DecodeTile(8, 1, 3))
     check((options, None), launches=SHORT if short else LONG)
 
 

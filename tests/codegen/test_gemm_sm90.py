@@ -190,15 +190,15 @@ def test_products_of_fp8_blocks_fit(op: str, experts: int) -> None:
 
 PINGPONG = KernelScheduleType.TmaWarpSpecializedPingpong
 REFUSED = [
-    (spec_of("esmm", dtype=DataType.f32), "multiplies bf16 and f16"),
-    (spec_of("esmm", aligned=False), "16-byte aligned"),
+    (spec_of("esmm", dtype=DataType.f32), "dtype is f32; expected bf16 or f16"),
+    (spec_of("esmm", aligned=False), "aligned is False; expected True"),
     (spec_of("esmm", arch=80), "sm_90"),
     (spec_of("esmm", stages=5), "shared memory"),
     (spec_of("esmm", bn=192), "expected 64 or 128 x 64, 128 or 256"),
     (spec_of("esmm", bn=64).with_options(cluster=2), "plain narrow products"),
     (spec_of("esmm_act", bn=64), "plain narrow products"),
     (spec_of("esmm", bm=64), "cooperative tile has 128 rows"),
-    (spec_of("esmm", schedule=KernelScheduleType.Multistage), "schedule Multistage"),
+    (spec_of("esmm", schedule=KernelScheduleType.Multistage), "schedule is Multistage"),
     (spec_of("esmm").adding(), "adds to nothing"),
     (spec_of("estmm").adding(DataType.f16), "bf16 -> f16"),
     (spec_of("estmm", out_dtype=DataType.f32), "bf16 -> f32"),
@@ -213,14 +213,14 @@ REFUSED = [
     (swapped("esmm").with_options(cluster=2), "not gathered ones"),
     (replace(swapped("esmm"), bn=256), "expected 32 to 320"),
     (replace(swapped("esmm"), schedule=PINGPONG), "no ping-pong"),
-    (block_spec(dtype=DataType.bf16), "multiply e4m3"),
+    (block_spec(dtype=DataType.bf16), "dtype is bf16; expected e4m3"),
     (block_spec(out_dtype=None), "all else does not"),
-    (block_spec(bn=128), "expected 128x256x128"),
+    (block_spec(bn=128), "bn is 128; expected 256"),
     (block_spec(accumulate=True), "adds to nothing"),
     (block_spec("estmm", gather=True), "turned round already"),
-    (block_spec("esmm_act", glu="split"), "gate before up"),
+    (block_spec("esmm_act", glu="split"), "glu is split; expected none or concat"),
     (block_spec("esmm_act", activation="odd"), "activation 'odd'"),
-    (block_spec(aligned=False), "16-byte aligned"),
+    (block_spec(aligned=False), "aligned is False"),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
-from hexa_fx.cuda import calls, packed, packed_rows
+from hexa_fx.cuda import calls, packed
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.packed import PackedProduct, unsupported
 from hexa_fx.cuda.planning import planning_of
@@ -84,10 +84,10 @@ def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
         x, rows = torch.randn(len(IDS[kind]), k, dtype=dtype), torch.randn(r.n, k, dtype=dtype)
         product = PackedProduct(Esmm(x, w[0], bias, r.v, r.offs, r.top_k, "nk").plain, w[1], None, f)
         assert not unsupported(product)
-        error = row_error(packed.esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
+        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
         assert error < (ON_SUMS if tile is None else TOLERANCE)[dtype], kind
         product = PackedProduct(Esmm(rows, w[0], bias, None, r.offs, 1, "nk").plain, w[1], None, f)
-        error = row_error(packed.esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk"))
+        error = row_error(packed.streamed_esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk"))
         assert error < TOLERANCE[dtype], kind
 
 
@@ -115,7 +115,12 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static)
         exact, scales = base._replace(w1=dense, w3=dense3), (w1[1], w3 and w3[1], f)
         check_esmm_act(
-            lambda o, *of: packed.esmm_act(PackedProduct(o, *of)), base, r, *scales, exact=exact, within=TOLERANCE[BF16]
+            lambda o, *of: packed.streamed_esmm_act(PackedProduct(o, *of)),
+            base,
+            r,
+            *scales,
+            exact=exact,
+            within=TOLERANCE[BF16],
         )
 
 
@@ -136,10 +141,10 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     sources = (*[None] * 6, [0.0] * 3, *scales, ["nf4", "nf4" if split else "dense", "nf4"])
     args = (x, index, torch.rand(5, 2).to(BF16), *operands, *sources, *static)
     for name in ("reindex", "combine"):  # by torch
-        monkeypatch.setattr(packed_rows, name, partial(a_step, getattr(torch.ops.hexa, name).default))
+        monkeypatch.setattr(packed, name, partial(a_step, getattr(torch.ops.hexa, name).default))
     _, tensors, addresses = calls.kind_of(args)
     card = AMPERE._replace(multiprocessors=1)
-    plan = calls.planned(lambda *o: packed_rows.streamed_layer(MoeFfnSources(*o)), args, card, calls.chosen())
+    plan = calls.planned(lambda *o: packed.streamed_layer(MoeFfnSources(*o)), args, card, calls.chosen())
     plan.load()
     assert [kernel.spec.family for kernel in plan.kernels] == ["packed_gemm"] * 2
     found, want = plan(tensors, addresses, x.device), torch.ops.hexa.moe_ffn_sources(*args)

@@ -8,7 +8,7 @@ import torch
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.errors import InputError
 from hexa_fx.ops import scaled_transpose
-from hexa_fx.ops.esmm_packed import scaled_transpose_any
+from hexa_fx.ops.products import scaled_transpose_any
 from hexa_fx.ops.table_variants import ScaledTranspose
 from tests.codegen.emulated import emulated  # noqa: F401
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import packed_rows as cuda_packed_rows
+from hexa_fx.cuda import packed as cuda_packed
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import FORMATS, MXFP4
 from hexa_fx.ops.table import Esmm, EsmmAct, EsmmActBackward
@@ -30,7 +30,7 @@ def test_bits_are_those_of_the_reference(emulated, f, dtype, monkeypatch):  # no
     for first, end in ((0, experts), (1, 2)):
         expected = f.dense(packed[first:end], [s[first:end] for s in scales], dtype)
         found = torch.full_like(expected, 7)
-        cuda_packed_rows.unpack(f, packed[first:end], [s[first:end] for s in scales], found)
+        cuda_packed.unpack(f, packed[first:end], [s[first:end] for s in scales], found)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -58,12 +58,12 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
         if into.last:
             into.out[bounds[-1] :] = 0
 
-    monkeypatch.setattr(cuda_packed_rows, "esmm_segment", a_step(product))
-    monkeypatch.setattr(cuda_packed_rows, "MOST_BYTES", most)
+    monkeypatch.setattr(cuda_packed, "esmm_segment", a_step(product))
+    monkeypatch.setattr(cuda_packed, "MOST_BYTES", most)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     cuda_choosing.forget_choices()
     arguments = (x, packed, scales, f.name, bias, v, offs, 2, layout)
-    found = cuda_packed_rows.esmm_packed(*arguments)
+    found = cuda_packed.esmm_packed(*arguments)
     torch.testing.assert_close(found, torch.ops.hexa.esmm_packed(*arguments), rtol=1e-2, atol=1e-2)
     assert sum(seen) == experts
     assert max(seen) * 2 * 64 * 32 <= max(most, 2 * 64 * 32)
@@ -100,9 +100,9 @@ def dense_segment(o, into):
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layout, rank):  # noqa: F811
     """Against each as an operator of its own: which rows, factors, biases and gates a group is given."""
-    monkeypatch.setattr(cuda_packed_rows, "fused_segment", a_step(dense_segment))
-    monkeypatch.setattr(cuda_packed_rows, "_fuses", lambda *_: True)
-    monkeypatch.setattr(cuda_packed_rows, "MOST_BYTES", 2 * 2 * 64 * 64)
+    monkeypatch.setattr(cuda_packed, "fused_segment", a_step(dense_segment))
+    monkeypatch.setattr(cuda_packed, "_fuses", lambda *_: True)
+    monkeypatch.setattr(cuda_packed, "MOST_BYTES", 2 * 2 * 64 * 64)
     f, experts, k, n, dtype = FORMATS["nf4_double"], 7, 64, 64, torch.float64
     shape = (experts, n, k) if layout == "nk" else (experts, k, n)
     packed, *scales = f.pack_all(torch.randn(shape, dtype=dtype) / 8)
@@ -120,10 +120,10 @@ def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layou
     if rank:
         checked["esmm_packed_low_rank"] = (x, *weight, bias, *rows, *second)
     for name, arguments in checked.items():
-        found, expected = getattr(cuda_packed_rows, name)(*arguments), getattr(torch.ops.hexa, name)(*arguments)
+        found, expected = getattr(cuda_packed, name)(*arguments), getattr(torch.ops.hexa, name)(*arguments)
         torch.testing.assert_close(found, expected)
         if layout == "nk":
             torch.library.opcheck(getattr(torch.ops.hexa, name).default, arguments, test_utils="test_faketensor")
-    kept = cuda_packed_rows.esmm_act_packed(*act[:12], False, *second)
+    kept = cuda_packed.esmm_act_packed(*act[:12], False, *second)
     assert kept[0].shape == (0, n)
     torch.testing.assert_close(kept[1], torch.ops.hexa.esmm_act_packed(*act)[1])

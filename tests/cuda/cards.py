@@ -274,9 +274,9 @@ def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple
 @pytest.fixture
 def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few tokens take three launches, with many rows an expert too."""
-    monkeypatch.setattr(cuda_decode, "very_few", lambda slots, experts: True)
-    monkeypatch.setattr(cuda_decode, "MOST_SHORT_BUCKET", 5)
-    monkeypatch.setattr(cuda_decode, "choose_summed", lambda *sizes: None)
+    monkeypatch.setattr(cuda_decode.family, "very_few", lambda slots, experts: True)
+    monkeypatch.setattr(cuda_decode.family, "MOST_SHORT_BUCKET", 5)
+    monkeypatch.setattr(cuda_decode.family, "choose_summed", lambda *sizes: None)
     cuda_choosing.forget_choices()
     yield
     cuda_choosing.forget_choices()

@@ -7,15 +7,16 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hexa_fx.codegen import render
-from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TileSm90
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.codegen.family_gemm_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, STREAMED, SWAPPED, TABLES, TileSm90
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.cuda import tune as cuda_tune
-from hexa_fx.cuda.gemm_sm90 import FAMILY, Sm90Key
+from hexa_fx.cuda import product as cuda_product
+from hexa_fx.cuda.gemm_sm90 import FAMILY, TILES
 from hexa_fx.cuda.operands import Segment
+from hexa_fx.cuda.product import ProductKey
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from tests.cuda.cards import HOPPER, Cards
@@ -176,7 +177,7 @@ def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Cards) -> Non
 
 def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Cards) -> None:
     v, offs = routing()
-    tile = sm90.TileSm90(cluster=2)
+    tile = TileSm90(cluster=2)
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"), tile)
     assert recorder.last.blocks == (130, 1, 1)
     assert recorder.last.spec.option("cluster") == 2
@@ -187,10 +188,10 @@ def test_a_measured_tile_beats_the_rule(recorder: Cards, monkeypatch: pytest.Mon
     arguments = (randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
     sm90.esmm(Esmm(*arguments))
     assert recorder.last.spec.bm == COOPERATIVE.bm
-    key = Sm90Key(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
+    key = key_of("esmm", T * K, E, "none", D, N)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(*arguments))
     assert (recorder.last.spec.bm, recorder.last.named["group_m"]) == (PINGPONG.bm, 16)
@@ -201,9 +202,9 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     recorder: Cards, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
 ) -> None:
     v, offs = routing()
-    key = Sm90Key(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
+    key = key_of("esmm", T * K, E, "none", D, N)
     table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"))
     assert recorder.last.spec.stages == COOPERATIVE.stages
@@ -234,9 +235,9 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 ) -> None:
     """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
     v, offs = routing()
-    key = Sm90Key(FAMILY, "esmm_act", HOPPER, BF16, "tensor", T * K, E, D, 2 * N, "nk", True, "silu", "concat")
+    key = key_of("esmm_act", T * K, E, "concat", D, 2 * N)
     table = TunedTable("A Card").with_entry(key.problem(), asdict(SWAPPED), 1.0)
-    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    monkeypatch.setattr(cuda_product, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
@@ -250,24 +251,25 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 @pytest.mark.parametrize("glu", ["none", "concat"])
 def test_the_rule_s_tile_can_be_generated(op: str, experts: int, rows: int, glu: str) -> None:
     key = key_of(op, rows * experts, experts, glu)
-    render(key.spec(key.rule()))
+    render(key.spec(TILES.rule(key)))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 1000])
 @pytest.mark.parametrize("op", CANDIDATES)
 def test_every_candidate_can_be_generated_and_the_rule_s_tile_is_one(op: str, rows: int) -> None:
     key = key_of(op, rows * E, E, "concat")
-    tiles = key.candidates()
-    assert key.rule() in tiles
+    tiles = TILES.candidates(key)
+    assert TILES.rule(key) in tiles
     assert len(tiles) == len(set(tiles))
-    assert (STREAMED in tiles) == (key._replace(card=key.card._replace(name="another")).rule() == STREAMED)
+    assert (STREAMED in tiles) == (TILES.rule(key._replace(card=key.card._replace(name="another"))) == STREAMED)
     for tile in tiles:
-        render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
+        render(replace(key.spec(tile), gather=not (tile.swapped and tile.cluster > 1)))
 
 
-def key_of(op: str, rows: int, experts: int, glu: str) -> Sm90Key:
-    epilogue = ("silu", glu) if "act" in op else ("none", "none")
-    return Sm90Key(FAMILY, op, HOPPER, BF16, "tensor", rows, experts, 2048, 1536, "nk", True, *epilogue)
+def key_of(op: str, rows: int, experts: int, glu: str, inner: int = 2048, columns: int = 1536) -> ProductKey:
+    tables, activation = next(size for size in TABLES if experts <= size), "silu" if "act" in op else "none"
+    spec = KernelSpec(FAMILY, op, 90, bk=64, gather=True, activation=activation, glu=glu if "act" in op else "none")
+    return ProductKey(TILES, spec.with_options(experts=tables), HOPPER, rows, experts, inner, columns)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

@@ -10,7 +10,8 @@ from hexa_fx.cli import app
 from hexa_fx.cli.model_layers import MODELS
 from hexa_fx.cli.tune_layers import Sizes, run_layer, sizes_of
 from hexa_fx.codegen.tuned import Problem, TunedTable
-from hexa_fx.cuda import choosing, tune
+from hexa_fx.cuda import choosing
+from hexa_fx.cuda import product as cuda_product
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn_autograd
@@ -58,13 +59,13 @@ def test_a_shared_table_is_taken_over_by_the_same_kind_of_card_only(tmp_path: Pa
     said = CliRunner().invoke(app, ["tune", "--add", str(file), "--out", str(tmp_path / "copy.json")])
     assert said.exit_code == 0, said.output
     assert said.output.startswith(f"1 tiles for {CARD} in ")
-    assert tune.tuned_tile(PROBLEM, CARD) == {"bm": 64}
+    assert cuda_product.tuned_tile(PROBLEM, CARD) == {"bm": 64}
     assert (tmp_path / "copy.json").read_text() == file.read_text()
     file.write_text(TunedTable("Another").with_entry(PROBLEM, {"bm": 128}, 1.0).to_json())
     said = CliRunner().invoke(app, ["tune", "--add", str(file)])
     assert said.exit_code == 2
     assert "measured on Another" in said.output
-    assert tune.tuned_tile(PROBLEM, CARD) == {"bm": 64}
+    assert cuda_product.tuned_tile(PROBLEM, CARD) == {"bm": 64}
 
 
 @pytest.mark.usefixtures("card")

@@ -87,7 +87,15 @@ class SameAgain(Two):
         return x + hit(x, self.r1, self.a)
 
 
-REGIONS = {SideBySide: 2, OneRouter: 2, ThreeKinds: 3, SameAgain: 2}
+class OneOfThemAgain(Two):
+    """Two scales, each with experts of its own, of which one goes over the tokens a second time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fine, coarse = self.norm(x), x.mean(0, keepdim=True) - x
+        return hit(fine, self.r1, self.a) + skipping(coarse, self.r2, self.b) + skipping(x, self.r2, self.b)
+
+
+REGIONS = {SideBySide: 2, OneRouter: 2, ThreeKinds: 3, SameAgain: 2, OneOfThemAgain: 3}
 
 
 @pytest.mark.parametrize("kind", REGIONS)

@@ -12,8 +12,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect_block
 from hexa_fx.passes.detect.projections import find_contractions, group_instances
-from hexa_fx.passes.detect.row_order import row_orders
-from hexa_fx.passes.detect.rows import RowMatcher
+from hexa_fx.passes.detect.rows import RowMatcher, laid_out, row_orders
 from hexa_fx.passes.detect.tags import expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
@@ -145,6 +144,10 @@ def test_row_matcher_finds_token_expert_and_scale():
     torch.testing.assert_close(match.scale[keep], scale[keep])
 
 
+def test_rows_of_an_expert_without_any_may_be_padded():
+    assert laid_out(torch.ones(0, D), torch.tensor([-1, -1])).tolist() == [[0] * D] * 2
+
+
 ROWS = torch.arange(3 * E).reshape(3, E)
 
 
@@ -170,7 +173,7 @@ def test_order_of_rows_between_products(between: Callable[[torch.Tensor], torch.
 
     captured = capture(Batched(), (X[0, :3],), {})
     pairs = group_instances(find_contractions(captured, tag(captured, expert_groups({}))))
-    (order,) = row_orders(pairs, Replay(captured))
+    order = row_orders(pairs, Replay(captured))
     ((first,), second) = pairs[0]
     assert second.data not in order
     if expected is None:

@@ -204,13 +204,21 @@ class UpBeforeGate(nn.Module):
         self.up_bias, self.gate_bias = (nn.Parameter(torch.randn(E, I)) for _ in range(2))
         self.down = nn.Parameter(torch.randn(E, I, D) / I**0.5)
 
+    def biased(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate + self.gate_bias.unsqueeze(1)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape, x = x.shape, x.flatten(0, 1)
         weights, index = self.router(x).softmax(-1).topk(2)
         share = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, index, weights)
         up, gate = (torch.einsum("td,edi->eti", x, weight) for weight in (self.up, self.gate))
-        hidden = (up + self.up_bias.unsqueeze(1)) * nn.functional.silu(gate + self.gate_bias.unsqueeze(1))
+        hidden = (up + self.up_bias.unsqueeze(1)) * nn.functional.silu(self.biased(gate))
         return (torch.bmm(hidden, self.down) * share.t().unsqueeze(-1)).sum(0).view(shape)
+
+
+class OnlyUpBiased(UpBeforeGate):
+    def biased(self, gate: torch.Tensor) -> torch.Tensor:
+        return gate
 
 
 class Hashed(nn.Module):
@@ -242,6 +250,11 @@ class Hashed(nn.Module):
 )
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     rewritten(kind().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
+
+
+def test_the_up_projection_may_have_the_only_bias() -> None:
+    found = rewritten(OnlyUpBiased().double(), tokens(2, 7), tokens(3, 5), tokens(1, 1))
+    assert found.report.rewritten[0].expert == "silu(x Wg) * (x Wu + bu) Wd"
 
 
 class Rotated(Mixture):

@@ -123,7 +123,7 @@ SUMS = {
 def test_sums(monkeypatch: pytest.MonkeyPatch, shape: str, bias: bool) -> None:
     """The second product weights and sums rows; each run gives the same bits, in a graph too."""
     card = FAST_MEMORY if "16" in shape else "any"
-    monkeypatch.setattr(decode, "choose_summed", lambda _, *sizes: choose_summed(card, *sizes))
+    monkeypatch.setattr(decode.family, "choose_summed", lambda _, *sizes: choose_summed(card, *sizes))
     made = layer(*SUMS[shape], bias=bias)
     for kind in ROUTINGS:
         for tokens, top_k in ((1, 4), (3, 12), (9, 4), (20, 2)):

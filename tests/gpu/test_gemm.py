@@ -16,7 +16,7 @@ from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
-from hexa_fx.cuda import tune as cuda_tune
+from hexa_fx.cuda import product as cuda_product
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, Estmm
 from tests.gpu.cases import (
     ROUTINGS,
@@ -190,7 +190,7 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "tuned"
-    monkeypatch.setattr(cuda_tune, "table_path", lambda name: table / "card.json")
+    monkeypatch.setattr(cuda_product, "table_path", lambda name: table / "card.json")
     monkeypatch.setattr(cuda_calls, "autotuning", lambda: True)
     tiles = [TileSm80(64, 64, 32, 4, 2, 2), TileSm80(999, 64, 32, 4, 2, 2), TileSm80(128, 128, 32, 3, 2, 4)]
     monkeypatch.setattr(family_gemm_sm80, "candidates", lambda *args: tiles)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hexa_fx.cuda import packed_rows
+from hexa_fx.cuda import packed as cuda_packed
 from hexa_fx.formats import FORMATS
 from hexa_fx.ir import FfnSpec
 from tests.gpu.cases import graph_of, no_waiting
@@ -72,7 +72,7 @@ def test_unpacked_bits_are_those_of_the_reference(format: str, dtype: torch.dtyp
     for first, end in ((0, 3), (1, 2)):
         parts = [scale[first:end] for scale in scales]
         found = torch.empty(end - first, 320, 1088, dtype=dtype, device="cuda")
-        packed_rows.unpack(f, packed[first:end], parts, found)
+        cuda_packed.unpack(f, packed[first:end], parts, found)
         assert torch.equal(found, f.dense(packed[first:end], parts, dtype))
 
 
@@ -82,7 +82,7 @@ def test_unpacked_bits_are_those_of_the_reference(format: str, dtype: torch.dtyp
 @pytest.mark.parametrize("format", FORMATS)
 def test_packed_weights(format: str, spec: FfnSpec, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, for which kernels unpack weights on the way, and many, for which they are unpacked before."""
-    monkeypatch.setattr(packed_rows, "MOST_BYTES", most)
+    monkeypatch.setattr(cuda_packed, "MOST_BYTES", most)
     for adapted in ("", "123"):
         given = cases.layer(spec, adapted, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE)
         cases.compare(cases.pack(given, format), spec, cases.NAMES if adapted else ())
@@ -91,7 +91,7 @@ def test_packed_weights(format: str, spec: FfnSpec, tokens: int, most: int, monk
 @pytest.mark.parametrize("tokens", [30, 900])
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
 def test_ugly_routings_of_packed_weights(routing: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_rows, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(cuda_packed, "MOST_BYTES", 1 << 16)
     spec = cases.SPECS[0]
     given = cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE)
     cases.compare(cases.pack(cases.route(given, routing), "nf4"), spec)
@@ -102,7 +102,7 @@ def test_ugly_routings_of_packed_weights(routing: str, tokens: int, monkeypatch:
 def test_packed_weights_without_synchronisation_and_in_a_cuda_graph(
     format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_rows, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(cuda_packed, "MOST_BYTES", 1 << 16)
     torch.utils.deterministic.fill_uninitialized_memory = False
     spec = cases.SPECS[0]
     given = cases.pack(cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE), format)

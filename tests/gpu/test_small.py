@@ -19,8 +19,8 @@ from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.formats import FP8_BLOCK, NF4
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import activations, library, low_rank_gradients
-from hexa_fx.ops.esmm_packed import scaled_transpose_any
 from hexa_fx.ops.listed import Listed
+from hexa_fx.ops.products import scaled_transpose_any
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.table import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.table_variants import EsmmActBackwardLowRank, EsmmLowRank, ScaledTranspose
@@ -133,7 +133,7 @@ def test_activate_and_its_backward(glu: str, width: int) -> None:
     assert_close(torch.ops.hexa.activate(h, "silu", glu, []), a, BF16, 2)
     dh, scaled, _ = torch.ops.hexa.activate_backward(da, h, w, r.v, r.offs, "silu", glu, [])
     row_w = w.double().view(-1)[r.v.long()][:, None] * (torch.arange(r.n, device="cuda") < r.routed)[:, None]
-    assert_close(dh, activations.activation_backward(da.double() * row_w, h.double(), "silu", glu, ()), BF16, 2)
+    assert_close(dh, activations.weighted_backward(da.double() * row_w, h.double(), None, "silu", glu, ())[0], BF16, 2)
     assert_close(scaled, a * row_w, BF16, 2)
 
 

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from hexa_fx.cli import app, model_layers
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import choosing, tune
+from hexa_fx.cuda import choosing
+from hexa_fx.cuda import product as cuda_product
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +18,9 @@ def test_a_layer_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     sizes = (8, 2, 256, 128, model_layers.MODELS["OLMoE"][-1])
     monkeypatch.setattr(model_layers, "MODELS", {"Small": sizes})
     monkeypatch.setattr("hexa_fx.cli.tune_layers.MODELS", {"Small": sizes})
-    monkeypatch.setattr(tune, "table_path", lambda name: tmp_path / "of_this_machine.json")  # other tests read that
+    monkeypatch.setattr(
+        cuda_product, "table_path", lambda name: tmp_path / "of_this_machine.json"
+    )  # other tests read that
     monkeypatch.setenv("HEXA_FX_AUTOTUNE", "1")
     monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     choosing.forget_choices()

@@ -19,7 +19,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.program import FfnRequest
 from hexa_fx.passes import PASSES
-from hexa_fx.passes.lowering.compile import compile_ffn
+from hexa_fx.passes.lowering.pipelines import CompiledFfn
 from hexa_fx.progress import may_draw, progress
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_the_table_of_passes_is_the_passes_there_are(models):
     with observers.listening(lambda event: seen.append(event.name)):
         hexa_fx.optimize(*models.factory())
         for device in ("cpu", "cuda"):
-            _ = compile_ffn(FfnRequest(FfnSpec("silu"), frozenset({"x", "w1", "w2"})), device).forward
+            _ = CompiledFfn(FfnRequest(FfnSpec("silu"), frozenset({"x", "w1", "w2"})), device).forward
     assert set(seen) == set(PASSES) - {"partition", "overlap"}
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import fallback, reindex
+from hexa_fx.ops import reindex
 from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.ops.reindex import reindex_any
 from tests.ops.reference import Layer, assert_is_loop, layer
 
 hexa = torch.ops.hexa
@@ -115,7 +116,7 @@ def test_ids_out_of_range_are_sentinels_unless_checked(bad, tokens, monkeypatch)
     sentinels = index.masked_fill((index < 0) | (index > E), E)
     for mine, expected in zip(reindex(index, E), reindex(sentinels, E), strict=True):
         assert torch.equal(mine, expected)
-    for mine, expected in zip(fallback.reindex_any(index, E), reindex(sentinels, E), strict=True):
+    for mine, expected in zip(reindex_any(index, E), reindex(sentinels, E), strict=True):
         assert torch.equal(mine, expected)
     monkeypatch.setenv("HEXA_FX_CHECKED", "1")
     with pytest.raises(InputError, match="expert ids run from"):

@@ -11,7 +11,7 @@ import hexa_fx
 from hexa_fx import analysis
 from hexa_fx.analysis import analyse_model
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.ops.reindex import reindex
+from hexa_fx.ops import reindex
 from hexa_fx.passes.partition.layers import that_spread
 from hexa_fx.passes.rewrite.emit_rows import drop, kept_rows
 from tests.zoo.common import MLP, Looped
@@ -68,6 +68,24 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
     assert "train mode" not in str(optimized.report)
     for each in (x, torch.randn(70, D), torch.randn(1, D), x[:0]):
         torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
+
+
+class CopiedAfterNoise(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        noise = torch.randn(x.shape)
+        return noise + out.clone()
+
+
+def test_experts_draw_before_what_the_code_draws_after_them() -> None:
+    block, x = CopiedAfterNoise("").train(), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x)
+    assert optimized.report.rewritten, optimized.report
+    torch.testing.assert_close(outcome(optimized, x), outcome(block, x))
 
 
 @pytest.mark.parametrize("rows", ["last expert first", "heaviest first", "all"])

@@ -36,7 +36,7 @@ def test_values_and_gradients_stay(spec, frozen, tokens):
 
 def test_each_gradient_has_an_operator_of_its_own():
     one, backward = layer(FfnSpec("silu", "concat"), bias=True), []
-    program._made.cache_clear()
+    program.programs.cache_clear()
     with listening(lambda event: event.name == "lower" and backward.append(str(event.graph))):
         separate(one).sum().backward()
     assert "esfk" not in backward[-1]
