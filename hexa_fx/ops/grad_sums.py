@@ -8,6 +8,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -94,9 +95,11 @@ def _sum(parameter: Tensor, operand: Tensor, node: Node | None) -> Tensor | None
 
 
 def _is_in_order(total: Tensor) -> bool:
-    """Whether whoever reads the sum after backward waits for what is launched here: not if that is on a stream of its own."""
+    """Whether all who add to the sum or read it come after one another: not on a stream of its own, nor in several threads on a
+    CPU, of which torch's node lets one add at a time.
+    """
     if not total.is_cuda:
-        return True
+        return current_thread() is main_thread()
     on_default = torch.cuda.current_stream(total.device) == torch.cuda.default_stream(total.device)
     return on_default or torch.cuda.is_current_stream_capturing()
 

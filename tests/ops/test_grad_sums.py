@@ -1,6 +1,7 @@
 """Gradients of further micro-batches, which kernels add to ``.grad``: what a backward pass would have, and where it would."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,13 @@ def test_ddp_reduces_the_sums(view: bool, added: list[int], tmp_path: Path) -> N
         assert_sums(one, want, 3)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_threads_on_a_cpu_add_one_at_a_time(added: list[int]) -> None:
+    one = layer(tokens=200, bias=True)
+    want = gradients(one)
+    again(one)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: again(one), range(40)))
+    assert not any(added)
+    assert_sums(one, want, 41)
