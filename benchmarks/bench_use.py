@@ -52,6 +52,7 @@ class Cell:
         example: whether the model is analysed on an example before ``change``.
         tokens: of a call; with gradients unless ``inference``.
         dense_bytes: memory that the cell needs, in bytes of the weights in bf16.
+        batches: of a step, whose gradients add up.
     """
 
     weights: torch.dtype = torch.bfloat16
@@ -64,6 +65,7 @@ class Cell:
     only_hexa: Callable[[Model], Model] | None = None
     outputs: dict[str, Any] | None = None
     dense_bytes: float = 3
+    batches: int = 1
 
 
 def _fully_sharded(model: Model) -> Model:
@@ -122,6 +124,8 @@ CELLS = {
     "bf16, autocast": Cell(cast=torch.bfloat16),
     "fp16 autocast, scaled": Cell(torch.float32, torch.float16, scaled=True, dense_bytes=6),
     "cast after": Cell(torch.float32, change=lambda model: model.bfloat16(), example=True, dense_bytes=4),
+    "bf16, four batches": Cell(batches=4),
+    "autocast, four batches": Cell(torch.float32, torch.bfloat16, dense_bytes=6, batches=4),
     "FSDP2, bf16 policy": Cell(torch.float32, change=_fully_sharded, dense_bytes=8),
     "checkpoints": Cell(change=_checkpointed(False)),
     "reentrant checkpoints": Cell(change=_checkpointed(True)),
@@ -256,8 +260,9 @@ def _call(model: Model, ids: torch.Tensor, cell: Cell, device: str) -> Callable[
     def step() -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        loss = forward().loss
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        for _ in range(cell.batches):
+            loss = forward().loss
+            (loss if scaler is None else scaler.scale(loss)).backward()
 
     return infer if cell.inference else step
 
