@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ from hexa_fx.ops.tiling import whole
 from hexa_fx.torch_private import DispatchKeySet, _any_requires_grad, grouped_mm
 
 logger = logging.getLogger(__name__)
-Rows = TypeVar("Rows", bound=Estmm)
 _OPS = torch.ops.hexa
 
 
@@ -126,9 +125,6 @@ def activate_backward_generic(o: ActivateBackward) -> tuple[Tensor, Tensor, Tens
 def _of_activate(o: Activate, needs: Any, da: Tensor) -> dict[str, Any]:
     dh, _, _ = _OPS.activate_backward(da, o.h, None, None, None, o.activation, o.glu, o.params)
     return {"h": dh}
-
-
-library.kernel("esmm_act", "cpu")(partial(tiles.at_once, "esmm_act"))
 
 
 def _differentiable(keyset: DispatchKeySet, *args: Any) -> Any:
@@ -244,17 +240,6 @@ def scaled_transpose_any(o: ScaledTranspose) -> Tensor:
     return factor.t().to(o.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
-def gathered(o: Rows) -> Rows:
-    """The same of rows in expert order."""
-    x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
-    return o._replace(x=x, g=g, x_index=None, g_index=None)
-
-
-@library.kernel("estmm", "cpu")
-def estmm_cpu(o: Estmm) -> Tensor:
-    return at_once("estmm", gathered(o))  # type: ignore[no-any-return]
-
-
 @library.formula("estmm")
 def _of_estmm(o: Estmm, needs: Any, grad: Tensor) -> dict[str, Any]:
     (x, g, x_index, g_index, offs, top_k, layout), dx, dg = o, None, None
@@ -283,12 +268,7 @@ def _of_ess(o: Ess, needs: Any, grad: Tensor) -> dict[str, Any]:
     return {"g": dg, "scale": dscale}
 
 
-@library.kernel("estmm_add", "cpu")
-def estmm_add_cpu(o: EstmmAdd) -> None:
-    at_once("estmm_add", gathered(o))
-
-
-for _name in ("ess", "esfk", "ess_add", "esfk_add"):
+for _name in ("esmm_act", "estmm", "ess", "esfk", "estmm_add", "ess_add", "esfk_add"):
     library.kernel(_name, "cpu")(partial(at_once, _name))
 
 
